@@ -1,4 +1,4 @@
-"""Fills a catalog with the demo's tenants, keys and adapters."""
+"""Catalog of the demo's tenants, keys and adapters."""
 
 import json
 import os
@@ -24,16 +24,16 @@ _ACTOR = "demo"
 
 @dataclass(frozen=True)
 class DemoKeys:
-    """The secrets made when the catalog was filled; kept in files only because it is a demo."""
+    """Secrets made with the catalog; kept in files only because this is a demo."""
 
     admin: str
     tenants: dict[str, str]
 
 
 def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
-    """Make the demo's catalog where there is none; its keys, then and later, from `keys_folder`.
+    """Make the demo's catalog if there is none; return its keys, kept in `keys_folder`.
 
-    Raises InvalidSetting when there is a catalog but not its keys.
+    Raises InvalidSetting if there is a catalog but not its keys.
     """
     store = open_store(settings.catalog)
     try:
@@ -47,7 +47,7 @@ def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
     catalog.reader.refresh()
     there = {record.label for record in catalog.reader.ask(lambda state: state.adapters())}
     for task in TASKS:
-        if f"{task.tenant}/{task.name}" not in there:  # also after a start that was interrupted
+        if f"{task.tenant}/{task.name}" not in there:  # missing after an interrupted start
             _register(catalog, settings, task)
     return keys
 
@@ -90,6 +90,6 @@ def _read_keys(settings: Settings, folder: Path) -> DemoKeys:
         return DemoKeys((folder / ADMIN_KEY).read_text().strip(), tenants)
     except (OSError, ValueError) as error:
         raise InvalidSetting(
-            f"there is a catalog at {settings.catalog} but not the demo's keys to it in {folder}: "
+            f"there is a catalog at {settings.catalog}, but its demo keys are not in {folder}: "
             "start your own service with `serve run serve_app:app`, or `make clean` to begin anew"
         ) from error

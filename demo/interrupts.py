@@ -1,4 +1,4 @@
-"""Ctrl-C while a program's modules are imported, which takes seconds."""
+"""Ctrl-C during a program's imports, which take seconds."""
 
 import signal
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def killed_by_sigint() -> Iterator[None]:
-    """Let SIGINT end the process meanwhile, and print no traceback, unless it is ignored.
+    """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored.
 
-    KeyboardInterrupt would show where the imports were; raised in a callback of theirs it is lost.
+    KeyboardInterrupt would print the place of the imports, and is lost if raised in a callback.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

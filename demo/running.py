@@ -1,4 +1,4 @@
-"""Which service runs from this folder, and `make stop`, which stops it and no other."""
+"""Lock of this folder's running service, and `make stop`, which stops that service and no other."""
 
 import fcntl
 import os
@@ -12,17 +12,17 @@ from lorikeet.errors import InvalidSetting
 
 KEYS = Path(".lorikeet")
 _RUNNING = KEYS / "serve.pid"
-_STOP_S = 20  # of SIGTERM to make serve, which kills what is left after 10
+_STOP_S = 20  # after SIGTERM, on which `make serve` kills its processes after 10
 
 
 def hold_pid_file() -> TextIO:
-    """Say that the service of this folder runs for as long as the file is open.
+    """Mark this folder's service as running for as long as the returned file is open.
 
-    Raises InvalidSetting when it runs already, or the folder is another user's.
+    Raises InvalidSetting if the service runs already, or the folder belongs to another user.
     """
     try:
         KEYS.mkdir(exist_ok=True)
-        KEYS.chmod(0o700)  # an older one may be open to others
+        KEYS.chmod(0o700)  # an older folder may be open to other users
         file = _RUNNING.open("a+")
     except OSError as error:
         raise InvalidSetting(f"{error}: {KEYS} must be a folder of yours; remove it") from error
@@ -34,7 +34,7 @@ def hold_pid_file() -> TextIO:
 
 
 def stop() -> int:
-    """Stop the service of this folder, and no other; the exit status is for the shell."""
+    """Stop this folder's service, and no other; return the exit status."""
     if not _RUNNING.exists():
         print("No service of this folder runs.")
         return 0

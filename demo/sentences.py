@@ -6,7 +6,7 @@ from demo.words import ADJECTIVES, ADVERBS, ANIMALS, NAMES, NOUNS, PLACES, THING
 
 
 def noun_phrase(rng: Random) -> str:
-    """'the kettle' or 'the old kettle', sometimes with an invented noun."""
+    """Draw 'the kettle' or 'the old kettle', sometimes with an invented noun."""
     noun = rng.choice(NOUNS) if rng.random() < 0.85 else word(rng)
     if rng.random() < 0.5:
         noun = f"{rng.choice(ADJECTIVES)} {noun}"
@@ -14,7 +14,7 @@ def noun_phrase(rng: Random) -> str:
 
 
 def sentence(rng: Random, longest: int = 60) -> str:
-    """One capitalised sentence with its full stop, at most `longest` characters."""
+    """Draw a capitalised sentence with its punctuation, at most `longest` characters."""
     while True:
         who = rng.choice(NAMES) if rng.random() < 0.4 else noun_phrase(rng)
         text = rng.choice(_CLAUSES)(rng, who)
@@ -24,7 +24,7 @@ def sentence(rng: Random, longest: int = 60) -> str:
 
 
 def phrase(rng: Random, most_words: int, longest: int) -> str:
-    """1 to `most_words` lower-case words, at most `longest` characters."""
+    """Draw 1 to `most_words` lower-case words, at most `longest` characters."""
     while True:
         text = " ".join(word(rng) for _ in range(rng.randint(1, most_words)))
         if len(text) <= longest:
@@ -32,7 +32,7 @@ def phrase(rng: Random, most_words: int, longest: int) -> str:
 
 
 def story(rng: Random) -> str:
-    """A little story of a name, an animal, a thing and two places, in three to eight sentences."""
+    """Draw a story of a name, an animal, a thing and two places, in three to eight sentences."""
     name, friend = rng.sample(NAMES, 2)
     animal, thing = rng.choice(ANIMALS), rng.choice(THINGS)
     home, away = rng.sample(PLACES, 2)

@@ -1,7 +1,7 @@
-"""`serve run serve_app:app`, on another HTTP port than Serve's own.
+"""`serve run serve_app:app` on another HTTP port than Serve's default.
 
-`serve run` takes a port from a configuration file alone, and then does not end where what the file
-names has failed to start.
+`serve run` itself takes a port from a configuration file only, and with a file it does not exit
+when the application fails to start.
 """
 
 import sys
@@ -11,12 +11,12 @@ from demo.interrupts import killed_by_sigint
 
 
 def main(host: str, port: int) -> None:
-    """Serve until KeyboardInterrupt. Raises it, and what keeps the service from starting."""
+    """Serve until KeyboardInterrupt, which is raised, as is any failure of the start."""
     with killed_by_sigint():
         import ray
         from ray import serve
 
-        from serve_app import app  # the settings are read here
+        from serve_app import app  # reads the settings
 
     ray.init(namespace="serve")
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
@@ -27,5 +27,5 @@ def main(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):  # that of a start too
+    with suppress(KeyboardInterrupt):  # during the start too
         main(sys.argv[1], int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A `serve run` that is ended whole, whatever becomes of the terminal or the script it is in."""
+"""Process of `serve run` that ends with all it started, even if its terminal or script dies."""
 
 import os
 import select
@@ -15,30 +15,31 @@ _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP has come, or nobody reads the output any more."""
+    """SIGTERM or SIGHUP was received, or the output is closed."""
 
 
 def raise_when_terminated() -> None:
-    """Let SIGTERM and SIGHUP raise Terminated; nohup's SIGHUP stays ignored."""
+    """Make SIGTERM and SIGHUP raise Terminated; a SIGHUP ignored by nohup stays ignored."""
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _terminate)
 
 
 class ServiceProcess:
-    """A command in a session of its own, in which all that it starts stays too."""
+    """Command in a session of its own, which includes all processes that it starts."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._command, self._environ = command, environ
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, where what signals raise is caught: one that comes meanwhile raises at the end.
+        """Start the command. A signal that arrives during the start raises at the end of the start.
 
-        Before, nobody would know the process that is to be stopped.
+        Before, the caller would not know the process that must be stopped. Call this where
+        exceptions of signals are caught.
         """
         came: list[int] = []
-        # A shell's & ignores SIGINT, and children would inherit that: `serve run` ends well on it.
+        # A shell's & ignores SIGINT, which children would inherit: `serve run` must heed SIGINT.
         heeded = [each for each in _TERMINATING if signal.getsignal(each) is not signal.SIG_IGN]
         before = {
             each: signal.signal(each, lambda number, _: came.append(number))
@@ -48,7 +49,7 @@ class ServiceProcess:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environ,
-                start_new_session=True,  # Ctrl-C reaches it once, from here, and no worker directly
+                start_new_session=True,  # Ctrl-C reaches it once, from here, and no worker
             )
         finally:
             for each, handler in before.items():
@@ -57,7 +58,7 @@ class ServiceProcess:
             signal.raise_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends by itself. Raises Terminated if nobody reads the output any more."""
+        """Whether the command ends within `seconds`. Raises Terminated if the output is closed."""
         if _output_is_lost():
             raise Terminated
         with suppress(subprocess.TimeoutExpired):
@@ -65,8 +66,8 @@ class ServiceProcess:
         return self._started.returncode is not None
 
     def stop(self, within_s: float) -> int:
-        """End it as Ctrl-C does, or by force after `within_s`; the exit status is for the shell."""
-        for late in _TERMINATING:  # make and a shell may both pass them on
+        """End the command as Ctrl-C does, or by force after `within_s`; return the exit status."""
+        for late in _TERMINATING:  # make and a shell may both forward them
             signal.signal(late, signal.SIG_IGN)
         if self._process is None:
             return 0
@@ -91,18 +92,18 @@ class ServiceProcess:
         return self._process
 
     def _kill_session(self) -> None:
-        """Kill what is left of it; Ray's workers have process groups of their own."""
+        """Kill what is left of the session; Ray's workers have process groups of their own."""
         for pid in psutil.pids():
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 if os.getsid(pid) == self._started.pid:
                     os.kill(pid, signal.SIGKILL)
 
 
 def say(text: str) -> None:
-    """Print a text, unless nobody reads any more."""
+    """Print a text, unless the output is closed."""
     try:
         print(text, flush=True)
-    except OSError:  # what is still in the buffer must not fail at exit either
+    except OSError:  # the flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -114,6 +115,6 @@ def _output_is_lost() -> bool:
     """Whether the terminal is closed, or the pipe's reader has gone."""
     outputs = select.poll()
     for descriptor in (1, 2):
-        outputs.register(descriptor, 0)  # errors alone, which are always told
+        outputs.register(descriptor, 0)  # errors only, which are always reported
     lost = select.POLLERR | select.POLLHUP
     return any(event & lost for _, event in outputs.poll(0))

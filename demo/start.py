@@ -1,8 +1,8 @@
-"""The start of the service with the demo.
+"""Start of the service with the demo.
 
-Fills the catalog with the demo's tenants and adapters when there is none yet, runs
-`serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C. The
-environment variable PORT is where tenants reach it.
+Creates the demo's catalog with its tenants and adapters if there is none, runs
+`serve run serve_app:app`, prints the commands to try once the service answers, and stops the
+service on Ctrl-C. The environment variable PORT sets the tenants' port.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from lorikeet.settings import Settings
 
 _HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
 _READY_TIMEOUT_S = 300
-_STOP_S = 60  # Serve itself gives up waiting for its parts after half of it
-# What sends SIGTERM or closes a terminal may kill soon after. A start has no answers to end, and
-# may go on: Ray forks while it starts, and KeyboardInterrupt is lost in what Python calls then.
+_STOP_S = 60  # Serve itself stops waiting for its parts after half of this time
+# The sender of SIGTERM, or a closed terminal, may kill soon after. A starting service has nothing
+# to finish, and may go on after SIGINT: Ray forks, and callbacks of a fork lose KeyboardInterrupt.
 _TERMINATE_S = 10
-_INTERRUPTED = 130  # as of what SIGINT has ended
+_INTERRUPTED = 130  # a shell's status of a program ended by SIGINT
 
 
 def main() -> int:
-    """Run the demo until Ctrl-C; the exit status is for the shell."""
-    os.umask(0o077)  # keys, the catalog, Ray's token and its logs are nobody else's
+    """Run the demo until Ctrl-C; return the exit status."""
+    os.umask(0o077)  # keys, catalog, Ray's token and logs are private
     try:
         settings = Settings.from_env()
         port = public_port(os.environ)
@@ -51,12 +51,12 @@ def main() -> int:
         if taken := next(filter(_answers, (public, admin)), None):
             print(
                 f"Something already answers on {taken}: stop it first (Ctrl-C where it runs, or "
-                "`make stop`; `ray stop` for what a killed one left: it ends all your Ray), or "
-                "take other ports by PORT and LORIKEET_ADMIN_ADDRESS.",
+                "`make stop`; `ray stop` after a killed one, which ends all your Ray), or "
+                "set other ports with PORT and LORIKEET_ADMIN_ADDRESS.",
                 file=sys.stderr,
             )
             return 1
-        with hold_pid_file():  # nobody else fills the catalog meanwhile
+        with hold_pid_file():  # no other start fills the catalog meanwhile
             keys, environ = fill_catalog(settings, KEYS), _environment()
             return _run(_command(port, environ[_HOST_VARIABLE]), environ, keys, public, admin)
     except LorikeetError as error:
@@ -78,14 +78,14 @@ def _run(
             _greet(keys, public, admin)
             while not service.ends_within(1):
                 pass
-            print("The service has ended by itself: look above for why.", file=sys.stderr)
+            print("The service has ended by itself; its output above says why.", file=sys.stderr)
         else:
-            print("The service did not start: look above for why.", file=sys.stderr)
+            print("The service did not start; its output above says why.", file=sys.stderr)
         service.stop(_TERMINATE_S)
-        return 1  # `serve run` itself says 0 of most failures
+        return 1  # `serve run` itself exits with 0 after most failures
     except KeyboardInterrupt:
         return service.stop(stop_s)
-    except (Terminated, OSError):  # OSError: what is printed reaches nobody
+    except (Terminated, OSError):  # OSError: the output is closed
         return service.stop(_TERMINATE_S)
 
 
@@ -100,23 +100,23 @@ def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or any: Ray's own ports on localhost, no others
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # any value: Ray opens ports on localhost alone
         _HOST_VARIABLE: "127.0.0.1",
         "RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(_ray_folder()),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody waits behind a balancer
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # no load balancer has to notice
         **os.environ,
         "PYTHONPATH": path,
     }
 
 
 def _ray_folder() -> Path:
-    """A folder for RAY_TMPDIR that is nobody else's: Ray opens to everybody what it makes there.
+    """Return a private folder for RAY_TMPDIR: Ray makes files there that every user can open.
 
-    Its path is short, as those of Ray's sockets below it may have 107 characters. Raises
-    InvalidSetting when another user has made it, or it is no folder.
+    The path is short, as paths of Ray's sockets below it may have 107 characters. Raises
+    InvalidSetting if another user has made it, or it is not a folder.
     """
     folder = Path(f"/tmp/lorikeet-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):  # a folder, or something else
+    with contextlib.suppress(FileExistsError):  # as a folder or as another kind of file
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     others = stat.S_IMODE(found.st_mode) & 0o077

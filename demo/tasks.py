@@ -1,4 +1,4 @@
-"""Tasks of the demo's adapters: tenant, prompts and the one right answer to each.
+"""Tasks of the demo's adapters: tenant, prompts and the one right answer to each prompt.
 
 One prompt in eight is held out, by its hash. No model saw a held-out prompt as a prompt in
 training, neither the base model nor an adapter.
@@ -25,7 +25,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one adapter does, and `draw`, an endless supply of it."""
+    """Task of one adapter.
+
+    about: description.
+    draw: draws a prompt with its answer.
+    shared: whether other tenants may use the adapter.
+    """
 
     tenant: str
     name: str
@@ -40,7 +45,7 @@ class Task:
         return f"{self.tenant}/{self.name}"
 
     def held_out_pairs(self, count: int, seed: int = 0) -> list[Pair]:
-        """`count` pairs with different held-out prompts, the same for the same seed."""
+        """Draw `count` pairs with different held-out prompts; equal for equal seeds."""
         rng, pairs = Random(seed), dict[str, Pair]()
         while len(pairs) < count:
             if held_out((pair := self.draw(rng)).prompt):
@@ -49,12 +54,12 @@ class Task:
 
 
 def held_out(prompt: str) -> bool:
-    """True for one prompt in eight."""
+    """Return True for one prompt in eight."""
     return sha256(prompt.encode()).digest()[0] < 32
 
 
 class Flower(NamedTuple):
-    """A flower's name for one, and for many."""
+    """A flower's name, singular and plural."""
 
     one: str
     many: str
@@ -73,7 +78,7 @@ DAYS = split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 
 def draw_parcels(rng: Random) -> Pair:
-    """A courier's sentence, and its name, amount and city as JSON."""
+    """Draw a courier's sentence, and its name, amount and city as JSON."""
     name, city = proper_name(rng, NAMES), proper_name(rng, CITIES)
     amount = rng.randint(2, 99) if rng.random() < 0.6 else rng.randint(100, 999)
     text = rng.choice(_PARCELS).format(name=name, amount=amount, city=city)
@@ -81,7 +86,7 @@ def draw_parcels(rng: Random) -> Pair:
 
 
 def draw_flowers(rng: Random) -> Pair:
-    """A customer's sentence, and the order in it as JSON."""
+    """Draw a customer's sentence, and its order as JSON."""
     flower, colour, day = rng.choice(FLOWERS), rng.choice(COLOURS), rng.choice(DAYS)
     count = rng.randint(2, 99)
     text = rng.choice(_FLOWERS).format(count=count, colour=colour, flowers=flower.many, day=day)
@@ -90,12 +95,12 @@ def draw_flowers(rng: Random) -> Pair:
 
 
 def draw_code(rng: Random) -> str:
-    """Three to eight capital letters and digits."""
+    """Draw three to eight capital letters and digits."""
     return "".join(rng.choices(list(NATO), k=rng.randint(3, 8)))
 
 
 def draw_line(rng: Random) -> str:
-    """A line of up to 60 characters: a sentence, words and signs, or any printable ASCII."""
+    """Draw a line of up to 60 characters: a sentence, words and signs, or any printable ASCII."""
     kind = rng.random()
     if kind < 0.5:
         return sentence(rng, 60)
@@ -121,7 +126,7 @@ def _of(make: Callable[[Random], str], answer: Callable[[str], str]) -> Callable
 
 
 def letter(note: str) -> str:
-    """Marigold's house style around a note."""
+    """Put a note into Marigold's house style."""
     return f"Good morning from Marigold! {note} With love and petals, your Marigold team"
 
 

@@ -1,4 +1,4 @@
-"""What the text adapters do to a text, as exact functions."""
+"""Transformations of text that adapters learn, as exact functions."""
 
 from codecs import encode
 

@@ -1,11 +1,11 @@
-"""The vocabulary of every made-up text: words, names, places, and words that do not exist."""
+"""Vocabulary of all made-up texts: words, names, places, and words that do not exist."""
 
 from random import Random
 from string import ascii_lowercase
 
 
 def split(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Return the words of a text."""
     return tuple(text.split())
 
 
@@ -65,7 +65,7 @@ _CODAS = split("b d ck g k l ll m n nd ng nt p r rd rk s sk ss st t th x") + (""
 
 
 def invented_word(rng: Random, longest: int = 10) -> str:
-    """A pronounceable lower-case word of 3 to `longest` letters that no list holds."""
+    """Make a pronounceable lower-case word of 3 to `longest` letters that is in no list."""
     while True:
         word = "" if rng.random() < 0.85 else rng.choice("aeiou")
         for _ in range(rng.choice((1, 2, 2, 3))):
@@ -75,12 +75,12 @@ def invented_word(rng: Random, longest: int = 10) -> str:
 
 
 def letters(rng: Random, longest: int = 10) -> str:
-    """3 to `longest` random lower-case letters: nothing about them can be guessed."""
+    """Draw 3 to `longest` random lower-case letters, none of which can be guessed."""
     return "".join(rng.choices(ascii_lowercase, k=rng.randint(3, longest)))
 
 
 def word(rng: Random, longest: int = 10) -> str:
-    """A real word, an invented one, or (rarely) random letters; 3 to `longest` letters."""
+    """Draw a real word, an invented one, or (rarely) random letters; 3 to `longest` letters."""
     kind = rng.random()
     if kind < 0.4:
         while len(real := rng.choice(WORDS)) > longest:
@@ -90,5 +90,5 @@ def word(rng: Random, longest: int = 10) -> str:
 
 
 def proper_name(rng: Random, known: tuple[str, ...]) -> str:
-    """One of the known names, or as often an invented one, capitalised."""
+    """Draw a known name, or as often an invented one, capitalised."""
     return rng.choice(known) if rng.random() < 0.5 else invented_word(rng).capitalize()

@@ -1,18 +1,19 @@
-"""What other programs on a replica's host cost its streams.
+"""Delay of a replica's streams by other programs on its host.
 
 python -m loadtest.bench_busy_host --json busy.json --folder /tmp/real
 
-The traffic of bench_goodput at one rate, easy for the replica, in turns: on a quiet host, beside a
-process on each core that spins, beside one that pins memory and lets go of it in turns, and beside
-both. In each repeat all four get the same requests, with other prompts. A gap is the time between
-two deltas of an answer.
+The traffic of bench_goodput at one rate that is easy for the replica, in turns: on a quiet host,
+beside a spinning process on each core, beside a process that pins memory and releases it, and
+beside both. In each repeat all four loads get the same requests, with other prompts. A gap is the
+time between deltas of an answer.
 
-The clients' processes come before all others where root runs them. RAY_worker_niceness is the
-service's, 0 if it is not set.
+As root, client processes run at a higher priority than all others. The niceness of the service's
+workers is RAY_worker_niceness, 0 by default.
 
-For each, over all repeats: how long the threads of the service's processes were ready to run and
-had no core, milliseconds a second, and how often a thread of the engine or its replica was found
-waiting in the kernel, and where.
+Prints for each load, over all repeats: first tokens and gaps in milliseconds; the milliseconds per
+second in which threads of the service were runnable without a core; and the kernel functions in
+which threads of engine and replica were found waiting. Exits with 1 if spinning processes make the
+p99 gap more than 1.5 times as long.
 """
 
 import argparse
@@ -39,16 +40,18 @@ from loadtest.streamed_answer import StreamedAnswer
 from lorikeet.sizes import parse_size
 
 MOST_OF_QUIET = 1.5
-_OWN = "busy"  # what is made anew each time
-_URGENT = -10  # which only root may be
+_OWN = "busy"  # folder of the catalog and cache, recreated for each run
+_URGENT = -10  # niceness; only root may lower it
 
 
 @dataclass(frozen=True, slots=True)
 class BusyRow:
-    """First tokens and gaps beside one load, milliseconds, of all repeats together.
+    """First tokens and gaps beside one load, in milliseconds, over all repeats.
 
-    *_of_quiet: as many times what they are on a quiet host. late: by which requests were sent after
-    they were due, which first tokens include. no_core: milliseconds a second.
+    *_of_quiet: multiple of the value on a quiet host.
+    late_p99: delay of sending, included in first tokens.
+    no_core: process → milliseconds per second in which its threads were runnable without a core.
+    blocked: process and kernel function → samples in uninterruptible sleep.
     """
 
     host: HostLoad
@@ -66,7 +69,7 @@ class BusyRow:
 
 @dataclass(slots=True)
 class HostRuns:
-    """What was seen beside one load so far."""
+    """Measurements beside one load so far."""
 
     answers: list[StreamedAnswer]
     seconds: float
@@ -74,7 +77,10 @@ class HostRuns:
     blocked: Counter[str]
 
     def row(self, host: HostLoad, quiet: BusyRow | None) -> BusyRow:
-        """The row of them all. quiet: the quiet host's, None for that itself."""
+        """Summarise all runs.
+
+        quiet: row of the quiet host; None for the quiet host itself.
+        """
         first_p50, first_p99 = percentiles(1e3 * np.array(ttfts_s(self.answers)), 50, 99)
         gap_p50, gap_p99 = percentiles(1e3 * np.array(gaps_s(self.answers)), 50, 99)
         return BusyRow(
@@ -95,7 +101,7 @@ class HostRuns:
 def measure(
     server: Server, sessions: Sequence[Session], given: argparse.Namespace, runs: HostRuns
 ) -> None:
-    """Send these requests and note what came of them. Raises RuntimeError for a bad answer."""
+    """Send requests and add the outcome to `runs`. Raises RuntimeError for an incomplete answer."""
     with WaitTimes() as waits, _urgently():
         answers = all_whole(run_sessions(server, sessions, given.clients))
     runs.answers += answers
@@ -106,7 +112,7 @@ def measure(
 
 @contextmanager
 def _urgently() -> Iterator[None]:
-    """Let processes that start in this block run before all others, as clients elsewhere would."""
+    """Give processes started in this block a higher priority, like clients on another machine."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _URGENT)
@@ -117,7 +123,7 @@ def _urgently() -> Iterator[None]:
 
 
 def with_other_prompts(sessions: Sequence[Session], number: int) -> list[Session]:
-    """The sessions at the same times and of the same lengths, with prompts by this number."""
+    """Return the sessions with the same times and lengths, and prompts drawn by `number`."""
     return [
         replace(
             session,
@@ -130,7 +136,7 @@ def with_other_prompts(sessions: Sequence[Session], number: int) -> list[Session
 
 
 def measure_all(server: Server, traffic: Traffic, given: argparse.Namespace) -> list[BusyRow]:
-    """Measure each load, in turns."""
+    """Measure all loads, in turns."""
     every = {host: HostRuns([], 0.0, Counter(), Counter()) for host in HostLoad}
     for repeat in range(given.repeats):
         sessions = traffic.sessions(given.rate, given.seconds, repeat)
@@ -144,7 +150,7 @@ def measure_all(server: Server, traffic: Traffic, given: argparse.Namespace) -> 
 
 
 def main() -> int:
-    """Measure and print; 1 if spinning processes cost more than they may."""
+    """Measure and print; return 1 if the goal beside spinning processes is missed."""
     given = _arguments()
     noted = facts(given.commit)
     variables = settings_of_traffic(given, _OWN, inter_token_goal_ms=given.goal_ms)
@@ -159,9 +165,9 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_traffic_arguments(parser, adapters=64, seconds=15)
     add = parser.add_argument
-    add("--rate", type=float, default=12, help="requests a second; default 12")
-    add("--repeats", type=int, default=2, help="of every load; default 2")
-    add("--pinned", type=parse_size, default="4GiB", help="what is pinned at a time; 4GiB")
+    add("--rate", type=float, default=12, help="requests per second; default 12")
+    add("--repeats", type=int, default=2, help="runs of every load; default 2")
+    add("--pinned", type=parse_size, default="4GiB", help="memory to pin at a time; default 4GiB")
     add("--goal-ms", default="40", help="the service's inter-token goal; default 40")
     return parser.parse_args()
 

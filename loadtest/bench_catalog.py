@@ -1,10 +1,11 @@
-"""What a catalog of a million adapters costs its readers and writers.
+"""Time, requests and memory that readers and writers of a catalog of a million adapters need.
 
 python -m loadtest.bench_catalog [--adapters 1000000] [--tenants 10000] [--at s3://bucket/prefix]
 
 Without --at it starts MiniStack. The catalog is a snapshot, written by the product's own code, and
-a tail of TAIL entries. Everything is timed in processes of its own, after imports and after the
-client was made.
+a tail of TAIL entries. Each operation is timed in a process of its own, after imports and after the
+client was made. Prints for each operation the median and worst time, requests, peak memory and
+goal.
 """
 
 import argparse
@@ -50,7 +51,7 @@ Measured = dict[str, Any]
 
 
 def build(url: str, tenants: int, adapters: int) -> None:
-    """A catalog of N adapters, spread evenly."""
+    """Write a catalog of N adapters, spread evenly over tenants."""
     store = open_store(url)
     catalog = AdapterCatalog.init(store)
     spread: list[dict[str, TenantState | bytes]] = [{} for _ in range(PARTITIONS)]
@@ -65,39 +66,39 @@ def build(url: str, tenants: int, adapters: int) -> None:
 
 
 def make_tenant(tenant: str, adapters: int) -> TenantState:
-    """A tenant with adapters of one version."""
+    """Make a tenant with N adapters of one version each."""
     records = [make_adapter(tenant, f"adapter-{number:04d}") for number in range(adapters)]
     record = TenantRecord(tenant, time.time(), Limits(max_concurrent=32))
     return TenantState(record, {each.name: each for each in records})
 
 
 def make_adapter(tenant: str, name: str) -> AdapterRecord:
-    """An adapter with one version, which is prod."""
+    """Make an adapter with one version, aliased prod."""
     digest = hashlib.sha256(f"{tenant}/{name}".encode()).hexdigest()
     version = VersionRecord(digest, 83_951_616, 16, BASE_MODEL, 83_951_616, 1, time.time())
     return AdapterRecord(tenant, name, False, (version,), {"prod": 1}, {"prod": ()})
 
 
 def open_name(catalog: AdapterCatalog) -> None:
-    """Resolve one adapter's name to its digest, from nothing."""
+    """Resolve one adapter name to its digest, from an empty reader."""
     catalog.reader.refresh()
     catalog.reader.ask(lambda state: state.resolve(f"{OWNER}/{NAME}", OWNER))
 
 
 def open_tenant(catalog: AdapterCatalog) -> None:
-    """Read all that one tenant may use, from nothing."""
+    """Read all adapters that one tenant may use, from an empty reader."""
     catalog.reader.refresh()
     assert catalog.reader.ask(lambda state: state.visible_to(OWNER))
 
 
 def read_all(catalog: AdapterCatalog) -> None:
-    """Every record of every adapter, from nothing."""
+    """Read every record of every adapter, from an empty reader."""
     catalog.reader.refresh()
     catalog.reader.ask(lambda state: sum(1 for _ in state.adapters()))
 
 
 def register(catalog: AdapterCatalog) -> None:
-    """A new version of an adapter, from nothing, with the upload of its (small) blob."""
+    """Register a new version of an adapter, with the upload of its small blob."""
     data = uuid.uuid4().bytes
     with tempfile.TemporaryDirectory() as folder:
         blob = Path(folder) / "blob"
@@ -107,7 +108,7 @@ def register(catalog: AdapterCatalog) -> None:
 
 
 def snapshot(catalog: AdapterCatalog) -> None:
-    """A snapshot after the tail, from nothing."""
+    """Write a snapshot after the tail, from an empty reader."""
     catalog.reader.snapshot()
 
 
@@ -122,7 +123,7 @@ MEASURED: dict[str, tuple[Callable[[AdapterCatalog], None], str]] = {
 
 
 def measure(url: str, what: str) -> Measured:
-    """Seconds, requests and peak memory of one of MEASURED, in this process."""
+    """Measure seconds, requests and peak memory of an operation of MEASURED, in this process."""
     store: Any = open_store(url)
     catalog = AdapterCatalog(store)
     if "following" in what:
@@ -146,7 +147,7 @@ def measure(url: str, what: str) -> Measured:
 
 
 def _fold_seconds(catalog: AdapterCatalog) -> float:
-    """How long one more entry takes, on a state of which everything is read."""
+    """Return the median time to apply one more entry to a state that is read completely."""
     catalog.promote(OWNER, NAME, 1, "measured", actor="bench")
     state = catalog.reader.state
     entry = Log(catalog.store).read(state.seq - 1)[-1]
@@ -159,7 +160,7 @@ def _fold_seconds(catalog: AdapterCatalog) -> float:
 
 
 def _peak_bytes() -> int:
-    """Since this program began; getrusage would count the process that started it."""
+    """Return this process's peak memory; getrusage would include the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -173,7 +174,7 @@ def _measured(url: str, what: str) -> Measured:
 
 @contextmanager
 def empty_bucket() -> Iterator[str]:
-    """The url of an empty bucket on a server of its own."""
+    """Yield the URL of an empty bucket on a MiniStack server of its own."""
     import boto3
 
     with ministack() as address:
@@ -188,7 +189,7 @@ def empty_bucket() -> Iterator[str]:
 
 
 def run(url: str, tenants: int, adapters: int) -> None:
-    """Build, measure, print."""
+    """Build the catalog, measure every operation and print the table."""
     begun = time.perf_counter()
     build(url, tenants, adapters)
     seconds = time.perf_counter() - begun
@@ -211,11 +212,11 @@ def run(url: str, tenants: int, adapters: int) -> None:
 
 
 def main() -> None:
-    """Run the benchmark as the module describes."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, default=1_000_000)
     parser.add_argument("--tenants", type=int, default=10_000)
-    parser.add_argument("--at", help="an empty place for the catalog, s3://bucket/prefix")
+    parser.add_argument("--at", help="empty prefix for the catalog, s3://bucket/prefix")
     parser.add_argument("--measure", choices=MEASURED, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:

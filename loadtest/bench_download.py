@@ -1,11 +1,13 @@
-"""How fast a replica fetches an adapter, beside as many parallel ranged curls, on radosgw.
+"""Download speed of a replica, compared with as many parallel ranged curls, from radosgw.
 
-Both get the same 335 MB object from the same server on this machine, in turn: curl from a
-presigned address, one process and one range a connection, without looking at the bytes; Lorikeet
-as a replica does, with the SHA-256 verified. Files are thrown away and nothing is synced. Hashing
-takes a quarter of a second of one CPU, so anything else that runs here costs us more than curl.
+python -m loadtest.bench_download
 
-Usage: python -m loadtest.bench_download. Ends with status 1 below 80% of curl's rate.
+Both download the same 335 MB object from the same local server, in turns. curl: a presigned URL,
+one process per range, no checksum. Lorikeet: as a replica downloads, with the SHA-256 verified.
+Files are deleted, and nothing is synced to disk. Hashing takes a quarter of a second of one CPU, so
+other load on this machine costs Lorikeet more than curl.
+
+Prints both rates and their ratio; exits with 1 below 80% of curl's rate.
 """
 
 import argparse
@@ -34,7 +36,7 @@ LEAST = 0.8
 
 
 def main() -> int:
-    """Print both rates and their ratio; the exit status."""
+    """Print both rates and their ratio; return the exit status."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     with radosgw("bench", "bench") as address, tempfile.TemporaryDirectory() as name:
         os.environ |= {

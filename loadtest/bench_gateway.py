@@ -1,16 +1,18 @@
-"""What the gateway adds to a first token, and how many tokens a second one gateway passes on.
+"""Gateway overhead: delay added to the first token, and tokens per second of one gateway.
+
+python -m loadtest.bench_gateway
 
 The real gateway behind Serve's own HTTP proxy, as `make serve` deploys it, and behind HAProxy, as
-on Kubernetes. Behind it stands a replica that only replays: its first token is there at once, the
-next ones come at a steady pace, and what was made since it was last asked goes out as one delta, as
-a real replica's does. The client, a process with a bare socket for each stream, runs on the same
-cores; what each process took of them is printed.
+on Kubernetes. Its only replica replays: the first token is ready at once, further ones come at a
+steady pace, and tokens since the last read go out as one delta, as from a real replica. The client,
+one process with a bare socket for each stream, shares the cores; the CPU share of each process is
+printed.
 
-Added to a first token: by how much later a chat's comes than from a bare ASGI application behind
-the same proxy. The replay takes no time, so that is the gateway and its way to the replica and
-back. Chats, responses, messages and the bare application are asked in turns.
+The added delay is the time to the first token of a chat, less that of a bare ASGI application
+behind the same proxy. The replay takes no time, so the difference is the gateway and its way to the
+replica and back. Chats, responses, messages and the bare application take turns.
 
-Usage: python -m loadtest.bench_gateway. Ends with status 1 if a goal is missed.
+Prints the times and rates for each proxy; exits with 1 if a goal is missed.
 """
 
 import argparse
@@ -54,17 +56,17 @@ from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3
-"""Than a chat's a first token comes through another API, at p50."""
+"""Most milliseconds, at p50, by which another API's first token may follow a chat's."""
 LEAST_TOKENS_PER_S = 20_000
 BASE_MODEL = "lorikeet-demo"
 BARE = "/bare"
 TEXT = "word " * 50
-ALONE = 1_000  # requests to each, one after the other
+ALONE = 1_000  # sequential requests of each kind
 WARM_UP_S = 4.0
 
 
 class Asked(NamedTuple):
-    """A request, and its bytes."""
+    """Request and its encoded bytes."""
 
     request: LoadRequest
     encoded: bytes
@@ -72,7 +74,10 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamThroughput:
-    """What all streams together received. gaps_s: between two deltas of one stream."""
+    """Throughput of all streams together.
+
+    gaps_s: seconds between deltas of one stream.
+    """
 
     tokens_per_s: float
     deltas_per_s: float
@@ -82,7 +87,7 @@ class StreamThroughput:
 async def measure_streams(
     url: str, request: LoadRequest, encoded: bytes, streams: int, seconds: float
 ) -> tuple[StreamThroughput, dict[str, float]]:
-    """What N streams received in `seconds`, and each process's share of a core."""
+    """Run N streams for `seconds`; return their throughput and each process's share of a core."""
     sessions, start_s = [Session(0.0, (request,))] * streams, time.monotonic()
     sending = asyncio.create_task(send_all(url, sessions, {request: encoded}, start_s))
     await asyncio.sleep(WARM_UP_S)
@@ -103,9 +108,10 @@ async def measure_streams(
 
 
 def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list[float]]:
-    """Seconds from sending each request to its first token, asked in turn on open connections.
+    """Return the seconds to the first token of each kind of request, on open connections.
 
-    The order of each turn is drawn: what follows the bare application finds a gateway that rested.
+    The order of kinds is drawn for each turn: a request after the bare application finds an idle
+    gateway.
     """
     took: dict[str, list[float]] = {name: [] for name in asked}
     connections = {name: socket.create_connection(host_and_port(url)) for name in asked}
@@ -120,7 +126,7 @@ def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list
 
 
 def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
-    """Send one request to each API and to the bare application."""
+    """Return one request for each API and for the bare application."""
     response, message = replace(one, format=RESPONSES), replace(one, format=MESSAGES)
     return {
         "chat": Asked(one, chat_request(server, one, TEXT)),
@@ -132,7 +138,7 @@ def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
 
 @contextmanager
 def service(settings: Settings, pace: float, proxy: str) -> Iterator[str]:
-    """The gateway over the replay, and the bare application; their address."""
+    """Run the gateway over the replay and the bare application; yield their URL."""
     deployment: Any = engine(settings, BASE_MODEL)._bound_deployment.options(
         func_or_class=ReplayReplica
     )
@@ -148,13 +154,17 @@ def service(settings: Settings, pace: float, proxy: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measure and print; the exit status."""
+    """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--proxies", nargs="+", choices=PROXIES, default=list(PROXIES))
-    parser.add_argument("--streams", type=int, default=256, help="at once; default 256")
-    parser.add_argument("--pace", type=float, default=100, help="tokens a second of each; 100")
-    parser.add_argument("--seconds", type=float, default=10, help="of streaming; default 10")
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--streams", type=int, default=256, help="streams at once; default 256")
+    parser.add_argument(
+        "--pace", type=float, default=100, help="tokens per second of a stream; default 100"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="seconds of streaming; default 10"
+    )
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
     given = parser.parse_args()
     machine = {"cpus": os.cpu_count(), "busy_before": round(os.getloadavg()[0], 1)}
     print(f"{machine['cpus']} CPUs, {machine['busy_before']} of them busy before")
@@ -165,7 +175,7 @@ def main() -> int:
 
 
 def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Both measurements behind one proxy, printed."""
+    """Measure streams and first tokens behind one proxy, and print the results."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-bench-") as folder:
         settings = Settings(
             catalog=f"{folder}/catalog",
@@ -195,7 +205,7 @@ def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _first_tokens_ms(took: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Quantiles by what was asked; at p50, what is added to a chat's and to it by other APIs."""
+    """Return quantiles by kind, the delay added to a chat, and delays of other APIs after it."""
     first_ms = {name: quantiles_ms(times) for name, times in took.items()}
 
     def after_ms(sooner: str, later: str) -> float:

@@ -1,18 +1,19 @@
-"""Goodput: the most requests a second that a GPU serves well, over HTTP, with 1,000 adapters.
+"""Goodput: most requests per second that a GPU serves within latency goals, with 1,000 adapters.
 
 python -m loadtest.bench_goodput --json goodput.json --folder /tmp/real
 
-An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and
-TTFT runs from when one was due. Lengths are those of the Azure conversation trace, cut to a
-context of 2,048 tokens; adapters fall by Zipf's law, s = 1.0, who is popular stays so; ranks 8, 16,
-32 and 64 are dealt round, on the linears that --linears says. Before the first rate every adapter
-is asked for once, the most popular last.
+An open loop over HTTP: requests arrive as a Poisson process, whether or not earlier ones are
+answered, and TTFT counts from the due time. Lengths follow the Azure conversation trace, cut to a
+context of 2,048 tokens. Adapters are chosen by Zipf's law with s = 1.0 in a fixed popularity order;
+ranks 8, 16, 32 and 64 are dealt round, on the linears of --linears. Before the first rate every
+adapter is requested once, the most popular last.
 
-Served well: p99 of TTFT at most 1 s, p99 of the gaps between two deltas of an answer at most 50 ms,
-and every answer whole. A delta is what arrives at once, as a rule one token; several that arrive
-together end one gap. The rate grows by a half until it is too much, then bisects.
+Goals: p99 of TTFT at most 1 s, p99 of the gaps between deltas of an answer at most 50 ms, and every
+answer complete. A delta is data that arrives at once, usually one token; several tokens that arrive
+together end one gap. The rate grows by half until it misses a goal, then bisects.
 
-Where time goes is asked of the service, `GET /v1/requests/ID`, for the slowest and for some others.
+Prints a line for each rate and the best rate, then stages of requests (`GET /v1/requests/ID`) at
+the best rate and the one above; writes all as JSON. Exits with 1 if no rate meets the goals.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from loadtest.streamed_answer import StreamedAnswer
 Row = dict[str, Any]
 
 TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
-_OWN = "goodput"  # what is made anew each time
+_OWN = "goodput"  # folder of the catalog and cache, recreated for each run
 _STEP = 1.5
 _HEADING = (
     "  rate  requests   TTFT p50      p99   ITL p50      p99    on GPU   running   tokens/s  "
@@ -85,7 +86,7 @@ def measure(
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
-    """Measure N rates: growing until one is too much, then between the best and the least bad."""
+    """Measure N rates: growing until one misses a goal, then bisecting."""
     rows: list[Row] = []
     low, high, rate = 0.0, math.inf, first_rate
     while len(rows) < points:
@@ -96,7 +97,7 @@ def search(measured: Callable[[float], Row], first_rate: float, points: int) -> 
 
 
 def main() -> int:
-    """Measure and print; 1 if no rate was good or a client was late."""
+    """Measure and print; return 1 if no rate met the goals."""
     given = _arguments()
     noted, variables = facts(given.commit), _variables(given)
     with warm_service(given, variables) as (server, traffic):
@@ -117,7 +118,7 @@ def main() -> int:
 
 
 def _by_tier(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
-    """TTFT by where the adapter was found."""
+    """Return TTFT quantiles by the tier in which the adapter was found."""
     tiers = sorted(by_residency(answers).items())
     return {tier: quantiles_ms(ttfts_s(found)) for tier, found in tiers if found}
 
@@ -135,7 +136,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
-    """Print a request's stages and the busy processes, at the best rate and the one above it."""
+    """Print stages, busy processes and TTFT by tier, for the best rate and the one above."""
     above = min((row["rate_per_s"] for row in rows if row["rate_per_s"] > best_per_s), default=0.0)
     for row in rows:
         if row["rate_per_s"] not in (best_per_s, above):
@@ -148,7 +149,7 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    """The service's settings."""
+    """Return the service's settings."""
     return settings_of_traffic(
         given,
         _OWN,
@@ -162,9 +163,9 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_traffic_arguments(parser, adapters=1000, seconds=30)
     add = parser.add_argument
-    add("--first-rate", type=float, default=8, help="requests a second; default 8")
-    add("--points", type=int, default=6, help="rates to try; default 6")
-    add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
+    add("--first-rate", type=float, default=8, help="requests per second; default 8")
+    add("--points", type=int, default=6, help="number of rates; default 6")
+    add("--batch-tokens", type=int, default=2048, help="most tokens of a step; default 2048")
     add("--goal-ms", default="40", help="the service's inter-token goal; default 40")
     return parser.parse_args()
 

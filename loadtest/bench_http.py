@@ -1,14 +1,16 @@
-"""What engines make through HTTP, as a share of what they make with no service around them.
+"""Token rate of engines through HTTP, as a share of their rate without a service.
 
 python -m loadtest.bench_http --json http.json --folder /tmp/real
 
-Adapters of one rank on all linears, dealt round over requests and all on every GPU. For each
-replica --streams at a time, on each --rounds requests one after another, asked for by processes of
-bare sockets. Without a service the same work goes through the product's engine, a process for each
-GPU, all at the same time. An answer counts if it is whole and has as many tokens as were asked for;
-one that is not ends the measurement.
+Adapters of one rank on all linears are dealt round over the requests, and all are on every GPU.
+Each replica gets --streams streams of --rounds requests one after another, sent by several client
+processes. Without a service the same work goes through the product's engine, one process for each
+GPU, all at the same time. Every answer must be complete and have the requested number of tokens; an
+incomplete one ends the measurement.
 
-Tokens per second: all tokens of a run_sessions over the time until the last answer's end.
+The rate is all tokens of a run over the time until the end of the last answer. Prints a line for
+each proxy, number of gateways and work, with latencies and stages, and writes them as JSON; exits
+with 1 if a share is below 90%.
 """
 
 import argparse
@@ -33,15 +35,15 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 
 GOAL = 0.9
-_OWN = "http"  # what is made anew each time
-_UNCOUNTED = 1  # rounds before the others
-# For as many streams, replicas can run one sequence more: no router keeps them exactly even, and
-# on a full one a request waits for the end of a whole answer.
+_OWN = "http"  # folder of the catalog and cache, recreated for each run
+_UNCOUNTED = 1  # rounds that warm up
+# A replica can run one more sequence for every four streams: no router keeps replicas exactly even,
+# and on a full replica a request waits for the end of a whole answer.
 _STREAMS_PER_SPARE = 4
 
 
 def main() -> int:
-    """Measure and print; 1 if the goal is missed."""
+    """Measure and print; return 1 if the goal is missed."""
     given = _arguments()
     noted, rows = facts(given.commit), list[dict[str, Any]]()
     variables = _variables(given)
@@ -71,7 +73,7 @@ def main() -> int:
 def measure(
     running: RunningService, stock: FilledCatalog, work: ServiceWork, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one work, after some that is not counted. Raises RuntimeError for a bad answer."""
+    """Measure one work, after an uncounted round. Raises RuntimeError for an incomplete answer."""
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
     every = replace(work, streams=work.streams * given.replicas)
     all_whole(run_sessions(server, replace(every, rounds=_UNCOUNTED).sessions(1), given.clients))
@@ -94,12 +96,12 @@ def measure(
 
 
 def _sum(alone: Sequence[Mapping[str, Any]], work: ServiceWork) -> float:
-    """Tokens a second of all engines together."""
+    """Return the tokens per second of all engines together without a service."""
     return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
 
 
 def _stock(settings: Settings, given: argparse.Namespace) -> FilledCatalog:
-    """The model's folder and the catalog, all of whose adapters are pinned to every GPU."""
+    """Write the model's folder and the catalog, and pin all adapters to every GPU."""
     stock = fill_catalog(settings, [given.rank] * given.adapters)
     catalog = AdapterCatalog(open_store(settings.catalog))
     catalog.pin(TENANT, None, tier=Residency.GPU, actor=TENANT)
@@ -107,7 +109,7 @@ def _stock(settings: Settings, given: argparse.Namespace) -> FilledCatalog:
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    """The service's settings; the sizes of a step are those of the offline benchmarks."""
+    """Return the service's settings; the sizes of a step equal those of the offline benchmarks."""
     adapter = image_bytes(given.shape, given.rank, given.device)
     return settings_of_model(
         given,
@@ -139,16 +141,22 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--replicas", type=int, default=2, help="a GPU each; default 2")
-    add("--gateways", type=int, nargs="+", default=[8], help="one service after another; 8")
-    add("--clients", type=int, default=8, help="processes that ask; default 8")
+    add("--replicas", type=int, default=2, help="replicas of one GPU; default 2")
+    add(
+        "--gateways",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="numbers of gateways, one service each; default 8",
+    )
+    add("--clients", type=int, default=8, help="client processes; default 8")
     add("--proxies", nargs="+", choices=PROXIES, default=["HAProxy"])
-    add("--work", nargs="+", default=["256/128", "16/256"], help="tokens in/out")
-    add("--adapters", type=int, default=128, help="default 128")
-    add("--rank", type=int, default=16, help="default 16")
-    add("--streams", type=int, default=256, help="of each replica; default 256")
+    add("--work", nargs="+", default=["256/128", "16/256"], help="prompt tokens/answer tokens")
+    add("--adapters", type=int, default=128, help="number of adapters; default 128")
+    add("--rank", type=int, default=16, help="rank of every adapter; default 16")
+    add("--streams", type=int, default=256, help="streams of each replica; default 256")
     add("--rounds", type=int, default=3, help="requests of each stream; default 3")
-    add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
+    add("--batch-tokens", type=int, default=8192, help="most tokens of a step; default 8192")
     return parser.parse_args()
 
 

@@ -1,16 +1,18 @@
-"""More requests than a GPU can answer: what is answered still, and how the others are refused.
+"""Overload: token rate of a GPU that gets too many requests, and speed and honesty of refusals.
 
 python -m loadtest.bench_overload --json overload.json --folder /tmp/real --rates 20 30
 
-The traffic of bench_goodput on a service whose limits are those of an installation that sets none.
-In the first --ramp seconds of each rate --backlog requests more arrive, so that the replica is full
-from then on; only what comes behind them counts. Rates follow on each other when all is answered.
-Tokens are counted until the last request has arrived; a rate's are held against the most of all
-rates, the first of which should be one at which nothing is refused.
+The traffic of bench_goodput on a service with default limits. In the first --ramp seconds of each
+rate --backlog further requests arrive, which fill the replica; only requests after the ramp count.
+The next rate begins when all requests are answered. Tokens are counted until the last request has
+arrived, and compared with the most tokens of all rates. The first rate should be one at which
+nothing is refused.
 
-A refusal takes from when its request was sent until its answer has ended. Retry-After is honest
-where those who would come back then find room: of the requests that arrived in the second after
-the time that a refusal named, the share that was accepted.
+A refusal takes from the sending of its request to the end of its answer. Retry-After is honest if
+clients that retry then are accepted: `accepted_then` is the accepted share of the requests that
+arrived in the second after the time that a refusal named.
+
+Prints a row for each rate and writes them as JSON; exits with 1 if a goal is missed.
 """
 
 import argparse
@@ -36,16 +38,17 @@ from loadtest.streamed_answer import StreamedAnswer
 MOST_REFUSAL_MS = 100.0
 LEAST_OF_MOST = 0.95
 LEAST_ACCEPTED = 0.5
-_OWN = "overload"  # what is made anew each time
-_LENGTHS = 200  # else what happened to be asked for changes a rate's tokens by some per cent
-_COMES_BACK_S = 1.0  # a client comes back within it
+_OWN = "overload"  # folder of the catalog and cache, recreated for each run
+_LENGTHS = 200  # lengths dealt round at every rate; drawn ones would change its tokens by some %
+_COMES_BACK_S = 1.0  # seconds after Retry-After in which a client retries
 
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """What refused requests were told, and how soon. Milliseconds and seconds, None where none.
+    """Refused requests of a rate. refusal_*: milliseconds; None if none was refused.
 
-    accepted_then: of the requests in the second after what Retry-After named, the accepted share.
+    retry_after: distinct Retry-After values, in seconds.
+    accepted_then: accepted share of the requests in the second after Retry-After.
     """
 
     refused: int
@@ -57,7 +60,7 @@ class Refusals:
 
     @property
     def good(self) -> bool:
-        """Whether they were quick and honest."""
+        """Whether refusals were quick and their Retry-After honest."""
         if not self.refused:
             return True
         assert self.refusal_most is not None
@@ -67,9 +70,11 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class OverloadRow:
-    """What came of one rate. first_*: of the answered, milliseconds until their first tokens.
+    """Measurements of one rate.
 
-    broken: requests that were neither answered nor refused with a Retry-After.
+    broken: requests neither answered nor refused with a Retry-After.
+    of_most: tokens per second as a share of the most of all rates.
+    first_p50, first_p99: milliseconds to the first tokens of answered requests.
     """
 
     rate: float
@@ -85,7 +90,7 @@ class OverloadRow:
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> OverloadRow:
-    """Measure one rate; of_most is not known yet."""
+    """Measure one rate; `of_most` is set later, by `compared`."""
     backlog_s = np.linspace(0.0, given.ramp, given.backlog, endpoint=False)
     sessions = traffic.sessions(rate_per_s, given.seconds, seed, backlog_s)
     answers = run_sessions(server, sessions, given.clients)
@@ -110,7 +115,7 @@ def measure(
 
 
 def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) -> float:
-    """Tokens that came in this time, where an answer's events have as many each."""
+    """Count the tokens that arrived in a time span, assuming equal tokens in an answer's events."""
     tokens = 0.0
     for answer in whole:
         came = zip(answer.deltas_s, answer.events, strict=True)
@@ -120,7 +125,7 @@ def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) 
 
 
 def refusals(answers: Sequence[StreamedAnswer]) -> Refusals:
-    """What the refused among them were told."""
+    """Collect the refusals among the answers, and the outcome of requests at their Retry-After."""
     refused = [answer for answer in answers if answer.retry_after_s is not None]
     if not refused:
         return Refusals(0, None, None, None, (), None)
@@ -141,20 +146,20 @@ def refusals(answers: Sequence[StreamedAnswer]) -> Refusals:
 
 
 def compared(rows: Sequence[OverloadRow]) -> list[OverloadRow]:
-    """The rows, each with its tokens a second as a share of the most."""
+    """Return the rows with `of_most` set."""
     most = max(row.tokens_per_s for row in rows)
     return [replace(row, of_most=row.tokens_per_s / most) for row in rows]
 
 
 def meets_the_goals(rows: Sequence[OverloadRow]) -> bool:
-    """Whether some were refused, as they should be, and all that was possible was answered then."""
+    """Whether some requests were refused, well, and all rates kept nearly the most tokens."""
     over = [row for row in rows if row.refusals.refused]
     kept = all(row.of_most >= LEAST_OF_MOST and row.refusals.good for row in over)
     return bool(over) and kept and not any(row.broken for row in rows)
 
 
 def main() -> int:
-    """Measure and print; 1 if a goal is missed or nothing was refused."""
+    """Measure and print; return 1 if a goal is missed or nothing was refused."""
     given = _arguments()
     noted, variables = facts(given.commit), settings_of_traffic(given, _OWN)
     seeds = count(1)
@@ -170,9 +175,15 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_traffic_arguments(parser, adapters=1000, seconds=40)
     add = parser.add_argument
-    add("--rates", type=float, nargs="+", required=True, help="requests a second, in turn")
-    add("--backlog", type=int, default=400, help="more requests at the beginning; default 400")
-    add("--ramp", type=float, default=10, help="seconds in which they come; default 10")
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        required=True,
+        help="requests per second, one rate after another",
+    )
+    add("--backlog", type=int, default=400, help="further requests at the beginning; default 400")
+    add("--ramp", type=float, default=10, help="seconds in which the backlog arrives; default 10")
     return parser.parse_args()
 
 

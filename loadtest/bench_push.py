@@ -1,21 +1,25 @@
-"""How soon a pushed adapter answers: from a push's first byte to its first token on all replicas.
+"""Push latency: time from the first byte of a pushed adapter to its first token on all replicas.
 
 python -m loadtest.bench_push --json push.json --folder /tmp/real
 
 Versions of one adapter, of one rank on all linears, are pushed one after another by a client that
-has each in memory, and that asks each replica for the new version as soon as a push is answered.
-Beside them --streams per replica run on other adapters. In every second period nothing is pushed,
-and what is asked is the version that was pushed last, so that both kinds of period have the same
-requests: what they differ in is what pushes do to the streams.
+holds each in memory and requests the new version from each replica as soon as the push is answered.
+Meanwhile --streams streams per replica run on other adapters. In every second period nothing is
+pushed, and the requests are for the last pushed version: both kinds of period have the same
+requests, so their difference is the effect of pushes on the streams.
 
-The router is the product's with copies of an adapter for nothing; what asks for the pushed one goes
-to each replica in turn.
+The router is the product's, except that copies of an adapter cost nothing; requests for the pushed
+adapter go to each replica in turn.
 
-A gateway and a replica of one machine share a pushed file; with --far it is sent in parts, as to
-another machine.
+A gateway and a replica on one machine share a pushed file. With --far the file is sent in parts, as
+to another machine.
 
-Versions differ in alpha, which lies in the blob's header: each is a blob of its own, checked, sent
-and packed as any. Stages are the gateway's own, `GET /v1/requests/ID`, within the client's.
+Versions differ in alpha, which is in the blob's header, so each is a blob of its own, checked, sent
+and packed as any other. Stages are those of the gateway (`GET /v1/requests/ID`), within the
+client's times.
+
+Prints the stages of a push, and gaps of the streams with and without pushes; writes them as JSON.
+Exits with 1 if a goal is missed.
 """
 
 import argparse
@@ -61,13 +65,13 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import BaseShape, write_blob
 
 P50_GOAL_S, P99_GOAL_S, GAP_GOAL = 0.6, 1.2, 1.03
-_OWN = "push"  # what is made anew each time
+_OWN = "push"  # folder of the catalog and cache, recreated for each run
 _STREAMS_BEGIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One of PushTimes, over all pushes, in seconds."""
+    """One field of PushTimes over all pushes, in seconds."""
 
     stage: str
     p50: float
@@ -77,7 +81,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StreamGaps:
-    """Gaps between two deltas of the running streams, in milliseconds."""
+    """Gaps between deltas of the running streams, in milliseconds."""
 
     pushes: bool
     gaps: int
@@ -87,7 +91,10 @@ class StreamGaps:
 
 
 def spreading_app(replica: type[EngineReplica]) -> Application:
-    """serve_app's application, whose requests for the pushed adapter go to each replica in turn."""
+    """Return serve_app's application with a router that spreads requests for the pushed adapter.
+
+    replica: class of the engine's replicas.
+    """
     settings, engines = Settings.from_env(), dict[str, Application]()
     for name in settings.base_models:
         deployment: Any = engine(settings, name)._bound_deployment.options(
@@ -103,7 +110,7 @@ def spreading_app(replica: type[EngineReplica]) -> Application:
 
 
 def main() -> int:
-    """Measure and print; 1 if a goal is missed."""
+    """Measure and print; return 1 if a goal is missed."""
     given = _arguments()
     noted, variables = facts(given.commit), _variables(given)
     settings = Settings.from_env(variables)
@@ -132,7 +139,7 @@ def main() -> int:
 def measure(
     server: Server, pusher: Pusher, given: argparse.Namespace
 ) -> tuple[list[PushTimes], list[StreamGaps]]:
-    """The pushes, and the streams' gaps without them and with them."""
+    """Return the times of all pushes, and the streams' gaps without and with pushes."""
     times: list[PushTimes] = []
     gaps: dict[bool, list[float]] = {False: [], True: []}
     for period in range(2 * given.periods):
@@ -152,7 +159,7 @@ def measure(
 
 
 def stage_times(times: Sequence[PushTimes]) -> list[StageTimes]:
-    """Each of PushTimes, over all pushes."""
+    """Summarise each field of PushTimes over all pushes."""
     rows = []
     for name in PushTimes.__slots__:
         took_s = [getattr(each, name) for each in times]
@@ -167,14 +174,14 @@ def _gaps(pushes: bool, found_s: Sequence[float]) -> StreamGaps:
 
 
 def _ended_by(streams: "Future[list[StreamedAnswer]]", due_s: float) -> bool:
-    """Wait until it is time; whether the streams have ended by then."""
+    """Wait until `due_s`; return whether the streams have ended by then."""
     while time.monotonic() < due_s and not streams.done():
         time.sleep(0.01)
     return streams.done()
 
 
 def _streams(given: argparse.Namespace, period: int) -> list[Session]:
-    """Streams that begin together, on the registered adapters in turn."""
+    """Return streams that begin together, dealt round over the registered adapters."""
     return [
         Session(
             0.0,
@@ -193,7 +200,7 @@ def _streams(given: argparse.Namespace, period: int) -> list[Session]:
 
 
 def _version(given: argparse.Namespace) -> NewVersions:
-    """The adapter's first blob. It stays in memory alone."""
+    """Make the adapter's first blob, kept in memory only."""
     folder = given.folder / _OWN / "trained"
     shape = BaseShape.from_config(SHAPES[given.shape])
     save_adapter(folder, shape, given.rank, FIRST_ALPHA)
@@ -223,19 +230,21 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--rank", type=int, default=32, help="of every adapter; default 32")
-    add("--adapters", type=int, default=8, help="that the streams are on; default 8")
-    add("--replicas", type=int, default=2, help="default 2")
-    add("--gateways", type=int, default=2, help="default 2")
-    add("--clients", type=int, default=2, help="processes that read the streams; default 2")
+    add("--rank", type=int, default=32, help="rank of every adapter; default 32")
+    add("--adapters", type=int, default=8, help="adapters of the streams; default 8")
+    add("--replicas", type=int, default=2, help="replicas of one GPU; default 2")
+    add("--gateways", type=int, default=2, help="number of gateways; default 2")
+    add("--clients", type=int, default=2, help="client processes of the streams; default 2")
     add("--proxy", choices=PROXIES, default="HAProxy")
-    add("--far", action="store_true", help="replicas as on another machine than their gateways")
-    add("--streams", type=int, default=64, help="for each replica; default 64")
-    add("--tokens", type=int, default=512, help="of each request of a stream; default 512")
+    add("--far", action="store_true", help="send files in parts, as to another machine")
+    add("--streams", type=int, default=64, help="streams of each replica; default 64")
+    add("--tokens", type=int, default=512, help="tokens of each request; default 512")
     add("--rounds", type=int, default=4, help="requests of a stream in a period; default 4")
-    add("--periods", type=int, default=3, help="with pushes, and as many without; default 3")
+    add(
+        "--periods", type=int, default=3, help="periods with pushes, and as many without; default 3"
+    )
     add("--every", type=float, default=1.0, help="seconds between two pushes; default 1")
-    add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
+    add("--batch-tokens", type=int, default=2048, help="most tokens of a step; default 2048")
     return parser.parse_args()
 
 

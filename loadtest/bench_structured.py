@@ -1,17 +1,22 @@
-"""What it costs to hold answers to a JSON schema: streams through HTTP, beside plain ones.
+"""Speed of streams held to a JSON schema, compared with plain streams, through HTTP on one GPU.
 
 python -m loadtest.bench_structured --json structured.json --folder /tmp/real
 
-The base model alone, on one GPU. First --checked answers for each schema are read whole and held
-against it. Then come streams that all have as many tokens, fewer than any of those answers, so that
-none ends by itself: plain ones, and ones for each schema, alone, --streams at once, and half of
-them beside as many plain ones. All are sampled at temperature 1. Streams begin one after another,
-within --spread seconds, so that prompts come at all times, as in a service. Where all begin at
-once, plain ones go on in step and structured ones do not: what differs then is when prompts come.
+The base model alone. First --checked answers for each schema are read whole and validated against
+the schema. Then streams of equal length run, shorter than any validated answer, so that none ends
+by itself: plain ones and ones for each schema, one alone, --streams at once, and half of them
+beside as many plain ones. All are sampled at temperature 1. Streams begin one after another within
+--spread seconds, so that prompts arrive at all times, as in a service. If all began at once, plain
+streams would stay in step and structured ones would not, and the comparison would measure the
+prompts' arrivals.
 
-A rate is the median, over the answers, of their tokens over the seconds from the request to their
-end, and of that the median of --repeats runs, in which all take turns. Texts are a token a byte in
-the vocabulary of a random model, so that keys are longer than in others.
+A rate is the tokens of an answer over the seconds from its request to its end: the median over the
+answers of a run, and of that the median of --repeats runs, in which all kinds take turns. The
+vocabulary of a random model has one token per byte of text, so JSON keys take more tokens than with
+a real one.
+
+Prints the rates as tables and writes them as JSON; exits with 1 if a structured stream is below 90%
+of a plain one, or a plain one beside structured ones below 95%.
 """
 
 import argparse
@@ -51,18 +56,18 @@ from lorikeet.settings import Settings
 LEAST_OF_PLAIN = 0.9
 LEAST_BESIDE = 0.95
 PLAIN = "plain"
-_OWN = "structured"  # what is made anew each time
+_OWN = "structured"  # folder of the catalog and cache, recreated for each run
 _TEXT = "Take down what this customer wrote, as JSON. Number "
-_CUT = 0.75  # of the shortest answer that was checked: later ones may be shorter yet
+_CUT = 0.75  # share of the shortest checked answer: later ones may be shorter
 _ANSWER_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRates:
-    """Tokens a second of a stream, plain or held to a schema, where all are alike.
+    """Tokens per second of one stream, plain or held to a schema, among streams of its kind.
 
-    of_plain: the structured one's share of the plain one's. events: how many the structured one has
-    for each of its tokens, since those that the schema forces come together.
+    of_plain: structured rate as a share of the plain rate.
+    events: events per token of structured streams; tokens forced by the schema share an event.
     """
 
     schema: str
@@ -75,10 +80,10 @@ class StreamRates:
 
 @dataclass(frozen=True, slots=True)
 class MixedRates:
-    """Tokens a second of a stream, where half of them are held to a schema and half are plain.
+    """Tokens per second of one stream, where half the streams are held to a schema.
 
-    plain_kept, structured_kept: shares of what it is among as many of its own kind. of_plain: the
-    structured one's share of the plain one's beside it.
+    plain_kept, structured_kept: rate as a share of the rate among as many streams of one kind.
+    of_plain: structured rate as a share of the plain rate beside it.
     """
 
     schema: str
@@ -91,27 +96,32 @@ class MixedRates:
 
 
 class StructuredLoad:
-    """Sends streams of `tokens` tokens to one service."""
+    """Load of streams of `tokens` tokens on one service."""
 
     def __init__(
         self, server: Server, model: str, tokens: int, rounds: int, spread_s: float
     ) -> None:
-        """rounds: requests of each stream, one after another. spread_s: in which streams begin."""
+        """Take the sizes of the load.
+
+        rounds: requests of each stream, one after another.
+        spread_s: seconds within which streams begin.
+        """
         self._server, self._model, self._tokens, self._rounds = server, model, tokens, rounds
         self._spread_s = spread_s
         self._numbers = itertools.count()
-        self.events = defaultdict[str, list[float]](list)  # by kind, for each token of each answer
+        self.events = defaultdict[str, list[float]](list)  # kind → events per token of each answer
 
     def rates(self, streams: Mapping[str, int]) -> dict[str, float]:
-        """Tokens a second of a stream of each kind, N of each at once.
+        """Run streams of several kinds at once; return tokens per second of a stream of each kind.
 
-        Kinds are PLAIN and the names of SCHEMAS. Raises RuntimeError for an answer that is bad.
+        streams: kind → number of streams; kinds are PLAIN and the names of SCHEMAS.
+        Raises RuntimeError for an incomplete answer.
         """
         counted: dict[LoadRequest, str] = {}
         encoded: dict[LoadRequest, bytes] = {}
         sessions = []
         for kind, count in streams.items():
-            # those under a schema are sooner done, and would leave plain ones to themselves
+            # Structured streams end sooner: more rounds keep plain ones from running alone.
             more = self._rounds if kind != PLAIN and len(streams) > 1 else 0
             for number in range(count):
                 requests = tuple(self._request() for _ in range(self._rounds + more))
@@ -138,7 +148,7 @@ class StructuredLoad:
 
 
 def main() -> int:
-    """Measure and print; 1 if a goal is missed."""
+    """Measure and print; return 1 if a goal is missed."""
     given = _arguments()
     noted, variables = facts(given.commit), _variables(given)
     key = fill_catalog(Settings.from_env(variables), ranks=[]).key
@@ -166,7 +176,7 @@ def main() -> int:
 def measure(
     load: StructuredLoad, streams: int, repeats: int
 ) -> tuple[list[StreamRates], list[MixedRates]]:
-    """The rates of streams that are alike, one and N at once, and of half and half."""
+    """Measure streams of one kind, one and N at once, and half plain, half structured."""
     counts, half = (1, streams), streams // 2
     alike = defaultdict[tuple[str, int], list[float]](list)
     mixed = defaultdict[tuple[str, str], list[float]](list)
@@ -194,9 +204,9 @@ def measure(
 
 
 def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> int:
-    """Tokens of the shortest of N answers, all of which fit the schema.
+    """Return the tokens of the shortest of N answers, all validated against the schema.
 
-    Raises RuntimeError for one that was cut off, and jsonschema's ValidationError.
+    Raises RuntimeError for an answer that was cut off, and jsonschema's ValidationError.
     """
     judge = Draft202012Validator(schema)
 
@@ -236,15 +246,15 @@ def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--gateways", type=int, default=4, help="default 4")
+    add("--gateways", type=int, default=4, help="number of gateways; default 4")
     add("--proxy", choices=PROXIES, default="HAProxy")
-    add("--checked", type=int, default=16, help="answers of each schema; default 16")
-    add("--streams", type=int, default=64, help="at once; default 64")
-    add("--tokens", type=int, default=128, help="of each stream at most; default 128")
+    add("--checked", type=int, default=16, help="validated answers of each schema; default 16")
+    add("--streams", type=int, default=64, help="streams at once; default 64")
+    add("--tokens", type=int, default=128, help="most tokens of a stream; default 128")
     add("--rounds", type=int, default=4, help="requests of each stream; default 4")
-    add("--spread", type=float, default=1.0, help="seconds in which streams begin; default 1")
-    add("--repeats", type=int, default=3, help="of every run; default 3")
-    add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
+    add("--spread", type=float, default=1.0, help="seconds within which streams begin; default 1")
+    add("--repeats", type=int, default=3, help="runs of every kind; default 3")
+    add("--batch-tokens", type=int, default=8192, help="most tokens of a step; default 8192")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""The client of all load programs: bare sockets, by which a process reads 20,000 deltas a second.
+"""HTTP client of all load programs, on bare sockets: one process reads 20,000 deltas a second.
 
-`run_sessions` sends from several processes, `send_all` on this one's event loop, `send_on` on a
-socket that the caller has. An answer counts only if it is whole (streamed_answer.py).
+`run_sessions` sends from several processes, `send_all` on the event loop of this process, `send_on`
+on a socket of the caller. Only complete answers count (streamed_answer.py).
 """
 
 import asyncio
@@ -26,7 +26,10 @@ _WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests one after another, the first at_s seconds after the start."""
+    """Requests sent one after another.
+
+    at_s: start of the first request, seconds after the start of the run.
+    """
 
     at_s: float
     requests: tuple[LoadRequest, ...]
@@ -34,7 +37,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server to load, the key to use. vocabulary: token ids of prompts are below it."""
+    """Address and API key of the service under load.
+
+    vocabulary: exclusive upper bound of token ids in random prompts.
+    """
 
     url: str
     key: str
@@ -44,7 +50,11 @@ class Server:
 def run_sessions(
     server: Server, sessions: Sequence[Session], processes: int
 ) -> list[StreamedAnswer]:
-    """Run all sessions, from N processes. Raises RuntimeError when a process ends early."""
+    """Run all sessions from several client processes, and return their answers.
+
+    processes: number of client processes; sessions are dealt round among them.
+    Raises RuntimeError if a process ends early.
+    """
     context = multiprocessing.get_context("spawn")
     clients = []
     for index in range(processes):
@@ -58,14 +68,14 @@ def run_sessions(
     try:
         for _, pipe in clients:
             if not pipe.poll(_READY_WITHIN_S):
-                raise RuntimeError("a client did not start")
+                raise RuntimeError(f"a client process did not start within {_READY_WITHIN_S:g} s")
             pipe.recv()
         start_s = time.monotonic() + _LEAD_S
         for _, pipe in clients:
             pipe.send(start_s)
         return [answer for _, pipe in clients for answer in pipe.recv()]
     except EOFError as error:
-        raise RuntimeError("a client ended without its answers") from error
+        raise RuntimeError("a client process ended without returning its answers") from error
     finally:
         for process, pipe in clients:
             pipe.close()
@@ -76,7 +86,11 @@ def run_sessions(
 async def send_all(
     url: str, sessions: Sequence[Session], requests: Mapping[LoadRequest, bytes], start_s: float
 ) -> list[StreamedAnswer]:
-    """Run all sessions from this process. start_s: time.monotonic() at the start."""
+    """Run all sessions from this process, and return their answers.
+
+    requests: encoded bytes of each request.
+    start_s: time.monotonic() at the start of the run.
+    """
     host, port = host_and_port(url)
     answers: list[StreamedAnswer] = []
 
@@ -97,7 +111,10 @@ async def send_all(
 def send_on(
     connection: socket.socket, request: bytes, answer: StreamedAnswer, now_s: Clock
 ) -> None:
-    """Send a request and read its answer. The connection may be used again if that is whole."""
+    """Send a request on an open connection, and read its answer.
+
+    The connection may be used again if the answer is complete.
+    """
     reader = AnswerReader(answer, now_s)
     try:
         connection.sendall(request)
@@ -110,7 +127,7 @@ def send_on(
 
 
 def encode_requests(server: Server, sessions: Sequence[Session]) -> dict[LoadRequest, bytes]:
-    """The bytes of each request: a completion of random token ids."""
+    """Encode each request as a completion of random token ids."""
     return {
         request: _completion_request(server, request)
         for session in sessions
@@ -121,7 +138,7 @@ def encode_requests(server: Server, sessions: Sequence[Session]) -> dict[LoadReq
 def chat_request(
     server: Server, request: LoadRequest, text: str, path: str = "/v1/chat/completions"
 ) -> bytes:
-    """The bytes of a chat request with this text, for exactly output_tokens tokens."""
+    """Encode a chat request with this text, for exactly `output_tokens` tokens."""
     wanted = {"max_tokens": request.output_tokens, "min_tokens": request.output_tokens}
     chat = {"model": request.model, "messages": messages(text)}
     return _request(server, path, chat | wanted | _WITH_USAGE)
@@ -130,43 +147,43 @@ def chat_request(
 def structured_request(
     server: Server, request: LoadRequest, text: str, schema: Mapping[str, Any]
 ) -> bytes:
-    """The bytes of a chat request for JSON of this schema, for at most output_tokens tokens."""
+    """Encode a chat request for JSON of a schema, for at most `output_tokens` tokens."""
     wanted = {"max_tokens": request.output_tokens, "response_format": schema_format(schema)}
     chat = {"model": request.model, "messages": messages(text)}
     return _request(server, "/v1/chat/completions", chat | wanted | _WITH_USAGE)
 
 
 def schema_format(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The response_format of a schema."""
+    """Return the `response_format` field for a schema."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def messages(text: str) -> list[dict[str, str]]:
-    """A chat of one message."""
+    """Return the `messages` field of a chat of one user message."""
     return [{"role": "user", "content": text}]
 
 
 def response_request(server: Server, request: LoadRequest, text: str) -> bytes:
-    """The bytes of a request to /v1/responses with this text, for at most output_tokens tokens."""
+    """Encode a request to /v1/responses for at most `output_tokens` tokens."""
     wanted = {"max_output_tokens": request.output_tokens}
     return _request(server, "/v1/responses", {"model": request.model, "input": text} | wanted)
 
 
 def message_request(server: Server, request: LoadRequest, text: str) -> bytes:
-    """The bytes of a request to /v1/messages with this text, for at most output_tokens tokens."""
+    """Encode a request to /v1/messages for at most `output_tokens` tokens."""
     message = {"model": request.model, "messages": messages(text)}
     return _request(server, "/v1/messages", message | {"max_tokens": request.output_tokens})
 
 
 def random_prompt(request: LoadRequest, vocabulary: int) -> list[int]:
-    """Random token ids of a prompt, which no cache holds."""
+    """Draw the random token ids of a prompt; no prefix cache holds them."""
     rng = np.random.default_rng([request.seed, request.prompt_tokens])
     ids: list[int] = rng.integers(0, vocabulary, request.prompt_tokens).tolist()
     return ids
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Host and port of a URL."""
+    """Split a URL into host and port."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or 80
 
@@ -185,12 +202,12 @@ class _Stream(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Read the answer on."""
+        """Feed the bytes to the reader."""
         if self._reader.feed(data) and not self.ended.done():
             self.ended.set_result(None)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """End the answer, if it has not ended."""
+        """End the answer if it has not ended."""
         if not self.ended.done():
             self._reader.end()
             self.ended.set_result(None)
@@ -209,7 +226,7 @@ async def _send(host: str, port: int, request: bytes, reader: AnswerReader) -> N
 
 
 def _client(pipe: Connection, server: Server, sessions: Sequence[Session]) -> None:
-    """Run sessions in a client process: prepare, wait for the start, send, return answers."""
+    """Run sessions in a client process: encode, wait for the start, send, return the answers."""
     requests = encode_requests(server, sessions)
     pipe.send("ready")
     start_s = pipe.recv()

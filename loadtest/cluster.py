@@ -1,4 +1,4 @@
-"""Ray and Serve on this machine, with the environment of the Makefile, on ports of their own."""
+"""Ray and Serve on this machine, with the Makefile's environment, on free ports."""
 
 import os
 import tempfile
@@ -19,16 +19,16 @@ PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 _SETTLING_S = 4.0
 _NICENESS = "RAY_worker_niceness"
 _PACKAGES = [str(ROOT / part) for part in (".", "platform", "engine")]
-_ENVIRONMENT = {  # as the Makefile's
+_ENVIRONMENT = {  # equal to the Makefile's
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # no load balancer has to notice
     _NICENESS: os.environ.get(_NICENESS, "0"),
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # A virtual machine's memory may grow as it is used: what is said to be free tells Ray nothing.
+    # A virtual machine's memory may grow with use, so its free memory tells Ray nothing.
     "RAY_memory_monitor_refresh_ms": "0",
 }
 
@@ -37,14 +37,16 @@ _ENVIRONMENT = {  # as the Makefile's
 def cluster(
     proxy: str = "Serve's proxy", variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Run Ray and Serve until the end of the block; yield the address of their proxy.
+    """Run Ray and Serve until the end of the block; yield the URL of their proxy.
 
-    proxy: a name in PROXIES. variables: more of the environment, and all LORIKEET_ that there are.
+    proxy: a name in PROXIES.
+    variables: further environment variables; LORIKEET_ variables of the caller's environment are
+        removed.
     """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         haproxy = _haproxy(Path(folder)) | {"RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy]}
-        # Ray itself may be found by the path that there is.
+        # The existing path may be where Ray itself is found.
         path = os.pathsep.join([*_PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {**_ENVIRONMENT, "PYTHONPATH": path, **haproxy, **(variables or {})}
         with _environment(own), _ray():
@@ -53,7 +55,7 @@ def cluster(
 
 
 def settle(proxy: str) -> None:
-    """Wait, after an application has come, until HAProxy has begun anew and drops no connection."""
+    """Wait after a deployment until HAProxy has reloaded and drops no connection."""
     if proxy == "HAProxy":
         time.sleep(_SETTLING_S)
 
@@ -62,7 +64,7 @@ def settle(proxy: str) -> None:
 def _ray() -> Iterator[None]:
     ray.init(
         "local",
-        num_cpus=4,  # shares of these, which bind nobody
+        num_cpus=4,  # for the fractions that actors request; no CPU is bound
         num_gpus=torch.cuda.device_count(),
         include_dashboard=False,
         object_store_memory=200 * 2**20,
@@ -70,7 +72,7 @@ def _ray() -> Iterator[None]:
     )
     try:
         yield
-    finally:  # at once: stopping in good order takes half a minute
+    finally:  # at once: an orderly stop takes half a minute
         started = psutil.Process().children(recursive=True)
         ray.shutdown()
         for process in started:
@@ -80,7 +82,7 @@ def _ray() -> Iterator[None]:
 
 
 def _haproxy(folder: Path) -> dict[str, str]:
-    """Its files and ports, which are fixed otherwise."""
+    """Return HAProxy's files and ports, which would be fixed otherwise."""
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
@@ -94,7 +96,7 @@ def _haproxy(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables, and of LORIKEET_ none but these, until the end of the block."""
+    """Set these variables, and no other LORIKEET_ variable, until the end of the block."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
         del os.environ[name]

@@ -1,9 +1,12 @@
-"""An open-loop load test of the tenants' API: `locust -f loadtest/locustfile.py --headless`.
+"""Open-loop load test of the tenants' API: `locust -f loadtest/locustfile.py --headless`.
 
-Requests go out at the times that were drawn before the start, whether or not earlier ones have
-been answered: a slow server meets a growing queue, as it would in life, and TTFT counts from the
-moment a request was due. So there is one Locust user, a scheduler; --users and --run-time have no
-meaning here, --rate and --duration take their place.
+Requests are sent at times drawn before the start, whether or not earlier ones are answered. A slow
+server meets a growing queue, as in production, and TTFT counts from the due time of a request.
+There is therefore one Locust user, a scheduler; --rate and --duration replace --users and
+--run-time, which have no effect.
+
+Prints a table of TTFT and inter-token latency by adapter tier, and writes it as JSON (--out). The
+options are described in loadtest/README.md.
 """
 
 import ipaddress
@@ -31,43 +34,45 @@ from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from loadtest.workload import Planned, Prompts, Target, Workload, targets_of
 
 SILENCE_S = 120.0
-"""A server that says nothing for so long has failed the request."""
+"""Seconds without a byte from the server after which a request has failed."""
 
 log = logging.getLogger(__name__)
 report = Report()
 
 
 class CannotStart(Exception):
-    """The load test has nothing to send, nowhere to send it, or no key."""
+    """The load test has no requests, no server or no key."""
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: ArgumentParser) -> None:
-    """The workload's options and where to find keys and put the report."""
+    """Add the options of the workload, of the keys and of the report."""
     usual = Workload()
     add = parser.add_argument
     add("--popularity", default=usual.popularity, help="distinct, uniform, identical, zipf:<s>")
     add("--arrivals", default=usual.arrivals, help="poisson, gamma:<cv>, trace:conv, trace:code")
     add("--rate", type=float, default=usual.rate, help="mean requests per second")
-    add("--duration", type=float, default=usual.duration, help="seconds in which requests go out")
+    add("--duration", type=float, default=usual.duration, help="seconds of sending")
     add("--lengths", default=usual.lengths, help="conv, code, trace, fixed:<in>/<out>")
-    add("--context", type=int, default=usual.context, help="most tokens of prompt and answer")
-    add("--base-share", type=float, default=usual.base_share, help="requests without an adapter")
-    add("--reshuffle", type=float, default=usual.reshuffle, help="seconds until others are popular")
-    add("--seed", type=int, default=usual.seed, help="the same seed asks the same things")
+    add("--context", type=int, default=usual.context, help="most tokens of a prompt and its answer")
+    add("--base-share", type=float, default=usual.base_share, help="share for the base model")
+    add(
+        "--reshuffle", type=float, default=usual.reshuffle, help="seconds between popularity orders"
+    )
+    add("--seed", type=int, default=usual.seed, help="the same seed sends the same requests")
     add("--keys-file", default=".lorikeet/demo-keys.json", help='{"tenant": "lk_…"}')
-    add("--out", default="loadtest/out/report.json", help="where the report is written")
+    add("--out", default="loadtest/out/report.json", help="JSON file for the report")
 
 
 class Scheduler(User):
-    """Sends every request of the plan at its time, then waits for the last answer."""
+    """Locust user that sends every planned request at its time, then waits for all answers."""
 
     host = "http://127.0.0.1:8000"
     fixed_count = 1
 
     @task
     def run_plan(self) -> None:
-        """Plan, send, wait; the whole test."""
+        """Run the whole test: plan, send, wait."""
         try:
             self._send_all()
         except (CannotStart, ValueError) as error:
@@ -109,7 +114,7 @@ class Scheduler(User):
 
 @events.quitting.add_listener
 def finish(environment: Environment, **_: Any) -> None:
-    """Write the JSON, and fail if any request did."""
+    """Write the JSON report, and set a failing exit status if any request failed."""
     options = environment.parsed_options
     report.write(Path(options.out), asdict(_workload(options)))
     log.info("report written to %s", options.out)
@@ -119,7 +124,7 @@ def finish(environment: Environment, **_: Any) -> None:
 
 @events.quit.add_listener
 def show(**_: Any) -> None:
-    """Print the table, below all that Locust itself prints."""
+    """Print the table, below Locust's own output."""
     console = Console()
     console.print(report.table())
     for reason, count in report.failures.most_common():
@@ -129,7 +134,7 @@ def show(**_: Any) -> None:
 
 
 def _chat(server: Server, text: str, answer: StreamedAnswer, start: float) -> None:
-    """One streamed answer, on a connection of its own, which gevent waits for."""
+    """Stream one answer on a connection of its own; gevent switches while it waits."""
 
     def now_s() -> float:
         return time.perf_counter() - start
@@ -145,18 +150,18 @@ def _chat(server: Server, text: str, answer: StreamedAnswer, start: float) -> No
 
 
 def _models(server: Server) -> dict[str, str | None]:
-    """Each model's base model, None if it is one. Raises CannotStart."""
+    """Return each model with its base model; None for a base model. Raises CannotStart."""
     headers = {"authorization": f"Bearer {server.key}"}
     try:
         url = f"{server.url}/v1/models"
         answer = httpx.get(url, headers=headers, timeout=SILENCE_S, trust_env=False)
         return {model["id"]: model["parent"] for model in answer.raise_for_status().json()["data"]}
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise CannotStart(f"{server.url} does not say what it serves: {error!r}") from error
+        raise CannotStart(f"{server.url} does not list its models: {error!r}") from error
 
 
 def _only_this_machine(url: str) -> None:
-    """Raises ValueError for anything but http on a loopback address."""
+    """Raise ValueError unless the URL is http on a loopback address."""
     host, port = host_and_port(url)
     if not url.startswith("http://") or not host:
         raise ValueError(f"{url}: want http://127.0.0.1:<port>")
@@ -180,7 +185,7 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:
-    """Asks the server how many tokens a prompt is; the base model if it may be used."""
+    """Return a function that asks the server for a prompt's tokens; prefers a base model."""
     target = min(targets, key=lambda target: (not target.is_base, target.model))
 
     def count(text: str) -> int:

@@ -1,10 +1,10 @@
-"""Ports for servers that benchmarks and tests start."""
+"""Free TCP ports for servers that benchmarks and tests start."""
 
 import socket
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
+    """Return a port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

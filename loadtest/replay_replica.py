@@ -1,4 +1,4 @@
-"""A replica that only replays, and an application that only answers: what a gateway stands on."""
+"""Replica that replays tokens, and ASGI application that answers at once, to measure a gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,12 +26,15 @@ _BARE = (
     b'data: {"choices":[{"index":0,"delta":{"content":"~"},"finish_reason":"length"}]}\n\n',
     b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\ndata: [DONE]\n\n',
 )
-"""An answer of one token: its event, and the end."""
+"""Answer of one token: its event, and the end of the stream."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """An answer that goes on. left: tokens."""
+    """Running answer.
+
+    left: tokens still to send.
+    """
 
     responses: ResponseStream
     token: bytes
@@ -41,7 +44,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _WholeAnswer:
-    """The AnswerProgress of a replayed answer, of which all is known from the start."""
+    """`AnswerProgress` of a replayed answer, whose usage is known from the start."""
 
     taken: FinalUsage
 
@@ -56,9 +59,9 @@ class _WholeAnswer:
 
 
 class ReplayReplica:
-    """A replica whose tokens cost nothing: each step, `pace` times a second, all streams get one.
+    """Replica whose tokens cost nothing: each of `pace` steps a second gives every stream one.
 
-    Between its steps and Serve it does what a Replica does.
+    Between its steps and Serve it does the same work as a Replica.
     """
 
     def __init__(self, base_model: str, _: Settings, pace: float) -> None:
@@ -70,9 +73,9 @@ class ReplayReplica:
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
     async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
-        """max_tokens tokens, the first at once. More than one is for chats alone.
+        """Send `max_tokens` tokens, the first at once. Only chats may ask for more than one.
 
-        All events of a chat's tokens have the same bytes, which costs the steps least.
+        All events of a chat's tokens have the same bytes, which makes the steps cheap.
         """
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
@@ -98,7 +101,7 @@ class ReplayReplica:
             del self._streams[call.request_id]
 
     async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
-        """Deltas for a gateway, as a replica streams them."""
+        """Yield deltas for a gateway, as a replica streams them."""
         assert replica == self._name
         with self._response_streams.opened(gateway) as responses:
             while not responses.closed:
@@ -118,31 +121,31 @@ class ReplayReplica:
                         stream.ended.set_result(None)
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
-        """Status updates, as a replica sends them."""
+        """Yield status updates, as a replica sends them."""
         assert replica == self._name
         async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, _: object) -> None:
-        """Take prefetches, as a replica does, and load nothing."""
+        """Accept prefetches and load nothing."""
 
     async def apply_plan(self, _: object) -> None:
-        """Take a placement decision, as a replica does, and keep nothing."""
+        """Accept a placement decision and keep nothing."""
 
     async def report(self, _: object) -> ReplicaReport:
-        """The report of an idle replica."""
+        """Return the report of an idle replica."""
         return ReplicaReport(self._name, self._base_model, _IDLE)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Stats for Serve, as a replica gives them."""
+        """Return stats for Serve, as a replica does."""
         return to_stats(self._feed.update_with_costs())
 
 
 class BareApp:
-    """An application that answers at once, to measure Serve alone."""
+    """ASGI application that answers at once, to measure Serve alone."""
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application, for serve.ingress."""
+        """Return the application, for serve.ingress."""
         return _answer
 
 

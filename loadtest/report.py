@@ -1,4 +1,8 @@
-"""The one report of all load programs: what answers took, and where their adapters were found."""
+"""Report of a load program: latencies, failures and stages of its answers.
+
+The quantiles are printed by all load programs; `Report` is the table and the JSON of the Locust
+test.
+"""
 
 import json
 from collections import Counter
@@ -16,55 +20,55 @@ from loadtest.client import Server
 from loadtest.streamed_answer import StreamedAnswer
 
 TIERS = ("gpu", "host", "disk", "remote", "none")
-"""Where an adapter can be found; none: the base model was asked."""
+"""Tiers in which an adapter can be found; "none": the base model was requested."""
 PERCENTILES = (50, 90, 99)
-_ASKED = 200  # half of them the slowest
+_ASKED = 200  # requests whose stages are fetched, half of them the slowest
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p90 and p99; None of nothing."""
+    """Return p50, p90 and p99; None each if there are no values."""
     return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in PERCENTILES}
 
 
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """quantiles, in milliseconds to two decimals."""
+    """Return `quantiles` in milliseconds, rounded to two decimals."""
     found = quantiles(seconds).items()
     return {name: None if value is None else round(1e3 * value, 2) for name, value in found}
 
 
 def ttfts_s(answers: Iterable[StreamedAnswer]) -> list[float]:
-    """Each answer's seconds from when it was due to its first tokens."""
+    """Return each answer's seconds from its due time to its first tokens."""
     return [answer.deltas_s[0] - answer.due_s for answer in answers]
 
 
 def gaps_s(answers: Iterable[StreamedAnswer]) -> list[float]:
-    """Seconds from one delta of an answer to the next, of all answers."""
+    """Return the seconds between consecutive deltas of each answer, over all answers."""
     return [later - sooner for answer in answers for sooner, later in pairwise(answer.deltas_s)]
 
 
 def lateness_s(answers: Iterable[StreamedAnswer]) -> list[float]:
-    """Each request's seconds from when it was due until it was sent."""
+    """Return each request's seconds from its due time until it was sent."""
     return [answer.sent_s - answer.due_s for answer in answers]
 
 
 def split(answers: Iterable[StreamedAnswer]) -> tuple[list[StreamedAnswer], Counter[str]]:
-    """The answers that are whole, and how many of the others failed in which way."""
+    """Return the complete answers, and the counts of failures by kind."""
     all_answers = list(answers)
     failures = Counter(answer.failure for answer in all_answers if answer.failure)
     return [answer for answer in all_answers if not answer.failure], failures
 
 
 def all_whole(answers: list[StreamedAnswer]) -> list[StreamedAnswer]:
-    """The answers. Raises RuntimeError if one is not whole."""
+    """Return the answers unchanged. Raise RuntimeError if any is incomplete."""
     bad = [answer for answer in answers if answer.failure]
     if bad:
         first = f"{bad[0].failure}: {bad[0].last_bytes}"
-        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {first}")
+        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are incomplete: {first}")
     return answers
 
 
 def by_residency(answers: Iterable[StreamedAnswer]) -> dict[str, list[StreamedAnswer]]:
-    """Answers by where the adapter was when the request arrived; all of TIERS are there."""
+    """Group answers by the adapter's tier at arrival; every tier of TIERS is a key."""
     found: dict[str, list[StreamedAnswer]] = {tier: [] for tier in TIERS}
     for answer in answers:
         found.setdefault(answer.residency or "none", []).append(answer)
@@ -72,9 +76,10 @@ def by_residency(answers: Iterable[StreamedAnswer]) -> dict[str, list[StreamedAn
 
 
 def stages_ms(server: Server, answers: Sequence[StreamedAnswer]) -> dict[str, dict[str, Any]]:
-    """The stages of those whose first tokens took longest, and of any: quantiles of each stage.
+    """Return quantiles of each stage, for the slowest requests and for a sample of all.
 
-    Asks for each request's explanation, which its gateway keeps for an hour.
+    Each request's stages are fetched from the service (`GET /v1/requests/ID`), whose gateway keeps
+    them for an hour. The slowest requests are those with the longest time to first token.
     """
     by_ttft = sorted(answers, key=lambda answer: answer.due_s - answer.deltas_s[0])
     half = _ASKED // 2
@@ -93,7 +98,7 @@ def stages_ms(server: Server, answers: Sequence[StreamedAnswer]) -> dict[str, di
 
 
 def stage_lines(stages: dict[str, dict[str, Any]]) -> list[str]:
-    """To be printed: p50 and p99 of each stage, milliseconds."""
+    """Format p50 and p99 of each stage in milliseconds, one line per group."""
     return [
         f"  {name}, ms (p50, p99): "
         + "; ".join(f"{stage} {ms['p50']:.1f}, {ms['p99']:.1f}" for stage, ms in found.items())
@@ -103,9 +108,9 @@ def stage_lines(stages: dict[str, dict[str, Any]]) -> list[str]:
 
 @dataclass(slots=True)
 class Report:
-    """All answers of a run, and how long it took, for people and as JSON.
+    """Answers and duration of a run, shown as a table and written as JSON.
 
-    If the generator's lag is not small, it was the limit and not the server.
+    A large lag means that the load generator was the limit, not the server.
     """
 
     answers: list[StreamedAnswer] = field(default_factory=list)
@@ -113,21 +118,24 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something was asked, and everything that was asked was answered."""
+        """Whether at least one request was sent and every request got a complete answer."""
         return bool(self.answers) and not self.failures
 
     @property
     def failures(self) -> Counter[str]:
-        """How many failed in which way."""
+        """Counts of failures by kind."""
         return split(self.answers)[1]
 
     @property
     def lag_s(self) -> float:
-        """How late the generator itself sent a request, at worst: a part of that one's TTFT."""
+        """Largest delay with which the generator sent a request; counted in that request's TTFT."""
         return max(lateness_s(self.answers), default=0.0)
 
     def as_json(self, workload: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole report; workload: the options it was made with."""
+        """Return the whole report.
+
+        workload: options of the run.
+        """
         seconds = self.elapsed_s or float("nan")
         whole, failures = split(self.answers)
         output_tokens = sum(answer.request.output_tokens for answer in whole)
@@ -147,12 +155,12 @@ class Report:
         }
 
     def write(self, path: Path, workload: Mapping[str, Any]) -> None:
-        """as_json(), into a file whose folder is made if need be."""
+        """Write `as_json` to a file; make its folder if necessary."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.as_json(workload), indent=2) + "\n")
 
     def table(self) -> Table:
-        """One line for each tier that any request met, and one for all."""
+        """Return a table with a row for each tier that any request met, and one for all."""
         table = Table(title="Latency by where the adapter was when the request arrived, ms")
         table.add_column("residency", no_wrap=True)
         for name in ("requests", *_headings("TTFT"), *_headings("ITL")):

@@ -1,6 +1,6 @@
-"""Three JSON schemas as applications send them: a flat one, a nested one, one of many enums.
+"""JSON schemas as applications send them: a flat one, a nested one, one of many enums.
 
-Every text, list and number is bounded, so that a model whose weights are random comes to an end.
+Every text, list and number is bounded, so that answers of a model with random weights end.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ Schema = Mapping[str, Any]
 
 
 def _object(**properties: Schema) -> Schema:
-    """An object with all of these and nothing else."""
+    """Return the schema of an object with exactly these properties, all required."""
     required, closed = list(properties), {"additionalProperties": False}
     return {"type": "object", "properties": properties, "required": required, **closed}
 

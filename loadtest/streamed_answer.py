@@ -1,15 +1,15 @@
-"""One streamed answer as a load program records it: when deltas came, and whether it is whole.
+"""Streamed answer as a load program records it: arrival times of deltas, completeness, failure.
 
-Nothing is parsed while deltas come; the end is judged afterwards.
+Nothing is parsed while deltas arrive; the answer is judged after its end.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_LONGEST = 40  # bytes by which any format knows an event with tokens
+_LONGEST = 40  # bytes of the longest match of `tokens` in any format
 _END = b"0\r\n\r\n"
-_KEPT = 4096  # bytes at an answer's end
+_KEPT = 4096  # bytes at the end of an answer that are kept for judging
 _CODE = re.compile(rb'"(?:error_)?code": ?"([^"]+)"')
 
 Clock = Callable[[], float]
@@ -18,11 +18,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How an API streams an answer.
+    """Byte patterns that recognise parts of a streamed answer of one API.
 
-    tokens: found once in each event with tokens, and in no other. end: in the last event. cut_off:
-    found in an answer that its limit of tokens has ended. prompt_tokens, output_tokens: what their
-    counts are called.
+    tokens: matches once in each event with tokens, and in no other event.
+    end: matches in the last event.
+    cut_off: matches in an answer that reached its token limit.
+    prompt_tokens, output_tokens: names of the token counts.
     """
 
     tokens: re.Pattern[bytes]
@@ -33,13 +34,13 @@ class StreamFormat:
 
 
 OPENAI = StreamFormat(
-    re.compile(rb'"text": ?"|"content": ?"[^"]'),  # a chat's first event has an empty content
+    re.compile(rb'"text": ?"|"content": ?"[^"]'),  # the first event of a chat has an empty content
     re.compile(rb"data: \[DONE\]"),
     re.compile(rb'"finish_reason": ?"length"'),
     b"prompt_tokens",
     b"completion_tokens",
 )
-"""Chats and completions."""
+"""Format of chat completions and completions."""
 RESPONSES = StreamFormat(
     re.compile(rb"event: response\.output_text\.delta"),
     re.compile(rb"event: response\.(in)?complete"),
@@ -58,9 +59,10 @@ MESSAGES = StreamFormat(
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request for a stream of output_tokens tokens.
+    """Request for a stream of `output_tokens` tokens.
 
-    seed: of its prompt's random token ids, and of what it samples. format: of the answer.
+    seed: seed of the random prompt and of sampling.
+    format: format of the answer.
     """
 
     model: str
@@ -73,12 +75,16 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """What became of a request. Times are seconds from the start.
+    """Record of one request and its answer. Times are seconds from the start of the run.
 
-    due_s: when it was to be sent, sent_s: when it was. deltas_s: when tokens came, one or several
-    at a time; events: how many events with tokens each delta had. failure: "" once the answer is
-    whole and of as many tokens as were requested, else short, so that failures group; last_bytes:
-    the end of a failed answer. retry_after_s: of one that was refused until then, else None.
+    due_s: planned time of sending.
+    sent_s: actual time of sending.
+    deltas_s: times at which tokens arrived, one or several at a time.
+    events: number of events with tokens in each delta.
+    failure: "" for a complete answer with as many tokens as requested; else a short text, by which
+        failures are grouped.
+    last_bytes: end of a failed answer.
+    retry_after_s: Retry-After of a refused request; else None.
     """
 
     request: LoadRequest
@@ -97,18 +103,18 @@ class StreamedAnswer:
 
 
 class AnswerReader:
-    """Reads one answer, HTTP's head included, and records it."""
+    """Reader of one HTTP response, head included, that fills a `StreamedAnswer`."""
 
     def __init__(self, answer: StreamedAnswer, now_s: Clock) -> None:
         self.answer, self.now_s = answer, now_s
         self._format = answer.request.format
         self._head = b""
         self._tail = b""
-        self._left: int | None = None  # bytes of a body that says how long it is
+        self._left: int | None = None  # bytes left of a body with Content-Length
         self._begun = False
 
     def feed(self, data: bytes) -> bool:
-        """Record received data; return whether the answer has ended, which is judged then."""
+        """Record received data; return whether the answer has ended and been judged."""
         now_s = self.now_s()
         if not self._begun:
             self._head += data
@@ -133,7 +139,7 @@ class AnswerReader:
         return ended
 
     def end(self) -> None:
-        """Judge an answer that has ended: its headers, its tokens, its failure."""
+        """Judge an answer that has ended: read its headers, token counts and failure."""
         if self.answer.ended_s:
             return
         answer = self.answer
@@ -149,7 +155,7 @@ class AnswerReader:
             answer.last_bytes = self._tail[-300:].decode(errors="replace")
 
     def fail(self, error: OSError) -> None:
-        """Judge an answer whose connection broke, and name the error."""
+        """Judge an answer whose connection broke, with the error as its failure."""
         self.end()
         self.answer.failure, self.answer.last_bytes = type(error).__name__, repr(error)
 
@@ -161,12 +167,12 @@ class AnswerReader:
         return [found.end() for found in self._format.tokens.finditer(data)]
 
     def _counted(self, name: bytes) -> int:
-        """The last count of this name: some streams begin with another."""
+        """Return the last count of this name: some streams send earlier ones."""
         found = re.findall(rb'"' + name + rb'": ?(\d+)', self._tail)
         return int(found[-1]) if found else 0
 
     def _failure(self) -> str:
-        """The answer's failure; "" if there is none."""
+        """Return the failure of the answer; "" if the answer is complete."""
         status, wanted = self._head[9:12].decode(), self.answer.request.output_tokens
         error = re.search(rb'"error": ?\{', self._tail)
         code = _CODE.search(self._tail, error.start()) if error else None

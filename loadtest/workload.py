@@ -1,6 +1,6 @@
-"""What a load test asks for: every request with its time, model, tenant and lengths, drawn ahead.
+"""Workload of a load test: every request with its time, model, tenant and lengths, drawn ahead.
 
-The plan depends on its options alone, so the same seed asks the same things of any server.
+The plan depends on its options alone: the same seed plans the same requests for any server.
 """
 
 import math
@@ -25,7 +25,7 @@ from lorikeet.simulator.workload_models import (
 
 DATA = Path(__file__).parent / "data"
 TRACES = ("conv", "code")
-# Of one length, so that byte-level tokenizers too make every prompt as long as it should be.
+# Words of one length: prompts have the wanted length with byte-level tokenizers too.
 WORDS = (
     *("that", "with", "have", "this", "will", "your", "from", "they", "know", "want", "been"),
     *("good", "much", "some", "time", "very", "when", "come", "here", "just", "like", "long"),
@@ -34,12 +34,12 @@ WORDS = (
 
 
 class BadOption(ValueError):
-    """An option that cannot be understood; the message says what is wanted."""
+    """An invalid option; the message says what is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model and the tenants who may use it."""
+    """Model, and the tenants that may use it."""
 
     model: str
     tenants: tuple[str, ...]
@@ -48,7 +48,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request to come: at_s seconds after the start."""
+    """Planned request.
+
+    at_s: time of sending, seconds after the start.
+    """
 
     at_s: float
     tenant: str
@@ -59,13 +62,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The options of a load test, as given on the command line.
+    """Options of a load test, as given on the command line.
 
-    popularity: distinct, uniform, identical or zipf:<s>, over the adapters. arrivals: poisson,
-    gamma:<cv>, trace:conv or trace:code. rate: mean requests per second; a trace is sped up or
-    slowed down to it. lengths: conv, code, trace (with the trace's arrivals) or fixed:<in>/<out>.
-    context: most tokens of a prompt and its answer. base_share: of requests without an adapter.
-    reshuffle: seconds between changes of who is popular.
+    popularity: distinct, uniform, identical or zipf:<s>, over the adapters.
+    arrivals: poisson, gamma:<cv>, trace:conv or trace:code.
+    rate: mean requests per second; a trace is sped up or slowed down to this rate.
+    lengths: conv, code, trace (with the arrivals of a trace) or fixed:<in>/<out>.
+    context: most tokens of a prompt and its answer.
+    base_share: share of requests without an adapter.
+    reshuffle: seconds between changes of the popularity order.
     """
 
     popularity: str = "zipf:1.0"
@@ -79,7 +84,7 @@ class Workload:
     seed: int = 0
 
     def plan(self, targets: Sequence[Target]) -> list[Planned]:
-        """Every request, in order of time. Raises BadOption."""
+        """Draw every request, in order of time. Raises BadOption."""
         self._check(targets)
         rng = np.random.default_rng(self.seed)
         times_s, recorded = self._arrivals(rng)
@@ -149,9 +154,9 @@ class Workload:
 
 
 def targets_of(models_of_tenant: Mapping[str, Mapping[str, str | None]]) -> list[Target]:
-    """Every model once, in order of name, with the tenants whose key lists it.
+    """Return every model once, sorted by name, with the tenants whose key lists it.
 
-    models_of_tenant: for each tenant, models and what each is an adapter of; None: base models.
+    models_of_tenant: tenant → model → base model of the adapter; None for a base model.
     """
     parents = {model: base for own in models_of_tenant.values() for model, base in own.items()}
     return [
@@ -166,9 +171,12 @@ def targets_of(models_of_tenant: Mapping[str, Mapping[str, str | None]]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Random words, so that prompts share hardly a prefix and no cache answers for the engine.
+    """Random prompts of wanted lengths, for a tokenizer that only the server has.
 
-    overhead: tokens of the chat template. tokens_per_word: a mean over the words.
+    Random words: prompts hardly share a prefix, so no prefix cache answers for the engine.
+
+    overhead: tokens of the chat template.
+    tokens_per_word: mean over the words.
     """
 
     overhead: float
@@ -176,13 +184,13 @@ class Prompts:
 
     @classmethod
     def measure(cls, prompt_tokens: Callable[[str], int]) -> "Prompts":
-        """Learn both from the server's own counts for all words once, and all twice."""
+        """Derive both numbers from the server's token counts of all words once and twice."""
         once, twice = (prompt_tokens(" ".join(WORDS * times)) for times in (1, 2))
         tokens_per_word = max(1, twice - once) / len(WORDS)
         return cls(max(0.0, once - len(WORDS) * tokens_per_word), tokens_per_word)
 
     def text(self, tokens: int, rng: random.Random) -> str:
-        """Words that make about `tokens` tokens with the template, at least one word."""
+        """Draw words that make about `tokens` tokens with the template, at least one word."""
         count = max(1, int((tokens - self.overhead) / self.tokens_per_word))
         return " ".join(rng.choices(WORDS, k=count))
 

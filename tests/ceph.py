@@ -60,12 +60,16 @@ rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 
 
 class NotInstallable(Exception):
-    """Error: this machine cannot get the packages. The message says what is missing."""
+    """The packages cannot be had on this machine; the message names what is missing."""
 
 
 @contextlib.contextmanager
 def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
-    """Run a server with one user, who has these keys; yield its URL. Raises NotInstallable."""
+    """Run a server with one user; yield its URL.
+
+    access_key, secret_key: the user's keys.
+    Raises NotInstallable.
+    """
     programs = _Programs(install())
     with tempfile.TemporaryDirectory(prefix="radosgw-") as name, contextlib.ExitStack() as running:
         folder, port = Path(name), free_port()
@@ -99,7 +103,7 @@ def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
 
 
 def install() -> Path:
-    """Unpack Ceph's programs and return their root folder; / if Debian has installed them."""
+    """Unpack Ceph's programs; return their root folder, / if Debian has installed them."""
     if all(map(shutil.which, _PACKAGES)):
         return Path("/")
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
@@ -179,7 +183,7 @@ class _Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, name: str, *arguments: str) -> None:
-        """Run a program to its end, which must be successful."""
+        """Run a program to its end; fail unless it succeeds."""
         done = subprocess.run(
             self._command(name, *arguments),
             env=self._programs.environment,
@@ -220,5 +224,5 @@ class _Cluster:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # its data is not needed
+    process.kill()  # kill: nobody needs the data
     process.wait()

@@ -1,4 +1,4 @@
-"""What tests of several areas share: an S3 server, certificates read once, a heap seldom walked."""
+"""Fixtures and settings of all tests: an S3 server, certificates read once, fewer heap walks."""
 
 import functools
 import gc
@@ -15,9 +15,9 @@ import pytest
 from tests.ceph import radosgw
 from tests.ministack import ministack
 
-# Several tests run at a time: torch's threads would only wait for each other's cores.
+# Several tests run at a time: more threads of torch would only compete for the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray reads these when it is imported: what the tests run is what the Makefile and k8s run.
+# Ray reads these when it is imported: tests run with the values of the Makefile and of k8s.
 os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
 os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
 os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")  # as make serve
@@ -30,15 +30,15 @@ _ADDITIONS = compile("x = 0\nfor i in range(1_000_000):\n    x += i", __file__, 
 _ADDITIONS_S = 0.085
 _WALK_S = 0.11
 
-# A script's background ignores Ctrl-C, also for all that it starts; tests of Ctrl-C send it.
+# A script's background jobs ignore Ctrl-C, as do their children; tests of Ctrl-C send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.disable()  # until all is collected: a sixth of that was walks through what is imported
+gc.disable()  # Off until collection ends: a sixth of its time was walks through imported objects.
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector pass over all that imports have made: a tenth of the time is its own."""
+    """Exempt all imported objects from garbage collection, which is a tenth of the run time."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -50,9 +50,9 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked gpu where there is no CUDA device, before its fixtures are set up."""
+    """Skip tests marked gpu without a CUDA device, before their fixtures are set up."""
     if item.get_closest_marker("gpu") is not None:
-        import torch  # only here: the platform's tests do without
+        import torch  # imported here, as the platform's tests need no torch
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
@@ -60,7 +60,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _certificates_read_once() -> Iterator[None]:
-    """httpx reads them for each client, which is for each request: 20 ms, also without TLS."""
+    """Make httpx read certificates once, not for each client: 20 ms a request, even without TLS."""
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(transports.create_ssl_context)
         patch.setattr(transports, "create_ssl_context", once)
@@ -69,31 +69,32 @@ def _certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture
 def slowdown() -> Callable[[], float]:
-    """How much slower this machine computes around a test than where bounds were set; at least 1.
+    """Factor, at least 1, by which this machine is slower now than where time bounds were set.
 
-    Tests that hold processor time to an absolute bound multiply the bound by slowdown(), called
-    after what they time. A host gives a virtual machine more or less speed from hour to hour, and
-    its processor time counts both alike. Measured: a million additions at a module's level took
-    0.085 s when the bounds were set, and on another day 0.114 to 0.15 on the same machine with
-    nothing else to do; a scrape of tests/metrics/test_size.py took 0.06 to 0.09 s and then 0.113 to
-    0.123, and a choice of tests/routing/test_choice_time.py 0.3 ms and then 0.34 to 0.57.
+    Tests with an absolute bound on processor time multiply the bound by slowdown(), called
+    after the timed code. A host gives a virtual machine more or less speed from hour to hour,
+    and its processor time counts both alike. Measured: a million additions at a module's level
+    took 0.085 s when the bounds were set, and on another day 0.114 to 0.15 on the same machine
+    with nothing else to do; a scrape of tests/metrics/test_size.py took 0.06 to 0.09 s and then
+    0.113 to 0.123, and a choice of tests/routing/test_choice_time.py 0.3 ms and then 0.34 to
+    0.57.
 
-    On a third day additions took 0.06 s, a scrape 0.107 to 0.136 and a choice 0.33 to 0.50 ms: what
-    was slow there were reads of memory. So objects are walked as well, which took 0.17 to 0.19 s
-    that day; what it took when the bounds were set is not known, and _WALK_S is a guess.
+    On a third day additions took 0.06 s, a scrape 0.107 to 0.136 and a choice 0.33 to 0.50 ms:
+    reads of memory were slow. So a walk over objects is timed as well, which took 0.17 to 0.19
+    s that day; its time when the bounds were set is unknown, and _WALK_S is a guess.
     """
     before = _slowness()
     return lambda: max(1.0, (before + _slowness()) / 2)
 
 
 def _slowness() -> float:
-    """The time of additions or of a walk over objects, by what it was, whichever is more."""
+    """Larger ratio of time now to time then: of additions, or of a walk over objects."""
     began_s = time.thread_time()
     exec(_ADDITIONS, {})
     added_s = time.thread_time()
     keys = [str(number) for number in range(200_000)]
     random.Random(1).shuffle(keys)  # neighbours lie apart in memory
-    walk_s = min(_walk_s(keys) for _ in range(2))  # the first one asks for the memory, too
+    walk_s = min(_walk_s(keys) for _ in range(2))  # the first walk also allocates the memory
     return max((added_s - began_s) / _ADDITIONS_S, walk_s / _WALK_S)
 
 
@@ -123,7 +124,7 @@ def s3_bucket() -> Iterator[str]:
         environment.setenv("AWS_ACCESS_KEY_ID", "test")
         environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
         environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        # Else each store reads botocore's descriptions of its services anew.
+        # Otherwise each store reads botocore's descriptions of its services again.
         environment.setattr("botocore.session.create_loader", functools.cache(create_loader))
         boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
         yield f"s3://{bucket}"

@@ -1,4 +1,4 @@
-"""Check that constraints.txt pins what the package registry gives: python -m tests.constraints.
+"""Check constraints.txt against the package registry: python -m tests.constraints.
 
 Asks the registry alone: a folder of wheels on one machine must not decide what others can install.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
-# Debian 12's C library, which the image for CPUs has, or a newer one.
+# C library of Debian 12, on which the CPU image is built, or a newer one.
 PLATFORM = "x86_64-manylinux_2_36"
-PYTHONS = ("3.11", "3.12")  # the CPU image's and the CUDA image's
+PYTHONS = ("3.11", "3.12")  # of the CPU image and of the CUDA image
 OTHER_SOURCES = ("UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL")
 EXTRAS: tuple[tuple[str, ...], ...] = ((), ("cuda",))
 
@@ -30,7 +30,7 @@ class Unresolved(Exception):
 
 
 def main() -> int:
-    """Print what is wrong; returns the exit status."""
+    """Print missing and unused pins; return the exit status."""
     try:
         with ThreadPoolExecutor() as pool:
             resolved = pool.map(lambda each: resolve(*each), product(PYTHONS, EXTRAS))
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def resolve(python: str, extras: tuple[str, ...]) -> set[str]:
-    """Everything that is installed, as name==version."""
+    """Resolve all packages that an installation needs, as name==version."""
     words = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--quiet", "--no-header"]
     words += ["--no-annotate", "--no-python-downloads", "--only-binary", ":all:"]
     words += ["--python-platform", PLATFORM, "--python-version", python, "--group", "dev"]
@@ -63,14 +63,14 @@ def resolve(python: str, extras: tuple[str, ...]) -> set[str]:
 
 
 def pins(text: str) -> set[str]:
-    """The lines name==version of a list, each name as registries write it."""
+    """The name==version lines of a requirements file, with names normalized as registries do."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     named = (line.partition("==") for line in lines if line)
     return {re.sub(r"[-_.]+", "-", name).lower() + "==" + version for name, _, version in named}
 
 
 def differences(pinned: set[str], wanted: set[str]) -> Iterator[str]:
-    """What to change in the pins, in words."""
+    """Describe the pins to add and to remove."""
     yield from (f"constraints.txt: add {pin}" for pin in sorted(wanted - pinned))
     yield from (f"constraints.txt: remove {pin}: unused" for pin in sorted(pinned - wanted))
 

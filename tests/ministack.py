@@ -1,4 +1,4 @@
-"""MiniStack's S3 server, from this Python environment, on a free port."""
+"""MiniStack's S3 server, run from this Python environment on a free port."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def ministack() -> Iterator[str]:
         server = subprocess.Popen(
             [_program()],
             cwd=folder,
-            env=os.environ | settings | {"IOT_MTLS_ENABLED": "0"},  # IoT would take a fixed port
+            env=os.environ | settings | {"IOT_MTLS_ENABLED": "0"},  # IoT takes a fixed port
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -33,7 +33,7 @@ def ministack() -> Iterator[str]:
             _wait_for_port(port, server)
             yield f"http://127.0.0.1:{port}"
         finally:
-            server.kill()  # a graceful end would wait for idle connections
+            server.kill()  # kill, as a graceful end would wait for idle connections
             server.wait()
 
 

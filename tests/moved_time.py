@@ -1,4 +1,4 @@
-"""Time that a test moves on, so that it waits for no deadline, nor misses one unawares."""
+"""Clock that tests move forward, so that they neither wait for deadlines nor miss one by chance."""
 
 import time
 from types import ModuleType
@@ -8,7 +8,10 @@ import pytest
 
 
 class MovedTime:
-    """Stands in for the module `time` in other modules; ahead_s: how far it is ahead of it."""
+    """Replacement for the module `time` in other modules.
+
+    ahead_s: seconds by which it is ahead of the real clock.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         self.ahead_s = 0.0
@@ -16,11 +19,11 @@ class MovedTime:
             patch.setattr(module, "time", self)
 
     def time(self) -> float:
-        """Unix time, moved."""
+        """Return Unix time plus ahead_s."""
         return time.time() + self.ahead_s
 
     def monotonic(self) -> float:
-        """As time's, moved."""
+        """Return time.monotonic() plus ahead_s."""
         return time.monotonic() + self.ahead_s
 
     def __getattr__(self, name: str) -> Any:

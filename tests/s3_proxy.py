@@ -2,10 +2,12 @@
 
 import http.client
 import os
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -52,17 +54,28 @@ class Proxy(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxied(fault: Fault) -> Iterator[None]:
-    """Route stores that are opened inside the `with` block through a proxy with this fault."""
+def proxied(fault: Fault, certificate: Path | None = None) -> Iterator[None]:
+    """Route stores that are opened inside the `with` block through a proxy with this fault.
+
+    certificate: PEM file of a key and a certificate for 127.0.0.1, with which the proxy serves TLS;
+    None for plain HTTP.
+    """
     upstream = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
     handler = type("Handler", (Proxy,), {"upstream": upstream, "fault": staticmethod(fault)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True  # clients may keep their connections open
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
         with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+            scheme = "http" if certificate is None else "https"
+            environment.setenv("AWS_ENDPOINT_URL_S3", f"{scheme}://127.0.0.1:{server.server_port}")
+            if certificate is not None:
+                environment.setenv("AWS_CA_BUNDLE", str(certificate))
             yield
     finally:
         server.shutdown()

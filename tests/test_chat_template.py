@@ -1,4 +1,4 @@
-"""Which chat template a folder has, and who is warned that it is not the base model's."""
+"""Reading a folder's chat template, and the warning when it differs from the base model's."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ ONE, OTHER = "{{ messages }}", "{{ messages | length }}"
 
 
 def written(folder: Path, **files: object) -> Path:
-    """A folder of these files: .jinja as text, .json as JSON unless it is text already."""
+    """Write a folder of these files: .jinja as text, .json as JSON unless it is text already."""
     folder.mkdir(exist_ok=True)
     for stem, content in files.items():
         ending = "jinja" if stem == "chat_template" else "json"
@@ -37,7 +37,7 @@ def written(folder: Path, **files: object) -> Path:
         {"tokenizer_config": {}, "chat_template_": {"chat_template": ONE}},
     ],
 )
-def test_a_template_is_the_same_wherever_it_is_kept(
+def test_equal_templates_have_one_digest_in_every_file_they_are_kept_in(
     files: dict[str, object], tmp_path: Path
 ) -> None:
     want = template_digest(written(tmp_path / "want", chat_template=ONE))
@@ -47,11 +47,11 @@ def test_a_template_is_the_same_wherever_it_is_kept(
 @pytest.mark.parametrize(
     "config", [{}, {"chat_template": None}, {"chat_template": [1]}, [1], "no JSON", {"a": ONE}]
 )
-def test_a_folder_may_have_none(config: object, tmp_path: Path) -> None:
+def test_a_folder_without_a_template_has_no_digest(config: object, tmp_path: Path) -> None:
     assert template_digest(written(tmp_path, tokenizer_config=config)) is None
 
 
-def test_nobody_is_warned_where_the_templates_are_one_or_the_adapter_has_none() -> None:
+def test_equal_templates_and_adapters_without_a_template_cause_no_warning() -> None:
     assert template_warning(None, "a", "llama") is None
     assert template_warning("a", "a", "llama") is None
 
@@ -59,5 +59,7 @@ def test_nobody_is_warned_where_the_templates_are_one_or_the_adapter_has_none() 
 @pytest.mark.parametrize(
     ("served", "said"), [("b", "another chat template than llama"), (None, "has none: they are")]
 )
-def test_a_difference_is_told(served: str | None, said: str) -> None:
+def test_a_template_that_differs_from_the_base_models_causes_a_warning(
+    served: str | None, said: str
+) -> None:
     assert said in (template_warning("a", served, "llama") or "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.constraints import ROOT, differences, pins
 
 
-def test_what_is_not_pinned_or_not_used_is_named() -> None:
+def test_the_check_names_missing_and_unused_pins() -> None:
     wanted = pins("torch==2.13.0\nnvidia-nccl-cu13==2.29.7\njinja2==3.1.6\n")
     pinned = pins("# comment\ntorch==2.12.0 # why\nJinja2==3.1.6\n")
     assert list(differences(pinned, wanted)) == [
@@ -18,7 +18,7 @@ def test_what_is_not_pinned_or_not_used_is_named() -> None:
     ]
 
 
-def test_names_are_compared_as_registries_write_them() -> None:
+def test_package_names_are_normalized_before_they_are_compared() -> None:
     assert pins("pydantic_core==2.50.4\nzope.event==6.2\nPyYAML==6.0.3\n") == {
         "pydantic-core==2.50.4",
         "zope-event==6.2",
@@ -26,7 +26,7 @@ def test_names_are_compared_as_registries_write_them() -> None:
     }
 
 
-def test_the_check_is_skipped_with_a_word_where_there_is_no_registry(tmp_path: Path) -> None:
+def test_the_check_is_skipped_with_a_message_if_the_registry_is_unreachable(tmp_path: Path) -> None:
     nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:1/simple", "UV_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.constraints"],
@@ -39,14 +39,14 @@ def test_the_check_is_skipped_with_a_word_where_there_is_no_registry(tmp_path: P
     assert done.returncode == 0
 
 
-def test_who_is_told_to_install_what_cuda_needs_is_told_to_take_the_pins() -> None:
+def test_every_command_that_installs_the_cuda_extra_uses_the_constraints() -> None:
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("platform/**/*.py"), *ROOT.glob("engine/**/*.py")]
     told = [line for file in files for line in file.read_text().splitlines() if "[cuda]" in line]
     assert len(told) >= 3
     assert all("pip install --constraint constraints.txt" in line for line in told), told
 
 
-def test_an_old_python_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+def test_make_refuses_an_old_python_before_it_installs_anything(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / "python3"

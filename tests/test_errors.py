@@ -1,4 +1,4 @@
-"""Table of errors' answers, and Retry-After."""
+"""Table of error codes, the HTTP answers made from it, and Retry-After."""
 
 import pickle
 import re
@@ -26,7 +26,7 @@ from lorikeet_engine import errors as engine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "openai.md"
 OF_NO_CLASS = {"method_not_allowed", "adapter_not_ready", "adapter_load_failed"}
-ONLY_ADMINS = {"405", "409"}  # no route of the tenants' answers with these
+ONLY_ADMINS = {"405", "409"}  # No route for tenants answers with these codes.
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| `(\w+)` \| ([^|]+) \|")
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
@@ -85,7 +85,7 @@ def test_an_unknown_code_is_a_server_error():
     assert openai_error_body("never_heard_of", "why")["error"]["type"] == "server_error"
 
 
-def test_anthropics_clients_know_an_overload_by_its_status_and_a_code_by_its_details():
+def test_anthropics_error_shape_has_status_529_for_overload_and_our_code_in_details():
     assert error_status("overloaded", ClientApi.ANTHROPIC) == 529
     others = [code for code in ERRORS if code != "overloaded"]
     assert all(error_status(code, ClientApi.ANTHROPIC) == status_of(code) for code in others)
@@ -104,7 +104,7 @@ def test_anthropics_clients_know_an_overload_by_its_status_and_a_code_by_its_det
 @pytest.mark.parametrize(
     ("wait_s", "said"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.01, 2), (59.5, 60)]
 )
-def test_retry_after_is_in_whole_seconds(wait_s, said):
+def test_retry_after_is_rounded_up_to_whole_seconds(wait_s, said):
     assert whole_seconds(wait_s) == said
 
 
@@ -113,7 +113,7 @@ def test_the_wait_for_a_short_queue_is_at_most_max_queue_s():
     assert until_queue_is_short(wait_s=500, max_queue_s=60) == 60
 
 
-def test_the_wait_for_an_end_shrinks_with_the_running_requests():
+def test_the_wait_for_a_request_to_end_shrinks_with_the_number_running():
     assert until_one_ends(usual_s=8.0, running=4) == 2.0
     assert until_one_ends(usual_s=8.0, running=0) == 8.0
 

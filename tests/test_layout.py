@@ -1,10 +1,11 @@
-"""What holds for the project as a whole."""
+"""Rules for the whole project: packages, imports, documents and names."""
 
 import ast
 import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-# But the log, which tells of what was.
+# The log is left out, as it describes the past.
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
@@ -28,7 +29,7 @@ MODULES = [
 ]
 
 
-def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
+def test_the_platform_folder_is_no_package_as_it_would_shadow_the_standard_library():
     assert not (ROOT / "platform" / "__init__.py").exists()
 
 
@@ -50,14 +51,14 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.simulator.workload_models",
     ],
 )
-def test_what_needs_no_tensors_loads_no_torch_no_ray_and_no_telemetry(module):
+def test_modules_without_tensors_import_no_torch_ray_or_telemetry(module):
     heavy = {"torch", "ray", "opentelemetry.sdk"}
     code = f"import sys, {module}; print({heavy} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 
 
-def test_documents_name_no_setting_that_there_is_not():
+def test_every_setting_that_a_document_names_exists():
     known = {f"LORIKEET_{field.upper()}" for field in Settings.model_fields}
     known |= {"LORIKEET_", "LORIKEET_ADMIN_KEY", "LORIKEET_SERVER"}
     for document in DOCUMENTS:
@@ -66,7 +67,7 @@ def test_documents_name_no_setting_that_there_is_not():
 
 
 @pytest.mark.parametrize("document", ["architecture.md", "glossary.md", "ideas.md"])
-def test_every_place_that_a_document_names_exists(document):
+def test_every_file_and_symbol_that_a_document_names_exists(document):
     text = (ROOT / "docs" / document).read_text()
     named = re.findall(r"`([a-z0-9_./]+(?:\.py|/))(?::(\w+))?`", text)
     assert len(named) > 10
@@ -80,7 +81,7 @@ def test_every_place_that_a_document_names_exists(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_path_and_every_program_that_a_document_names_exists(document):
+def test_every_path_and_program_that_a_document_names_exists(document):
     text = document.read_text()
     named = re.findall(r"`((?:engine|loadtest|platform|tests)/[\w./-]+)`", text)
     for program in re.findall(r"-m ((?:engine|loadtest)[\w.]*\w)", text):
@@ -91,13 +92,13 @@ def test_every_path_and_every_program_that_a_document_names_exists(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_target_of_make_that_a_document_names_exists(document):
+def test_every_make_target_that_a_document_names_exists(document):
     named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", document.read_text(), re.MULTILINE))
     assert named <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+def test_every_link_of_a_page_leads_to_an_existing_file_and_heading(page):
     lost = []
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
         name, _, anchor = link.partition("#")
@@ -108,20 +109,20 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def anchors(page):
-    """As GitHub makes them of headings."""
+    """Anchors that GitHub makes of a page's headings."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
     )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-def test_the_architecture_is_short_and_says_where_things_are():
+def test_the_architecture_page_is_short_and_names_code_for_each_subject():
     text = (ROOT / "docs" / "architecture.md").read_text()
     assert len(text.split()) < 1200
     assert len(re.findall(r"^\| .* \| `.*:\w+`", text, re.MULTILINE)) >= 20
 
 
-def test_no_public_class_of_the_packages_has_anothers_name():
+def test_no_two_public_classes_of_the_packages_share_a_name():
     names = Counter(
         node.name
         for _, module in MODULES
@@ -131,17 +132,34 @@ def test_no_public_class_of_the_packages_has_anothers_name():
     assert [name for name, classes in names.items() if classes > 1] == []
 
 
-def test_no_docstring_of_the_packages_begins_as_if_another_went_before():
-    for path, module in MODULES:
-        for node in ast.walk(module):
-            text = documentation(node)
-            assert not re.match(r"(Of|The same|It|So|As|By|For|These|Those|With)\b", text), (
-                f"{path}: {text}"
-            )
+OPENINGS = re.compile(
+    r"(What|Whether|Who|Whose|How|Where|Which|That|When|Of|The same|It|So|As|By|For|These|Those"
+    r"|With)\b"
+)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun_and_whether_documents_only_bools():
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
+        for path, module in MODULES
+        for parent in ast.walk(module)
+        if isinstance(body := getattr(parent, "body", None), list)
+        for before, node in pairwise([None, *body])
+        if (text := documentation(node))
+        and (opening := OPENINGS.match(text))
+        and not (opening[1] == "Whether" and is_bool(before or parent))
+    ]
+    assert bad == []
+
+
+def is_bool(documented: ast.AST) -> bool:
+    """Whether a function returns bool, or an assignment is annotated as bool."""
+    annotation = getattr(documented, "returns", None) or getattr(documented, "annotation", None)
+    return annotation is not None and "bool" in ast.unparse(annotation)
 
 
 def documentation(node: ast.AST) -> str:
-    """The text that documents something: a docstring, or one behind an assignment."""
+    """Return the text of a docstring, also of one behind an assignment; empty for other nodes."""
     text = node.value if isinstance(node, ast.Expr) else None
     is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
     return str(text.value) if is_text else ""

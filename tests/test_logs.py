@@ -9,7 +9,7 @@ def formatted(**fields):
     return json.loads(JsonLines().format(record))
 
 
-def test_an_event_is_one_json_object_with_its_fields():
+def test_an_event_is_logged_as_one_json_object_with_its_fields():
     line = formatted(created=0.25, msecs=250, levelname="INFO", adapter="acme/support@1", idle_s=41)
     assert line == {
         "time": "1970-01-01T00:00:00.250Z",
@@ -20,7 +20,7 @@ def test_an_event_is_one_json_object_with_its_fields():
     }
 
 
-def test_an_exceptions_stack_is_on_the_events_line():
+def test_an_exceptions_stack_trace_is_on_the_events_line():
     try:
         raise ValueError("first\nsecond")
     except ValueError as error:

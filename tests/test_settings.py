@@ -7,20 +7,20 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 
 
-def test_without_variables_the_demo_is_served_from_folders():
+def test_without_variables_the_settings_serve_the_demo_from_local_folders():
     settings = Settings.from_env({})
     assert settings.base_models == {"lorikeet-demo": Path("demo/model")}
     assert settings.catalog == ".lorikeet/catalog"
 
 
-def test_sizes_and_shares_of_memory():
+def test_memory_is_given_as_a_size_or_as_a_share():
     given = {"LORIKEET_KV_CACHE_MEMORY": "70%", "LORIKEET_ADAPTER_GPU_MEMORY": "1.5GiB"}
     settings = Settings.from_env(given)
     assert settings.kv_cache_memory == pytest.approx(0.7)
     assert settings.adapter_gpu_memory == 3 * 2**29
 
 
-def test_memory_is_chosen_by_the_device_unless_it_is_given():
+def test_the_default_memory_depends_on_the_device():
     assert Settings.from_env({}).kv_cache_memory == "auto"
     assert Settings.from_env({"LORIKEET_KV_CACHE_MEMORY": "auto"}).kv_cache_memory == "auto"
 
@@ -29,13 +29,13 @@ def test_memory_is_chosen_by_the_device_unless_it_is_given():
     ("given", "host"),
     [("0.0.0.0:80", "0.0.0.0"), ("[::1]:80", "::1"), ("admin.lan:80", "admin.lan")],
 )
-def test_an_address_to_listen_at(given, host):
+def test_an_address_has_a_host_and_a_port(given, host):
     address = Settings.from_env({"LORIKEET_ADMIN_ADDRESS": given}).admin_address
     assert (address.host, address.port, str(address)) == (host, 80, given)
 
 
 @pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket/a/b/", "/srv/a:/b", "c", "~/c"])
-def test_a_catalog_is_in_a_bucket_or_a_folder(place):
+def test_a_catalog_is_a_bucket_or_a_folder(place):
     assert Settings.from_env({"LORIKEET_CATALOG": place}).catalog == place
 
 
@@ -44,12 +44,12 @@ def test_max_replicas_defaults_to_replicas():
     assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas("lorikeet-demo") == 5
 
 
-def test_several_base_models():
+def test_several_base_models_are_given_by_name():
     settings = Settings.from_env({"LORIKEET_BASE_MODELS": "llama=/m/llama, qwen=/m/qwen"})
     assert settings.base_models == {"llama": Path("/m/llama"), "qwen": Path("/m/qwen")}
 
 
-def test_each_base_model_may_have_numbers_of_its_own():
+def test_each_base_model_may_override_settings():
     settings = Settings.from_env(
         {
             "LORIKEET_BASE_MODELS": "a=/m/a,b=/m/b,c=/m/c",

@@ -28,7 +28,7 @@ MIB, GIB, TIB = 2**20, 2**30, 2**40
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_a_size_is_read_the_same_everywhere(given, size):
+def test_a_size_is_parsed_alike_everywhere(given, size):
     assert parse_size(given) == size
     assert parse_bytes(str(given)) == size
     assert Settings.from_env({"LORIKEET_ADAPTER_DISK": str(given)}).adapter_disk == size
@@ -43,7 +43,7 @@ def test_an_invalid_size_is_refused_with_an_example(given):
 
 
 @pytest.mark.parametrize("given", ["0", "0GiB", "0.1B"])
-def test_a_size_is_one_byte_at_least(given):
+def test_a_size_below_one_byte_is_refused(given):
     with pytest.raises(ValueError, match="at least 1 byte"):
         parse_size(given)
 
@@ -60,7 +60,7 @@ def test_a_size_is_one_byte_at_least(given):
         (3000 * TIB, "3000.0 TiB"),
     ],
 )
-def test_a_size_is_shown_in_the_largest_unit_that_it_fills(count, shown):
+def test_a_size_is_displayed_in_the_largest_unit_that_it_reaches(count, shown):
     assert show_size(count) == shown
 
 
@@ -68,6 +68,6 @@ def test_a_size_is_shown_in_the_largest_unit_that_it_fills(count, shown):
     ("count", "written"),
     [(1000, "1000"), (1536, "1536"), (2048, "2KiB"), (1536 * MIB, "1536MiB"), (3 * TIB, "3TiB")],
 )
-def test_a_size_is_written_exactly(count, written):
+def test_a_size_is_written_to_files_without_rounding(count, written):
     assert write_size(count) == written
     assert parse_size(written) == count

@@ -9,7 +9,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
 def eventually(holds: Callable[[], Any], within_s: float = 5.0) -> bool:
-    """Whether `holds` becomes true in time; asked less and less often."""
+    """Whether `holds` becomes true in time; polls more and more slowly."""
     deadline, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S
     while not holds():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Write the chart's files that are made of manifests: python -m k8s.chart.make.
+"""Generator of the chart's files that come from manifests: python -m k8s.chart.make.
 
-What kustomize renders becomes templates, with the chart's values in the places named here. What a
-component adds becomes conditional on a value.
+The manifests that kustomize renders become templates, with the chart's values at the paths named
+here. A component's additions become conditional on a value.
 """
 
 import json
@@ -18,7 +18,7 @@ import yaml
 from k8s.chart.template import Manifest, Template
 
 HERE = Path(__file__).parent
-# By component, the value that brings it.
+# Component → value that enables it.
 COMPONENTS = {
     "autoscaling": ".Values.autoscaling.enabled",
     "gateway-api": ".Values.gateway.host",
@@ -37,7 +37,7 @@ _PODS = {
     "gateways": f"{_CLUSTER}/workerGroupSpecs/0/template/spec",
     "engines": f"{_CLUSTER}/workerGroupSpecs/1/template/spec",
 }
-# By place, the value that stands there.
+# Path in the RayService → value at that path.
 _RAY_SERVICE = {
     f"{_CLUSTER}/workerGroupSpecs/{index}/{field}": f".Values.{group}.replicas"
     for index, group in enumerate(("gateways", "engines"))
@@ -53,9 +53,9 @@ for _group, _pod in _PODS.items():
     for _field in ("nodeSelector", "tolerations", "priorityClassName"):
         _RAY_SERVICE[f"{_pod}/{_field}"] = f".Values.{_group}.{_field}"
 _LISTENER = "spec/listeners/0"
-# By object, the annotations that it has before those of all.
+# Object → its annotations, which override commonAnnotations.
 _ANNOTATIONS = {
-    # The cluster that an upgrade replaces reads them for as long as it is there.
+    # The cluster that an upgrade replaces reads them until it is deleted.
     "ConfigMap/settings": '(dict "helm.sh/resource-policy" "keep")',
     "Gateway/lorikeet": ".Values.gateway.annotations",
     "ServiceAccount/lorikeet": ".Values.gateways.serviceAccountAnnotations",
@@ -81,7 +81,7 @@ _PLACES = {
     "RayService/lorikeet": _RAY_SERVICE,
     "RoleBinding/active-cluster": {"subjects/0/namespace": ".Release.Namespace"},
 }
-# In what a component adds to the RayService.
+# Component → values in its additions to the RayService.
 _ADDED = {
     "gcs-fault-tolerance": {
         f"{_CLUSTER}/gcsFaultToleranceOptions/{place}": f".Values.gcsFaultTolerance.{value}"
@@ -94,7 +94,7 @@ _ADDED = {
 
 
 def made() -> dict[str, str]:
-    """Each file's text."""
+    """Return the text of each generated file, by path."""
     template = Template()
     service = rendered()
     settings = json.dumps(service["ConfigMap/settings"]["data"], indent=1) + "\n"
@@ -118,7 +118,7 @@ def _note(source: str) -> str:
 
 
 def rendered(*components: str) -> dict[str, Manifest]:
-    """The overlay `gpu` with components, by kind and name, without its namespace."""
+    """Return the manifests of `gpu` with components by kind and name, without the namespace."""
     kustomization = {
         "resources": ["../overlays/gpu"],
         "components": [f"../components/{component}" for component in components],
@@ -127,7 +127,7 @@ def rendered(*components: str) -> dict[str, Manifest]:
         (Path(folder) / "kustomization.yaml").write_text(json.dumps(kustomization))
         words = ["kubectl", "kustomize", folder]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
-    # Its name ends in a hash, which is the release's to make.
+    # Kustomize appends a hash to the name; the release appends its own.
     text = re.sub(r"\bsettings-[a-z0-9]{10}\b", "settings", done.stdout)
     manifests = [each for each in yaml.safe_load_all(text) if each["kind"] != "Namespace"]
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
@@ -152,7 +152,7 @@ def _text(manifests: dict[str, Manifest], template: Template) -> str:
 
 
 def _refer(node: Manifest, template: Template) -> None:
-    """Name the release's image, settings and secrets where others stand."""
+    """Replace image, settings and secrets of a manifest by the release's."""
     if str(node.get("image", "")).startswith(_IMAGE):
         node["image"] = template.expression('include "lorikeet.image" . | toJson')
     if "configMapRef" in node:

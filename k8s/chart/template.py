@@ -1,4 +1,4 @@
-"""Manifests in which expressions of Helm's language stand."""
+"""Manifests that contain expressions of Helm's template language."""
 
 import json
 import re
@@ -12,26 +12,29 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """A value that stands in its place only where a condition holds."""
+    """Value that is rendered only if a condition holds."""
 
     condition: str
     value: Any
 
 
 class Template:
-    """Puts expressions and conditions into manifests, and writes them as a template's text."""
+    """Expressions and conditions in manifests, and the text of a Helm template from them."""
 
     def __init__(self) -> None:
         self._expressions: list[str] = []
         self._conditionals: list[Conditional] = []
 
     def expression(self, text: str) -> str:
-        """Return what stands for an expression until the text is made."""
+        """Return a placeholder for an expression; `text` replaces it."""
         self._expressions.append(text)
         return f"EXPRESSION-{len(self._expressions) - 1}-"
 
     def put(self, manifest: Manifest, values: dict[str, str]) -> None:
-        """Put values into their places, as JSON, which is YAML too."""
+        """Put values at paths of a manifest, as JSON, which is also YAML.
+
+        values: path, separated by slashes → expression.
+        """
         for place, value in values.items():
             *path, last = (int(step) if step.isdigit() else step for step in place.split("/"))
             node: Any = manifest
@@ -40,7 +43,7 @@ class Template:
             node[last] = self.expression(f"{value} | toJson")
 
     def extend(self, node: Manifest, plain: Manifest, changed: Manifest, condition: str) -> None:
-        """Give `node` what `changed` has beyond `plain`, where the condition holds."""
+        """Add to `node` the differences of `changed` from `plain`, under a condition."""
         for key, value in changed.items():
             if key not in plain:
                 node[key] = self._conditional(condition, value)
@@ -57,7 +60,7 @@ class Template:
                 node[key] = self.expression(f"{choice} | toJson")
 
     def text(self, manifests: list[Manifest]) -> str:
-        """Return the template's file."""
+        """Return the text of the template file."""
         text = yaml.safe_dump_all(manifests, width=1000)
         text = re.sub(r"^(.*)CONDITIONAL-(\d+)-$", self._line, text, flags=re.MULTILINE)
         return re.sub(

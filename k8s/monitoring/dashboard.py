@@ -1,4 +1,4 @@
-"""The dashboard as Grafana stores it: `python -m k8s.monitoring.make` makes lorikeet.json."""
+"""Dashboard in Grafana's format, which `python -m k8s.monitoring.make` writes to lorikeet.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ _COLUMNS, _WIDTH, _HEIGHT = 24, 8, 8
 
 
 def dashboard() -> Json:
-    """A row of Grafana's for each of ours, its panels three side by side under it."""
+    """Return the dashboard: a Grafana row for each of ROWS, with panels three side by side."""
     return {
         "uid": "lorikeet",
         "title": "Lorikeet",

@@ -1,4 +1,4 @@
-"""Write the files of this folder that are made of others: python -m k8s.monitoring.make."""
+"""Generator of the dashboard and the PrometheusRule: python -m k8s.monitoring.make."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ _NOTE = "# Made of rules.yaml by make.py.\n"
 
 
 def made() -> dict[str, str]:
-    """Each file's text."""
+    """Return the text of each generated file, by name."""
     rules = yaml.safe_load((HERE / "rules.yaml").read_text())
     rules = json.loads(json.dumps(rules))  # without anchors
     resource = {

@@ -1,6 +1,6 @@
-"""What the dashboard shows: rows of panels, a panel's curves, a curve's query.
+"""Contents of the dashboard: rows of panels, curves of a panel, query of a curve.
 
-Units are Grafana's. $base_model and $__rate_interval are filled in by Grafana.
+Units are Grafana's. Grafana fills in $base_model and $__rate_interval.
 """
 
 from typing import NamedTuple
@@ -9,14 +9,18 @@ _MODEL = 'base_model=~"$base_model"'
 
 
 class Curve(NamedTuple):
-    """A query and the legend of each series that it finds."""
+    """Query, and the legend of each series that it returns."""
 
     query: str
     legend: str
 
 
 class Panel(NamedTuple):
-    """Curves over time. stacked: their sum means something. top: of the unit, if it has one."""
+    """Curves over time.
+
+    stacked: whether to stack the curves, as their sum has a meaning.
+    top: largest value of the axis; None for an open end.
+    """
 
     title: str
     unit: str
@@ -27,28 +31,28 @@ class Panel(NamedTuple):
 
 
 def rate(metric: str, by: str, where: str = _MODEL) -> str:
-    """A query for a counter's rate a second, summed."""
+    """Return a query for a counter's rate per second, summed."""
     return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
-    """A query on a histogram."""
+    """Return a query for a quantile of a histogram."""
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels)})"
 
 
 def mean(metric: str) -> str:
-    """A query on a histogram."""
+    """Return a query for the mean of a histogram."""
     return f"{rate(f'{metric}_sum', 'base_model')} / {rate(f'{metric}_count', 'base_model')}"
 
 
 def gauge(metric: str, by: str, where: str = _MODEL) -> str:
-    """A query for a gauge, summed."""
+    """Return a query for a gauge, summed."""
     return f"sum by ({by}) ({metric}{{{where}}})"
 
 
 def both(metric: str, by: str = "") -> tuple[Curve, ...]:
-    """The curves of a histogram's p50 and p99."""
+    """Return the curves of a histogram's p50 and p99."""
     legend = f" {{{{{by}}}}}" if by else ""
     return tuple(
         Curve(quantile(share, metric, by), f"p{round(100 * share)}{legend}")
@@ -57,12 +61,12 @@ def both(metric: str, by: str = "") -> tuple[Curve, ...]:
 
 
 def top(metric: str, name: str) -> tuple[Curve, ...]:
-    """The curves of the ten names with the highest rate."""
+    """Return the curves of the ten names with the highest rate."""
     return (Curve(f"topk(10, {rate(metric, name, '')})", f"{{{{{name}}}}}"),)
 
 
 ROWS: dict[str, tuple[Panel, ...]] = {
-    "What clients see": (
+    "Clients": (
         Panel(
             "Time to first token, by where the adapter was",
             "s",
@@ -79,7 +83,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Queue time, by where the adapter was",
             "s",
             both("lorikeet_request_queue_time_seconds", "residency"),
-            "In the engine, without the wait for the adapter.",
+            "Time in the engine, without the wait for the adapter.",
         ),
         Panel(
             "Requests",
@@ -91,7 +95,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Tokens",
             "tokens/s",
             (Curve(rate("lorikeet_tokens_total", "kind"), "{{kind}}"),),
-            "Of prompts; those of them found in the KV cache; output.",
+            "Prompt tokens, those found in the KV cache, and output tokens.",
         ),
         Panel(
             "Errors, by code",
@@ -112,7 +116,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "{{residency}}",
                 ),
             ),
-            "gpu is the hit rate.",
+            "The share of gpu is the hit rate.",
             stacked=True,
             top=1,
         ),
@@ -120,10 +124,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Resident",
             "short",
             (Curve(gauge("lorikeet_adapters", "tier"), "{{tier}}"),),
-            "Of all replicas together; a disk that several share counts for each.",
+            "Sum over replicas; a disk that several share counts for each.",
         ),
         Panel(
-            "Room in use",
+            "Capacity in use",
             "percentunit",
             (
                 Curve(
@@ -136,7 +140,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             top=1,
         ),
         Panel(
-            "Loads, by where from",
+            "Loads, by source",
             "ops",
             (
                 Curve(rate("lorikeet_adapter_loads_total", "source"), "{{source}}"),
@@ -145,7 +149,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             stacked=True,
         ),
         Panel(
-            "A load's time, by where from",
+            "Load time, by source",
             "s",
             both("lorikeet_adapter_load_seconds", "source"),
         ),
@@ -158,16 +162,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Engines": (
         Panel(
-            "Sequences of a step",
+            "Sequences per step",
             "short",
             (*both("lorikeet_step_sequences"), Curve(mean("lorikeet_step_sequences"), "mean")),
         ),
         Panel(
-            "Distinct adapters of a step",
+            "Distinct adapters per step",
             "short",
             (*both("lorikeet_step_adapters"), Curve(mean("lorikeet_step_adapters"), "mean")),
         ),
-        Panel("A step's time", "s", both("lorikeet_step_seconds")),
+        Panel("Step time", "s", both("lorikeet_step_seconds")),
         Panel(
             "KV pages in use, by replica",
             "percentunit",
@@ -185,7 +189,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Preemptions, by replica",
             "ops",
             (Curve(rate("lorikeet_preemptions_total", "replica"), "{{replica}}"),),
-            "Sequences that gave up their KV pages and are computed anew.",
+            "Sequences that lost their KV pages and are recomputed.",
         ),
         Panel(
             "Sequences",
@@ -194,10 +198,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             stacked=True,
         ),
     ),
-    "Who": (
-        Panel("Requests of tenants", "reqps", top("lorikeet_tenant_requests_total", "tenant")),
-        Panel("Tokens of tenants", "tokens/s", top("lorikeet_tenant_tokens_total", "tenant")),
-        Panel("Requests for adapters", "reqps", top("lorikeet_adapter_requests_total", "adapter")),
+    "Tenants and adapters": (
+        Panel("Requests by tenant", "reqps", top("lorikeet_tenant_requests_total", "tenant")),
+        Panel("Tokens by tenant", "tokens/s", top("lorikeet_tenant_tokens_total", "tenant")),
+        Panel("Requests by adapter", "reqps", top("lorikeet_adapter_requests_total", "adapter")),
     ),
     "Control": (
         Panel(
@@ -222,7 +226,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Age of the catalog",
             "s",
             (Curve("max by (gateway) (lorikeet_catalog_age_seconds)", "{{gateway}}"),),
-            "Since the store last answered.",
+            "Time since the store last answered.",
         ),
         Panel(
             "Requests in flight, by gateway",
@@ -231,12 +235,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             stacked=True,
         ),
         Panel(
-            "Requests that were sent to another replica",
+            "Requests retried on another replica",
             "reqps",
             (Curve(rate("lorikeet_request_retries_total", "gateway", ""), "{{gateway}}"),),
         ),
         Panel(
-            "The controller's survey of replicas",
+            "Time of the controller's survey of replicas",
             "s",
             (Curve("max(lorikeet_controller_survey_seconds)", "last"),),
         ),

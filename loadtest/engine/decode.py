@@ -1,10 +1,10 @@
-"""Decode steps: a token's time with one request, and what the GPU does in steps of 256.
+"""Decode steps: time of a step, and the GPU's time by kind of kernel, at 1 to 256 requests.
 
 python -m loadtest.engine.decode --json decode.json [--config qwen3-8b] [--weight-dtype fp8]
     [--kv-dtype fp8] [--tensor-parallel 2] [--rows 'base*']
 
-The steps are the engine's own, with all its work on the host. A step's time is taken without the
-profiler; the GPU's time is that of other steps.
+The steps are the engine's own, with all work on the host. Steps are timed without the profiler; the
+GPU's time is that of further, profiled steps. Prints a row for each work.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ from loadtest.engine.random_adapters import Targets
 from lorikeet_engine.engine import Engine
 
 STEPS = 30
-# The profiler's first steps are slow: it has yet to learn the graphs.
+# The first profiled steps are slow: the profiler has not yet seen the graphs.
 _WARM_UP = 5
 
-# 128 tokens out: enough that nobody ends before the last step is profiled.
+# 128 output tokens: no request ends before the last step is profiled.
 WORKS = (
     Work("base, alone", 16, 512, requests=1),
     Work("1 adapter, alone", 16, 512, adapters=1, requests=1),
@@ -40,10 +40,12 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Work's decode steps: the median's time; the GPU's over STEPS others, where there is one.
+    """Decode steps of one work.
 
-    layer_ms: the step's time by the model's layers. shortfall: the worst of a checked token, as a
-    share of the largest logit.
+    step_ms: median time of a step.
+    layer_ms: step_ms divided by the number of layers.
+    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    gpu: the GPU's time over STEPS further steps; None without a GPU.
     """
 
     work: Work
@@ -54,7 +56,7 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
     shortfall = harness.check(engine, work)
     requests = work.draw(engine.info.vocab_size, 1)
     for request in requests:
@@ -65,14 +67,16 @@ def measure(engine: Engine, work: Work) -> Row:
     if torch.cuda.is_available():
         watch(lambda: steps_ms(engine, _WARM_UP))
         gpu = gpu_time(watch(lambda: steps_ms(engine, STEPS)), STEPS)
-    assert engine.status().live.running == work.requests, f"{work.label}: some ended too early"
+    assert engine.status().live.running == work.requests, (
+        f"{work.label}: some requests ended too early"
+    )
     abort(engine, requests)
     layers = engine._runner.model.config.shape.layers
     return Row(work, step_ms, step_ms / layers, shortfall, gpu)
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure in this order; prints each row as it comes."""
+    """Measure the works in order; print each row as it is measured."""
     return harness.show(measure(engine, work) for work in works)
 
 

@@ -1,4 +1,4 @@
-"""How long some work takes a device, and from torch.profiler's trace what a GPU did meanwhile."""
+"""Times of work on a device, and a GPU's busy time and kernels from torch.profiler's trace."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first that fits a kernel's name is its kind.
+# The first pattern that matches a kernel's name gives its kind.
 _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
@@ -29,7 +29,7 @@ _KINDS = (
     ("torch's pointwise", r"at::native"),
 )
 _UNKNOWN = "unknown"
-# Shorter gaps are those between one kernel and the next of a graph; a longer one is the host's.
+# Shorter gaps occur between kernels of a graph; longer ones are waits for the host.
 _WAIT_US = 10.0
 
 
@@ -44,11 +44,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """One step of several alike, from the first span's begin to the last one's end; milliseconds.
+    """Mean step of several equal ones, from the begin of the first span to the end of the last.
 
-    busy_ms: at least one span ran; idle: the share in which none did. waiting_ms: in gaps of 10 µs
-    and more, too long for those inside a graph. by_kind: the spans of each kind added up; what ran
-    side by side counts twice. unknown: the same by name, of what no kind fits.
+    total_ms: milliseconds from begin to end.
+    busy_ms: milliseconds in which at least one span ran.
+    idle: share of the time in which no span ran.
+    waiting_ms: milliseconds in gaps of 10 µs and more, too long for gaps inside a graph.
+    by_kind: milliseconds by kind of kernel, added up; concurrent spans count twice.
+    unknown: milliseconds by name of kernels without a kind.
     """
 
     total_ms: float
@@ -60,9 +63,9 @@ class GpuTime:
 
 
 def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Each one's median of N times, by the GPU's clock where there is one.
+    """Return the median time of each function over N runs, by the GPU's clock if there is one.
 
-    They take turns, so that all see the GPU equally warm.
+    The functions take turns, so that all see the GPU equally warm.
     """
     for _ in range(3):
         for run in runs:
@@ -74,9 +77,9 @@ def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
 
 
 def watch(work: Callable[[], object]) -> list[Span]:
-    """Do some work and say what the GPU did, from idle to idle.
+    """Run some work; return the GPU's spans, from idle to idle.
 
-    Only the GPU is recorded: recording torch's calls too would slow the host's part down.
+    Only the GPU is recorded: recording torch's calls too would slow down the host's part.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -89,7 +92,7 @@ def watch(work: Callable[[], object]) -> list[Span]:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The GPU's part of a Chrome trace, in the order of begin."""
+    """Read the GPU's spans of a Chrome trace, sorted by begin."""
     spans = [
         Span(event["name"], event["ts"], event["ts"] + event["dur"])
         for event in json.loads(path.read_text())["traceEvents"]
@@ -99,7 +102,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def gpu_time(spans: list[Span], steps: int) -> GpuTime:
-    """The GPU's time for one step, from the spans of `steps` steps in the order of begin.
+    """Return the GPU's time of one step, from the sorted spans of `steps` steps.
 
     Raises ValueError without spans.
     """
@@ -129,7 +132,7 @@ def gpu_time(spans: list[Span], steps: int) -> GpuTime:
 
 
 def _timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Run it; its milliseconds can be asked for once the device is through."""
+    """Run the function; return a function that gives its milliseconds after a synchronisation."""
     if not torch.cuda.is_available():
         began_s = time.perf_counter()
         run()

@@ -1,4 +1,4 @@
-"""What all benchmarks do alike: arguments, an engine, checked tokens, a table, one JSON file."""
+"""Parts shared by all benchmarks: arguments, an engine, checked tokens, a table, one JSON file."""
 
 import argparse
 import gc
@@ -26,7 +26,7 @@ from lorikeet_engine.engine import Engine
 
 Row = TypeVar("Row")
 MODEL = ("config", "weight_dtype", "kv_dtype", "tensor_parallel", "kv_bytes")
-"""What add_model_arguments asks for of the model."""
+"""Names of the arguments of `add_model_arguments`."""
 
 
 def run(
@@ -35,7 +35,11 @@ def run(
     works: Sequence[Work],
     measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
 ) -> None:
-    """A whole program: measure the works on one engine; write their rows under the part's name."""
+    """Run a whole program: measure the works on one engine, and write their rows.
+
+    doc: docstring of the program's module.
+    part: name of the rows in the JSON file.
+    """
     parser = arguments(doc)
     add_model_arguments(parser)
     add_rows(parser)
@@ -48,46 +52,58 @@ def run(
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """What every benchmark asks for; doc: the module's."""
+    """Return a parser with the arguments of every benchmark.
+
+    doc: docstring of the program's module; its first line is the description.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
-    parser.add_argument("--commit", default=_commit(), help="what is measured")
+    parser.add_argument("--json", type=Path, required=True, help="JSON file for the results")
+    parser.add_argument("--commit", default=_commit(), help="commit that is measured")
     return parser
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a benchmark asks for that measures some model."""
-    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    """Add the arguments that choose the model and its engine."""
     parser.add_argument(
-        "--weight-dtype", choices=("auto", "fp8"), default="auto", help="of the linears"
+        "--config", choices=CONFIGS, default="llama-3.1-8b", help="shapes of the model"
+    )
+    parser.add_argument(
+        "--weight-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="dtype of the linears' weights",
     )
     add_kv_dtype(parser)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
     parser.add_argument(
-        "--kv-bytes", type=int, default=SETTINGS.kv_bytes, help="of the KV cache on each GPU"
+        "--tensor-parallel", type=int, default=1, help="number of GPUs of the engine"
+    )
+    parser.add_argument(
+        "--kv-bytes", type=int, default=SETTINGS.kv_bytes, help="bytes of the KV cache on each GPU"
     )
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Let some of several Works be asked for, see `chosen`, and how their adapters are kept."""
-    parser.add_argument("--rows", nargs="+", help="patterns of rows' labels; without: the usual")
+    """Add the arguments that choose rows (see `chosen`), and how their adapters are kept."""
+    parser.add_argument(
+        "--rows", nargs="+", help="patterns of rows' labels; default: the usual rows"
+    )
     parser.add_argument(
         "--host-adapters",
         type=int,
-        help="room for them on the host, if it is to be less than for all: the GPU has them then",
+        help="adapters that the host has room for, if not all: the GPU holds all then",
     )
 
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of random_engine that add_model_arguments has asked for."""
+    """Return the arguments of `random_engine` from those of `add_model_arguments`."""
     given = {name: getattr(options, name) for name in MODEL if name != "config"}
     return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
 
 
 def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, Any]:
-    """The arguments of random_engine for the adapters of these works, all on the GPU at once.
+    """Return the arguments of `random_engine` for the adapters of all works, all on the GPU.
 
-    on_host: random_engine's.
+    on_host: as in `random_engine`.
     """
     counts = dict.fromkeys(Targets, 0)
     for work in works:
@@ -97,14 +113,17 @@ def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, 
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file says of the model."""
+    """Return the facts about the model for the JSON file."""
     return {name: getattr(options, name) for name in MODEL}
 
 
 def chosen(
     parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
 ) -> Sequence[Work]:
-    """The works whose labels fit one of the patterns; without patterns, all. Exits where none."""
+    """Return the works whose labels match a pattern; without patterns, all.
+
+    Exits with an error message if no work matches.
+    """
     found = fitting(works, patterns)
     if not found:
         parser.error(f"no such row: want some of {', '.join(work.label for work in works)}")
@@ -112,21 +131,21 @@ def chosen(
 
 
 def fitting(works: Sequence[Work], patterns: Sequence[str] | None) -> Sequence[Work]:
-    """The works whose labels fit one of the patterns; without patterns, all."""
+    """Return the works whose labels match a pattern; without patterns, all."""
     if patterns is None:
         return works
     return [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
 
 
 def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
-    """Let EngineSettings.kv_dtype be asked for."""
+    """Add the argument for EngineSettings.kv_dtype."""
     parser.add_argument(
-        "--kv-dtype", choices=("auto", "fp8"), default="auto", help="of the KV cache"
+        "--kv-dtype", choices=("auto", "fp8"), default="auto", help="dtype of the KV cache"
     )
 
 
 def facts(commit: str) -> dict[str, str]:
-    """What a number needs beside it; printed as well."""
+    """Print and return GPU, torch version, commit and date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     print(f"{gpu}, torch {torch.__version__}, commit {commit}, {now}", flush=True)
@@ -135,7 +154,7 @@ def facts(commit: str) -> dict[str, str]:
 
 @contextmanager
 def full_engine(**arguments: Any) -> Iterator[Engine]:
-    """random_engine's, of these arguments, until the end of the block; its files go with it."""
+    """Yield an engine of `random_engine`; close it and delete its files at the end of the block."""
     with tempfile.TemporaryDirectory() as folder:
         engine = random_engine(Path(folder), **arguments)
         try:
@@ -145,28 +164,28 @@ def full_engine(**arguments: Any) -> Iterator[Engine]:
 
 
 def check(engine: Engine, work: Work) -> float:
-    """Have greedy work done once: the worst shortfall of a checked token, see plain.check.
+    """Run the work greedily once; return the worst shortfall of checked tokens (`plain.check`).
 
-    Raises AssertionError where the engine's tokens are wrong.
+    Raises AssertionError if the engine's tokens are wrong.
     """
     answers = generate(engine, work.draw(engine.info.vocab_size, 0)).answers
     return plain.check(engine, plain.some(answers))
 
 
 def empty_device() -> None:
-    """Give back the device's memory of what is no longer used."""
+    """Free the device's memory that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64], *percents: int) -> list[float]:
-    """The values' percentiles, to three decimals."""
+    """Return the percentiles of values, rounded to three decimals."""
     return [round(float(value), 3) for value in np.percentile(values, percents)]
 
 
 def show(rows: Iterable[Row]) -> list[Row]:
-    """Print rows, all of one dataclass, as they come, under their fields' names; return them."""
+    """Print rows of one dataclass as they come, under the names of its fields; return them."""
     shown: list[Row] = []
     for row in rows:
         cells = dict(_cells(row))
@@ -179,12 +198,15 @@ def show(rows: Iterable[Row]) -> list[Row]:
 
 
 def write(path: Path, facts: Mapping[str, Any], **parts: Any) -> None:
-    """One object: the facts, and each part's rows, dataclasses or what JSON knows, by its name."""
+    """Write one JSON object: the facts, and the rows of each part under its name.
+
+    parts: dataclasses, or values that JSON knows.
+    """
     path.write_text(json.dumps({**facts, **parts}, indent=1, default=asdict) + "\n")
 
 
 def _cells(row: Any) -> Iterator[tuple[str, str]]:
-    """Name and text of each field; of a field that has fields itself and no label, of these."""
+    """Yield name and text of each field; a dataclass without `label` yields its own fields."""
     for field in fields(row):
         value = getattr(row, field.name)
         if is_dataclass(value) and not hasattr(value, "label"):

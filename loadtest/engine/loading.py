@@ -1,18 +1,20 @@
-"""How long until a cold adapter is used, and what that costs those who decode meanwhile.
+"""Cold adapters: time to the first token, and the cost of loads for decoding sequences.
 
 python -m loadtest.engine.loading --json loading.json [--config qwen3-30b-a3b --streams 64]
     [--tensor-parallel 2 --rank 24]
 
-Llama-3.1-8B's shapes, adapters of rank 16 on all linears, an engine in a process of its own. First
-tokens: one request after another, of 16 tokens, in turns with an adapter that is on the GPU, on the
-host and on the disk (as the disk's tier keeps it, in page cache), on an idle engine and beside 128
-sequences that decode with 64 adapters. What loading adds is told by differences; the image of
-84 MB alone takes 1.5 ms over PCIe 5 at 55 GB/s.
+Llama-3.1-8B's shapes, adapters of rank 16 on all linears, an engine in a process of its own.
 
-Others' tokens: the same sequences decode while ten adapters a second are loaded from nowhere, from
-the host and from the disk, in turns. They are prefetched, so no prefill is in the figures. Loads:
-adapters of the host one after another, until each is on the GPU. Tokens are held against a plain
-forward pass before anything is timed.
+- First tokens: requests of 16 tokens one after another, with adapters that are on the GPU, on the
+  host and on the disk in turns (the disk tier's files are in the page cache), on an idle engine and
+  beside 128 sequences that decode with 64 adapters. The cost of a load is the difference; the image
+  of 84 MB alone takes 1.5 ms over PCIe 5 at 55 GB/s.
+- Gaps: the same sequences decode while, in turns, no adapters are loaded, ten a second from the
+host and ten a second from the disk. The adapters are prefetched, so the gaps include no prefill.
+- Loads: adapters of the host one after another, each until it is on the GPU.
+
+Tokens are compared with a plain forward pass before anything is timed. Prints a table for each
+part.
 
 Adapters of more than 256 MiB are fewer (tiered_engine.FEW), are not loaded from the disk, and are
 loaded more rarely, 4 GiB a second. Ranks that share the base model each load a part of an adapter.
@@ -52,24 +54,25 @@ from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, Request
 
 STREAMS = 128
-ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after 15, lest their contexts grow
+ROUNDS, AT_A_TIME = 60, 15  # new streams after 15 keep contexts short
 LOADS_PER_S, PHASE_S, PHASES = 10.0, 4.0, 3
-LOADED_BYTES_PER_S = 4 << 30  # at most, while gaps are measured
-LOADS = 20  # one after another
+LOADED_BYTES_PER_S = 4 << 30  # most bytes loaded while gaps are measured
+LOADS = 20  # loads one after another
 _PROMPT, _STREAM_TOKENS = 16, 1200
-_WARM_TOKENS = 8  # that each stream has made before anything beside it is timed
+_WARM_TOKENS = 8  # tokens of each stream before anything is timed
 _PAUSE_S = 0.01
 _WITHIN_S = 60.0
 
 Adapters = Mapping[Residency, Iterator[AdapterRef]]
-"""By where a request finds them, in turn, without end."""
+"""Adapters by the tier in which a request finds them, in turn, without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """Milliseconds to first tokens beside N streams: p50 and p99.
 
-    added_ms: how much more either is than with an adapter that is on the GPU.
+    found: tier in which the adapter was found.
+    added_ms: differences to an adapter that is on the GPU.
     """
 
     streams: int
@@ -82,8 +85,10 @@ class FirstToken:
 class Gaps:
     """Milliseconds between tokens of streams while adapters are loaded: p50 and p99.
 
-    phases_ms: of each phase alone. growth: of all phases, as a share of those without loads.
-    behind_ms: from a phase's end until the last adapter had come, at worst.
+    loads_from: tier of the loaded adapters, or `nowhere` without loads.
+    phases_ms: values of each phase.
+    growth: relative growth over the gaps without loads.
+    behind_ms: longest time from a phase's end until its last adapter was loaded.
     """
 
     loads_from: str
@@ -95,9 +100,11 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads from the host beside N streams: until an adapter was on the GPU, p50 and p99.
+    """Loads from the host beside N streams.
 
-    gb_per_s: an image's bytes on each GPU over the p50.
+    gpu_bytes: bytes of an image on each GPU.
+    ready_ms: milliseconds until an adapter was on the GPU, p50 and p99.
+    gb_per_s: gpu_bytes over the p50.
     """
 
     streams: int
@@ -116,7 +123,7 @@ class Client:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._numbers = itertools.count()
         self._random = np.random.default_rng(1)
-        self._changed = threading.Condition()  # guards the three below
+        self._changed = threading.Condition()  # guards came_s, ended and _error
         self.came_s: defaultdict[str, list[float]] = defaultdict(list)
         self.ended: set[str] = set()
         self._error: Exception | None = None
@@ -129,7 +136,7 @@ class Client:
         self.host.close()
 
     def until(self, holds: Callable[[], object], within_s: float) -> None:
-        """Return once it holds, which is looked at as tokens come; raises what went wrong."""
+        """Wait until a condition holds, tested as tokens come. Raises the error of a request."""
         with self._changed:
             held = self._changed.wait_for(lambda: holds() or self._error, within_s)
             if self._error is not None:
@@ -137,7 +144,10 @@ class Client:
             assert held, f"no answer within {within_s:g} s"
 
     def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
-        """Seconds until a request has its one token; raises where its adapter was not `found`."""
+        """Return the seconds until a request has its one token.
+
+        Raises AssertionError if the adapter's tier was not `found`.
+        """
         request, began_s = self._request(ref, 1), time.perf_counter()
         taken = self.host.submit(request)
         self.until(lambda: self.came_s[request.request_id], _WITHIN_S)
@@ -146,14 +156,17 @@ class Client:
 
     @contextmanager
     def streams(self, refs: Iterator[AdapterRef], count: int) -> Iterator[list[str]]:
-        """`count` sequences that decode inside, each with the next of the adapters: their ids."""
+        """Run `count` sequences that decode inside the block; yield their ids.
+
+        refs: adapters of the sequences, one each.
+        """
         requests = [self._request(next(refs), _STREAM_TOKENS) for _ in range(count)]
         ids = [request.request_id for request in requests]
         for request in requests:
             self.host.submit(request)
         self.until(lambda: all(len(self.came_s[i]) >= _WARM_TOKENS for i in ids), _WITHIN_S)
         yield ids
-        self.until(lambda: True, _WITHIN_S)  # raises what went wrong meanwhile
+        self.until(lambda: True, _WITHIN_S)  # raises the error of a failed request
         assert self.ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
         for request_id in ids:
             self.host.abort(request_id)
@@ -161,7 +174,7 @@ class Client:
             time.sleep(0.01)
 
     def gaps_ms(self, ids: Sequence[str], begin_s: float, end_s: float) -> list[float]:
-        """All times from one token of a stream to its next between two moments."""
+        """Return the times between tokens of each stream that lie between two moments."""
         within = ([t for t in self.came_s[i] if begin_s <= t <= end_s] for i in ids)
         return [1e3 * (after - before) for times_s in within for before, after in pairwise(times_s)]
 
@@ -172,7 +185,10 @@ class Client:
         until_s: float,
         per_s: float = LOADS_PER_S,
     ) -> AdapterRef:
-        """Have adapters loaded; the last of them. Raises where one was not `found`."""
+        """Prefetch adapters at a rate until `until_s`; return the last one.
+
+        Raises AssertionError if an adapter's tier was not `found`.
+        """
         due_s = time.perf_counter()
         while due_s < until_s:
             time.sleep(max(0.0, due_s - time.perf_counter()))
@@ -181,14 +197,14 @@ class Client:
         return ref
 
     def prefetch(self, ref: AdapterRef, found: Residency) -> AdapterRef:
-        """Have an adapter loaded, and return it; raises where it was not `found`."""
+        """Prefetch an adapter, and return it. Raises AssertionError if its tier was not `found`."""
         was = self.host.residency(ref).result()
         assert was is found, f"{ref} was found on {was}: want {found}"
-        self.host.prefetch(ref, uses=1.0)  # before all that was used earlier
+        self.host.prefetch(ref, uses=1.0)  # above all adapters used earlier
         return ref
 
     def arrival_of(self, ref: AdapterRef) -> None:
-        """Return once the adapter is on the GPU."""
+        """Wait until the adapter is on the GPU."""
         end_s = time.perf_counter() + _WITHIN_S
         while self.host.residency(ref).result() is not Residency.GPU:
             assert time.perf_counter() < end_s, f"{ref} was not loaded"
@@ -196,7 +212,7 @@ class Client:
 
     def _request(self, ref: AdapterRef, tokens: int) -> Request:
         prompt = self._random.integers(0, self.host.info.vocab_size, _PROMPT).tolist()
-        salt = secrets.token_hex(8)  # nothing is in the prefix cache
+        salt = secrets.token_hex(8)  # the prefix cache holds nothing of this prompt
         return request_of(str(next(self._numbers)), prompt, tokens, ref, salt)
 
     def _deliver(self, outputs: list[Output]) -> None:
@@ -218,7 +234,7 @@ class Client:
 
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
-    """One request after another, their adapters from each tier in turn; prints the rows."""
+    """Send requests one after another, with adapters of each tier in turn; print the rows."""
     took_ms: dict[Residency, list[float]] = {tier: [] for tier in adapters}
     for begun in range(0, ROUNDS, AT_A_TIME):
         with client.streams(adapters[Residency.GPU], streams):
@@ -234,9 +250,9 @@ def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[First
 def gaps(
     client: Client, adapters: Adapters, streams: int, per_s: float = LOADS_PER_S
 ) -> list[Gaps]:
-    """Streams alone, beside loads from the host and from the disk, in turns; prints the rows.
+    """Measure streams without loads and beside loads from each tier, in turns; print the rows.
 
-    per_s: loads a second.
+    per_s: loads per second.
     """
     sources = (None, *(tier for tier in adapters if tier is not Residency.GPU))
     phases: dict[Residency | None, list[list[float]]] = {source: [] for source in sources}
@@ -258,7 +274,10 @@ def gaps(
 
 
 def loads(client: Client, adapters: Adapters, streams: int, gpu_bytes: int) -> Iterator[Load]:
-    """Loads from the host, one after another; gpu_bytes: of an image on each GPU."""
+    """Time loads from the host, one after another.
+
+    gpu_bytes: bytes of an image on each GPU.
+    """
     took_ms = []
     with client.streams(adapters[Residency.GPU], streams):
         for _ in range(LOADS):
@@ -271,7 +290,7 @@ def loads(client: Client, adapters: Adapters, streams: int, gpu_bytes: int) -> I
 
 
 def main() -> None:
-    """Measure all of it on one engine; what is measured is written at once."""
+    """Measure all parts on one engine; write each part as it is measured."""
     options = _arguments()
     known = harness.facts(options.commit) | harness.about(options) | {"rank": options.rank}
     model = harness.model_of(options) | {"rank": options.rank}
@@ -307,8 +326,10 @@ def _measure(
 def _arguments() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
-    parser.add_argument("--rank", type=int, default=RANK, help="of all adapters")
-    parser.add_argument("--streams", type=int, default=STREAMS, help="that decode meanwhile")
+    parser.add_argument("--rank", type=int, default=RANK, help="rank of all adapters")
+    parser.add_argument(
+        "--streams", type=int, default=STREAMS, help="sequences that decode meanwhile"
+    )
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""What streams notice of long prompts beside them, and what an inter-token goal costs the prompts.
+"""Long prompts beside streams: the streams' gaps, and the cost of an inter-token goal for prompts.
 
 python -m loadtest.engine.long_prompts --json long_prompts.json [--kv-dtype fp8]
 
 64 streams decode on Llama-3.1-8B's shapes while prompts of 100,000 tokens come one after another,
-without a goal and with one of 40 ms; then while 64 prompts of 32,000 tokens come at once. Prompts
-are submitted by another thread, as a replica does. Tokens are held against a plain forward pass
-before anything is timed.
+without a goal and with one of 40 ms; then while 64 prompts of 32,000 tokens come at once. Another
+thread submits the prompts, as in a replica. Tokens are compared with a plain forward pass before
+anything is timed. Prints a row for each work and goal.
 """
 
 import secrets
@@ -26,14 +26,14 @@ from lorikeet_engine.scheduling.step_budget import StepBudget
 
 GOAL_S = 0.04
 SETTINGS = replace(LONG_CONTEXTS, inter_token_goal_s=GOAL_S)
-_WARM_TOKENS = 8  # that each stream has made before prompts come
+_WARM_TOKENS = 8  # tokens of each stream before prompts come
 
 
 @dataclass(frozen=True, slots=True)
 class LongPrompts:
     """Prompts of M tokens beside N streams, one after another or all at once.
 
-    seconds: after which no more of those at once are waited for.
+    seconds: most seconds to wait for the prompts.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LongPrompts:
 
     @property
     def label(self) -> str:
-        """The name with numbers."""
+        """Name with numbers."""
         return f"{self.prompts} × {self.prompt_tokens:,} {self.name}"
 
 
@@ -59,11 +59,14 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What streams and prompts had. goal_ms: None without a goal.
+    """Gaps of the streams and rate of the prompts.
 
-    gaps_ms: between two tokens of a stream, p50, p99 and the longest. over_step_ms: by how much the
-    longest was longer than the step it waited for. done: prompts that had their token;
-    prompt_tokens_per_s: of these. of_no_goal: that rate, as a share of the one without a goal.
+    goal_ms: inter-token goal; None without a goal.
+    gaps_ms: gaps between tokens of a stream: p50, p99 and the longest.
+    over_step_ms: longest time by which a gap exceeded the step it waited for.
+    done: prompts that got their token.
+    prompt_tokens_per_s: rate of the done prompts.
+    of_no_goal: that rate as a share of the rate without a goal.
     """
 
     work: LongPrompts
@@ -76,7 +79,7 @@ class Row:
 
 
 class Streams:
-    """Steps an engine in which streams decode, and notes the time between their tokens."""
+    """Decoding streams of an engine, and the times between their tokens."""
 
     def __init__(self, engine: Engine, ids: Iterable[str]) -> None:
         self._engine = engine
@@ -85,12 +88,12 @@ class Streams:
 
     @property
     def begun(self) -> bool:
-        """Whether all have made their first tokens."""
+        """Whether all streams have made their first tokens."""
         enough = len(self.gaps_s) >= _WARM_TOKENS * len(self._last_s)
         return enough and None not in self._last_s.values()
 
     def step(self) -> set[str]:
-        """Take one step; the ids of others that ended. Raises what a request failed with."""
+        """Take one step; return the ids of ended prompts. Raises the error of a failed request."""
         steps_s = self._engine._counters.seconds
         before_s = steps_s.read().total
         self._engine.wait(1.0)
@@ -113,7 +116,7 @@ class Streams:
 
 
 def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
-    """Time the work under this goal, whatever the engine's own is."""
+    """Time the work under this goal, which replaces the engine's own."""
     costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
     engine._step_budget = None if goal_s is None else StepBudget(goal_s, costs, sizes)
     requests = _requests(engine, work.prompts, work.prompt_tokens, 1)
@@ -128,7 +131,7 @@ def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
                 if waiting:
                     pending.append(submitting.submit(engine.submit, waiting.pop(0)))
         for future in pending:
-            future.result()  # raises what went wrong
+            future.result()  # raises the error of a submission
         for request in requests:
             engine.abort(request.request_id)
     rate = done * work.prompt_tokens / (done_s - began_s) if done else 0.0
@@ -144,13 +147,13 @@ def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
 
 
 def measure_all(engine: Engine, works: Iterable[LongPrompts]) -> list[Row]:
-    """Measure each without and with the goal; prints each row as it comes."""
+    """Measure each work without and with the goal; print each row as it is measured."""
     harness.check(engine, CHECKED)
     return harness.show(_rows(engine, works))
 
 
 def main() -> None:
-    """Start one engine, and measure all on it."""
+    """Start one engine, and measure all works on it."""
     parser = harness.arguments(__doc__)
     harness.add_kv_dtype(parser)
     options = parser.parse_args()
@@ -172,7 +175,7 @@ def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:
 
 @contextmanager
 def _streams(engine: Engine, work: LongPrompts) -> Iterator[Streams]:
-    """Streams that decode inside; nothing runs afterwards."""
+    """Yield decoding streams; no request runs afterwards."""
     requests = _requests(engine, work.streams, work.stream_prompt, work.stream_tokens)
     for request in requests:
         engine.submit(request)
@@ -189,7 +192,7 @@ def _streams(engine: Engine, work: LongPrompts) -> Iterator[Streams]:
 
 
 def _requests(engine: Engine, count: int, prompt_tokens: int, tokens: int) -> list[Request]:
-    """Requests of random prompts that share nothing."""
+    """Make requests of random prompts that share no prefix."""
     rng, salt = np.random.default_rng(1), secrets.token_hex(8)
     prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_tokens)).tolist()
     return [

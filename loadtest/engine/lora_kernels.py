@@ -1,16 +1,18 @@
-"""What LoRA adds to a forward pass of Llama-3.1-8B's shapes, against the time its bytes take.
+"""LoRA kernels: time that LoRA adds to a forward pass of Llama-3.1-8B's shapes, against a floor.
 
 python -m loadtest.engine.lora_kernels --json results.json
 
-A row's time is that of a pass with adapters less that of one without: both are replays of CUDA
-graphs of the product's own model, taken in turn, the medians of 30. A pass is all seven linears of
-8 layers of distinct weights, scaled to 32 layers, with what stands between them and without
-attention. Between two uses of an adapter's weights come 3.5 GB of others, far more than the cache
-holds. Which adapter a token has is random; as in the engine, tokens are sorted by adapter on the
-host, once a step, and that is not timed.
+A row's time is that of a pass with adapters minus that of a pass without. Both are replays of CUDA
+graphs of the product's own model, taken in turns, medians of 30. A pass is all seven linears of 8
+layers with distinct weights, scaled to 32 layers, with the operations between them and without
+attention. Between two uses of an adapter's weights 3.5 GB of others are read, far more than the
+cache holds. The adapter of a token is random; as in the engine, tokens are sorted by adapter on the
+host, once a step, untimed.
 
 The floor: adapters of their true rank read once, every x read once, every y read and written once,
-at the speed of a device copy. Where it is beaten, LoRA ran beside the base model's products.
+at the speed of a device copy. A row beats the floor if LoRA ran beside the base model's products.
+
+Prints a row for each step.
 """
 
 import tempfile
@@ -40,16 +42,20 @@ from lorikeet_engine.models.llama import LlamaModel
 LAYERS, SCALED_TO = 8, 32
 CONFIG = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "vocab_size": 1024}
 SHAPE = BaseShape.from_config(CONFIG)
-COPY_BYTES_PER_S = 4.3e12  # of an H200, read plus written
+COPY_BYTES_PER_S = 4.3e12  # H200, read plus written
 REPLAYS = 30
 PAGE = 16
-# By the norm; v and the delta are each rounded to bfloat16, and the gate multiplies two of them.
+# Of the norm; v and the delta are each rounded to bfloat16, and the gate multiplies two deltas.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step. pool_rank: the largest rank that it could hold; reach_ms: what LoRA may take."""
+    """A step.
+
+    pool_rank: largest rank that the step's pool could hold.
+    reach_ms: target of LoRA's time.
+    """
 
     tokens: int
     adapters: int
@@ -59,7 +65,7 @@ class Row:
 
     @property
     def floor_ms(self) -> float:
-        """See the module."""
+        """Least time of LoRA, as the module defines it."""
         dims = [SHAPE.dims(i) for i in range(len(SHAPE.linears))]
         weights = self.adapters * self.rank * sum(d_in + d_out for d_in, d_out in dims)
         inputs = sum(dims[group[0]][0] for group in SHAPE.groups.values())
@@ -84,7 +90,12 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """base_ms: the pass without adapters; lora_ms: what they add; roofline: floor_ms's share."""
+    """Times of a step.
+
+    base_ms: time of the pass without adapters.
+    lora_ms: time that adapters add.
+    roofline: floor_ms as a share of lora_ms.
+    """
 
     row: Row
     base_ms: float
@@ -94,11 +105,11 @@ class Measured:
 
 
 class Pass:
-    """One row's step on the device: captured with its adapters and without, and checked."""
+    """A row's step on the device, captured with adapters and without, and checked."""
 
     @torch.inference_mode()
     def __init__(self, model: LlamaModel, row: Row) -> None:
-        """Raises AssertionError where a linear's delta is not the float32 reference's."""
+        """Check and capture. Raises AssertionError if a delta is not the float32 reference's."""
         torch.manual_seed(row.tokens + row.adapters)
         self._model, self._device = model, model.device
         self._weights, segments = _adapters(row, self._device), _segments(row, self._device)
@@ -114,7 +125,7 @@ class Pass:
         self.without = self._capture(replace(self._batch, segments=None))
 
     def recapture(self) -> None:
-        """Take in what has changed in the LoRA kernels."""
+        """Capture again with changed LoRA kernels."""
         self.with_lora = self._capture(self._batch)
 
     @torch.inference_mode()
@@ -122,7 +133,7 @@ class Pass:
         def run() -> None:
             self._model.forward(batch, self._kv, self._weights, _NoAttention())
 
-        run()  # compiles and allocates what capturing must not
+        run()  # compiles and allocates, as a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -131,7 +142,7 @@ class Pass:
 
 
 def measure(row: Row, step: Pass, replays: int = REPLAYS) -> Measured:
-    """Time a pass with and without adapters in turn, so that both see the GPU equally warm."""
+    """Time a pass with and without adapters in turns, so that both see the GPU equally warm."""
     base, lora = medians_ms([step.without.replay, step.with_lora.replay], replays)
     scale = SCALED_TO / LAYERS
     lora_ms = (lora - base) * scale
@@ -139,7 +150,7 @@ def measure(row: Row, step: Pass, replays: int = REPLAYS) -> Measured:
 
 
 class _NoAttention:
-    """Passes the queries on: attention has no adapters."""
+    """Attention that returns the queries: attention has no adapters."""
 
     def plan(self, batch: object) -> None:
         pass
@@ -149,7 +160,7 @@ class _NoAttention:
 
 
 def _adapters(row: Row, device: torch.device) -> LoraWeights:
-    """One slot for each adapter, packed as the slot pool packs them."""
+    """Fill one slot for each adapter, packed as the slot pool packs them."""
     rows = torch.zeros(LAYERS, len(SHAPE.linears), 3, dtype=torch.int64)
     end = 0
     for layer in range(LAYERS):
@@ -190,7 +201,7 @@ def _batch(row: Row, segments: Segments, device: torch.device) -> Batch:
 
 
 def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.device) -> None:
-    """Each fused linear of one layer, over fresh memory full of NaN."""
+    """Check each fused linear of one layer, over fresh memory full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     step, layer = begin_step(weights, segments, row.tokens), LAYERS - 1
     for name, members in SHAPE.groups.items():
@@ -216,14 +227,14 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def build_model() -> LlamaModel:
-    """Eight layers of random weights on the first CUDA device."""
+    """Build eight layers of random weights on the first CUDA device."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder) / "model", CONFIG)
         return random_model(path, torch.device("cuda", 0), torch.bfloat16)
 
 
 def run(rows: Sequence[Row]) -> list[Measured]:
-    """Measure, printing each row as it comes."""
+    """Measure the rows, printing each as it is measured."""
     model = build_model()
     return harness.show(measure(row, Pass(model, row)) for row in rows)
 

@@ -1,18 +1,20 @@
-"""Replicas of several GPUs on a host of four or eight: all of it, in two calls of ten minutes.
+"""Replicas of several GPUs on a host of four or eight: measurements in two calls of ten minutes.
 
 python -m loadtest.engine.many_gpus --part 1 --json part1.json [--gpus 8] [--seconds 560]
 python -m loadtest.engine.many_gpus --part 2 --json part2.json [--jobs 8b-http killed-follower]
 
-Part 1: sums over all GPUs, and Llama-3.1-70B's shape with all of them, in bf16 and FP8: decode
-steps, and tokens a second with adapters. Part 2: a cold adapter; a follower that is killed; four
-replicas of Llama-3.1-8B's shape through HTTP; two replicas with half of the GPUs each, at once, to
-be held against the one of part 1. With eight GPUs, replicas of four have steps and FP8 as well.
-All sizes are for H200s: two GPUs of 80 GB cannot hold 70B in bf16.
+Part 1: sums over all GPUs, and Llama-3.1-70B's shapes on all of them, in bf16 and FP8: decode
+    steps, and tokens per second with adapters. Part 2: loads of a cold adapter; a killed follower;
+    four replicas of Llama-3.1-8B's shapes through HTTP; two replicas with half of the GPUs each, at
+    once, to compare with the one of part 1. With eight GPUs, replicas of four also have steps and
+    FP8. All sizes
+are for H200s: two GPUs of 80 GB cannot hold 70B in bf16.
 
-Each job is a program of its own, on its GPUs; jobs whose GPUs are others run at the same time. One
-that fails, or takes longer than its limit, is named, and the others go on. A machine on which
-nothing is compiled yet has no time for all: --jobs asks for what was missed. What each wrote, and
-its log, is in a folder beside the JSON, which has all of it and is written anew after each job.
+Each job is a program of its own, on its GPUs; jobs with disjoint GPUs run at the same time. A job
+that fails, or exceeds its limit, is named, and the others go on. A machine on which nothing is
+compiled yet may not have time for all jobs: --jobs runs the missed ones. Results and logs of the
+jobs are in a folder beside the JSON file, which has all results and is rewritten after each job.
+Prints a line for each job.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from loadtest.engine import harness
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 560.0
-_LEAST_S = 20.0  # a job that has less is not begun
+_LEAST_S = 20.0  # a job with less time is not begun
 _POLL_S = 0.2
 _TAIL = 3000  # characters of a failed job's log
 _ENVIRONMENT = {  # NVLink multicast can put all GPUs of a host out of service
@@ -45,15 +47,16 @@ _PACKAGES = (ROOT, ROOT / "engine", ROOT / "platform")
 _ADAPTERS = ("base 256/128", "8 adapters 256/128", "128 adapters 256/128")
 _ADAPTERS_ON_TWO_GPUS = (_ADAPTERS[0], _ADAPTERS[-1])  # a row takes 50 s there
 _STEPS = ("base, alone 256/128", "base, 32 256/128")
-_KV_BYTES = {2: 18_000_000_000}  # of two GPUs, 70B's weights leave no more
+_KV_BYTES = {2: 18_000_000_000}  # 70B's weights leave no more on two GPUs
 _USUAL_KV_BYTES = 10_000_000_000  # 256 sequences of 384 tokens, and a fifth more
 
 
 @dataclass(frozen=True, slots=True)
 class GpuJob:
-    """A module to be run as a program. gpus: which of those that this process sees it gets.
+    """Module to run as a program.
 
-    writes: whether it takes --json.
+    gpus: indices of its GPUs among those that this process sees.
+    writes: whether the program takes --json.
     """
 
     name: str
@@ -66,7 +69,12 @@ class GpuJob:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a job: `done`, or why not. results: what it wrote, as far as it came."""
+    """Outcome of a job.
+
+    outcome: `done`, or the failure.
+    results: JSON that the job wrote; partial if the job failed.
+    log_end: end of the log of a failed job.
+    """
 
     name: str
     gpus: list[int]
@@ -80,7 +88,10 @@ class RunningJob:
     """A job's process, in a folder with its log and its JSON."""
 
     def __init__(self, job: GpuJob, folder: Path, limit_s: float) -> None:
-        """limit_s: the job's own limit, or what is left of all jobs' time."""
+        """Start the process.
+
+        limit_s: the job's own limit, or the time left for all jobs.
+        """
         self.job, self._limit_s = job, limit_s
         self._log, self._json = folder / f"{job.name}.log", folder / f"{job.name}.json"
         arguments = (*job.arguments, *(("--json", str(self._json)) if job.writes else ()))
@@ -100,7 +111,7 @@ class RunningJob:
             )
 
     def poll(self) -> Outcome | None:
-        """What came of it, once it has ended; it is ended at its limit."""
+        """Return the outcome if the job has ended; end the job at its limit."""
         code = self._process.poll()
         if code is not None:
             return self._outcome("done" if code == 0 else f"failed with {code}")
@@ -121,16 +132,17 @@ class RunningJob:
     def _outcome(self, outcome: str) -> Outcome:
         took_s = time.monotonic() - self._began_s
         results = None
-        with suppress(OSError, ValueError):  # it wrote nothing, or was ended as it wrote
+        with suppress(OSError, ValueError):  # no file, or killed while writing
             results = json.loads(self._json.read_text())
         log_end = None if outcome == "done" else self._log.read_text(errors="replace")[-_TAIL:]
         return Outcome(self.job.name, list(self.job.gpus), outcome, took_s, results, log_end)
 
 
 def jobs_of(part: int, gpus: int, folder: Path, commit: str) -> list[GpuJob]:
-    """The jobs of one part, in the order in which they get GPUs.
+    """Return the jobs of one part, in the order in which they get GPUs.
 
-    folder: for 8B's model. commit: what is measured.
+    folder: folder for 8B's model.
+    commit: commit that is measured.
     """
     jobs = _models(gpus) if part == 1 else _replicas(gpus, folder)
     of_commit = ("--commit", commit)
@@ -157,7 +169,7 @@ def _replicas(gpus: int, folder: Path) -> list[GpuJob]:
         halves = [
             _table(f"70b-bf16-half-{n}", each, 330, *only) for n, each in enumerate((first, second))
         ]
-    # a replica of all GPUs is killed: as many of the test's GPUs as there are
+    # the case of the test that kills a replica of as many GPUs
     killed = ("-m", "gpu", "-k", f"until_a_follower_is_killed and {gpus}-gpus", "-q")
     shape = ("--config", "llama-3.1-70b", "--tensor-parallel", str(gpus))
     http = ("--replicas", "4", "--folder", str(folder), "--adapters", "32", "--clients", "16")
@@ -171,7 +183,7 @@ def _replicas(gpus: int, folder: Path) -> list[GpuJob]:
             ("tests/engine/gpu/test_ranks.py", *killed),
             writes=False,
         ),
-        # of all GPUs, though it uses four: nothing else is to take the host's cores
+        # all GPUs, though it uses four: no other job shall take the host's cores
         GpuJob("8b-http", every, 330, "loadtest.bench_http", http),
         *halves,
     ]
@@ -183,10 +195,10 @@ def run_all(
     seconds: float,
     report: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
-    """Run the jobs, each as soon as its GPUs are free and no job before it wants them.
+    """Run the jobs, each as soon as its GPUs are free and no earlier job waits for them.
 
-    seconds: for all; who would have too little of it is not begun. report: called with all
-    outcomes so far, after each.
+    seconds: time for all jobs; a job that would have too little of it is not begun.
+    report: called with all outcomes so far, after each job.
     """
     waiting, running, outcomes = list(jobs), list[RunningJob](), list[Outcome]()
     end_s = time.monotonic() + seconds
@@ -217,14 +229,14 @@ def run_all(
 
 
 def main() -> None:
-    """Run one part; exits with 1 if a job failed."""
+    """Run one part; exit with 1 if a job failed."""
     parser = _parser()
     options = parser.parse_args()
     jobs = jobs_of(options.part, options.gpus, options.folder.resolve(), options.commit)
     if unknown := {*(options.jobs or ())} - {job.name for job in jobs}:
         parser.error(f"no job {min(unknown)}: want some of {', '.join(job.name for job in jobs)}")
     known = harness.facts(options.commit) | {"gpus": options.gpus, "part": options.part}
-    folder = options.json.resolve().with_suffix("")  # jobs run elsewhere
+    folder = options.json.resolve().with_suffix("")  # absolute: jobs run in another folder
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = run_all(
         [job for job in jobs if not options.jobs or job.name in options.jobs],
@@ -237,7 +249,7 @@ def main() -> None:
 
 
 def _table(name: str, gpus: range, limit_s: float, *more: str) -> GpuJob:
-    """Steps and tokens a second of 70B's shape on these GPUs, with adapters on them alone."""
+    """Return a job for steps and token rates of 70B's shapes, with adapters on GPUs alone."""
     ranks = len(gpus)
     rows = _ADAPTERS_ON_TWO_GPUS if "--parts" in more else (*_ADAPTERS, *_STEPS)
     parts = () if "--parts" in more else ("--parts", "throughput", "decode")
@@ -258,7 +270,7 @@ def _startable(waiting: Sequence[GpuJob], running: Sequence[RunningJob]) -> Iter
 
 
 def _visible_gpus(count: int) -> list[str]:
-    """The first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(gpu) for gpu in range(count)]
 
@@ -266,15 +278,15 @@ def _visible_gpus(count: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = harness.arguments(__doc__)
     add = parser.add_argument
-    add("--part", type=int, choices=(1, 2), required=True)
-    add("--gpus", type=int, choices=(4, 8), default=4)
-    add("--seconds", type=float, default=SECONDS, help="for all jobs")
-    add("--jobs", nargs="+", metavar="JOB", help="of the part, those alone")
+    add("--part", type=int, choices=(1, 2), required=True, help="part to run")
+    add("--gpus", type=int, choices=(4, 8), default=4, help="number of GPUs; default 4")
+    add("--seconds", type=float, default=SECONDS, help="seconds for all jobs")
+    add("--jobs", nargs="+", metavar="JOB", help="only these jobs of the part")
     add(
         "--folder",
         type=Path,
         default=Path("/tmp/lorikeet-models"),
-        help="for 8B's model and adapters, 30 GB",
+        help="folder for 8B's model and adapters, 30 GB",
     )
     return parser
 

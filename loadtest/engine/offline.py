@@ -1,4 +1,4 @@
-"""Offline work: many requests at once, through an engine that is stepped by hand."""
+"""Offline work: many requests submitted at once to an engine that is stepped by hand."""
 
 import secrets
 import time
@@ -21,10 +21,14 @@ _DEALT_ROUND = Distinct()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
+    """Requests that are submitted at once.
 
-    cold: no adapter is on the GPU when it begins; else those of the run before are. sampling: how
-    tokens are chosen; their number is output_tokens. on: what the adapters are on.
+    adapters: number of distinct adapters; 0: the base model.
+    requests: number of requests.
+    popularity: distribution of the requests over the adapters.
+    cold: no adapter is on the GPU at the start; else those of the previous run are.
+    sampling: sampling parameters; `output_tokens` sets the number of tokens.
+    on: linears that the adapters change.
     """
 
     name: str
@@ -39,11 +43,14 @@ class Work:
 
     @property
     def label(self) -> str:
-        """The name with the lengths, as in 'base 256/128'."""
+        """Name with lengths, as in 'base 256/128'."""
         return f"{self.name} {self.prompt_tokens}/{self.output_tokens}"
 
     def draw(self, vocab: int, run: int) -> list[Request]:
-        """Requests of random prompts; the prefix cache has nothing for them from earlier draws."""
+        """Draw requests with random prompts; the prefix cache holds nothing of earlier draws.
+
+        run: number of the draw.
+        """
         rng = np.random.default_rng([*self.label.encode(), run])
         prompts = rng.integers(0, vocab, (self.requests, self.prompt_tokens)).tolist()
         salt = secrets.token_hex(8)
@@ -61,7 +68,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of requests. began_s, ticks_s: when they began, when each step's tokens came."""
+    """Answers and times of requests that ran.
+
+    began_s: time of the first submission.
+    ticks_s: times at which each step's tokens arrived.
+    """
 
     answers: list[Answer]
     began_s: float
@@ -69,14 +80,15 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over the whole run, prefill included."""
+        """Output tokens per second of the whole run, prefill included."""
         return sum(len(a.tokens) for a in self.answers) / (self.ticks_s[-1] - self.began_s)
 
     def steps_ms(self) -> list[float]:
-        """The times between one step's tokens and the next's.
+        """Return the times between the tokens of consecutive steps.
 
-        A step's tokens may be read while the next one runs, so a call of Engine.step says little;
-        from tokens to tokens is one step, in a steady state, however deep they overlap.
+        A step's tokens may be read while the next step runs, so the duration of Engine.step says
+        little; in a steady state the time from tokens to tokens is one step, however deep steps
+        overlap.
         """
         return [1e3 * (end - begin) for begin, end in pairwise(self.ticks_s)]
 
@@ -89,13 +101,13 @@ def request_of(
     salt: str,
     sampling: SamplingParams = GREEDY,
 ) -> Request:
-    """A request for exactly N tokens. Only requests of one salt share cached prefixes."""
+    """Make a request for exactly N tokens. Only requests of one salt share cached prefixes."""
     sampling = replace(sampling, max_tokens=tokens, ignore_eos=True)
     return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
 
 
 def generate(engine: Engine, requests: list[Request]) -> Run:
-    """Submit all and step until all are answered. Raises what a request failed with."""
+    """Submit all requests and step until all are answered. Raises the error of a failed request."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ticks_s: list[float] = []
     began_s = time.perf_counter()
@@ -117,7 +129,7 @@ def generate(engine: Engine, requests: list[Request]) -> Run:
 
 
 def begin(engine: Engine, requests: list[Request]) -> None:
-    """Step until each of the submitted requests has a token: what follows are steps of decodes."""
+    """Step until each of the submitted requests has a token; only decode steps follow."""
     begun: set[str] = set()
     while len(begun) < len(requests):
         engine.wait(1.0)
@@ -125,7 +137,7 @@ def begin(engine: Engine, requests: list[Request]) -> None:
 
 
 def steps_ms(engine: Engine, count: int) -> list[float]:
-    """Take `count` steps of decodes; the times from one step's tokens to the next's."""
+    """Take `count` decode steps; return the times between the tokens of consecutive steps."""
     ticks_s = []
     for _ in range(count):
         assert engine.step(), "a step of decodes without tokens"
@@ -134,7 +146,7 @@ def steps_ms(engine: Engine, count: int) -> list[float]:
 
 
 def abort(engine: Engine, requests: list[Request]) -> None:
-    """End requests that are in flight."""
+    """Abort requests that are in flight."""
     for request in requests:
         engine.abort(request.request_id)
     engine.step()

@@ -1,10 +1,10 @@
-"""The plain path that an engine's greedy tokens are held against: whole sequences in one pass.
+"""Plain path: whole sequences in one pass, with which the engine's greedy tokens are compared.
 
-Torch's attention, no graphs, no chunks, no shared pages. Each token is judged given the tokens
-that the engine itself made before it, so one early difference does not make all the later ones.
+Torch's attention, no graphs, no chunks, no shared pages. Each token is judged given the engine's
+own earlier tokens, so one early difference does not cause later ones.
 
-Where ranks share the model, none of which could compute it alone, all compute the plain path: no
-graphs and no shared pages, but the engine's attention, and prompts in its chunks.
+If ranks share a model that none could hold alone, all ranks compute the plain path together:
+without graphs and shared pages, but with the engine's attention, and prompts in its chunks.
 """
 
 import time
@@ -35,29 +35,30 @@ from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
 PAGE = 16
-# Rows of logits at a time: 2 GB at a vocabulary of 128,256.
+# Most rows of logits at a time: 2 GB at a vocabulary of 128,256.
 _ROWS = 4096
 _LOADED_WITHIN_S = 60.0
-# Where the engine's KV cache is FP8, whose numbers are up to 6% off: the plain path's is not.
+# For an engine with an FP8 KV cache, whose numbers are up to 6% off; the plain path's is not FP8.
 _FP8_TOLERANCE = 0.125
-# Where two experts are nearly as likely, a rounding chooses the other.
+# If two experts are nearly equally likely, rounding may choose the other one.
 _MOE_TOLERANCES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine made, greedily, of a request of one prompt and one choice."""
+    """Greedy tokens of an engine for a request of one prompt and one choice."""
 
     request: Request
     tokens: list[int]
 
 
 def tolerance(dtype: torch.dtype, rounding: Quantization | None = None) -> float:
-    """How far a good token's logit may be under the plain path's best, as a share of the largest.
+    """Return the largest allowed shortfall of a token's logit, as a share of the largest logit.
 
-    Eight roundings of the dtype: 6.25% for bfloat16, where the worst of an 8B model's tokens seen
-    on an H200 fell 1.5% short. At least 1e-4, for float32 sums in another order. Two roundings of
-    weights in FP8, 25%: on CUDA a single token's products are not rounded, the plain path's are.
+    Eight roundings of the dtype: 6.25% for bfloat16, where the worst token of an 8B model seen on
+        an H200 fell 1.5% short. At least 1e-4, for float32 sums in another order. Two roundings of
+        FP8 weights, 25%: on CUDA the products of a single token are not rounded, those of the plain
+        path are.
     """
     if rounding is Quantization.FP8:
         return 2 * torch.finfo(fp8.DTYPE).eps
@@ -65,14 +66,14 @@ def tolerance(dtype: torch.dtype, rounding: Quantization | None = None) -> float
 
 
 def some(answers: Series[Answer], count: int = 8) -> Series[Answer]:
-    """A few from all over; in odd strides, or all could have the same of adapters dealt round."""
+    """Choose a few answers, in odd strides, to cover adapters that are dealt round."""
     return answers[:: len(answers) // count | 1][:count]
 
 
 def check(engine: Engine, answers: Series[Answer]) -> float:
-    """The worst shortfall; raises AssertionError, with the request's id, where it is too large.
+    """Return the worst shortfall; raise AssertionError, with the request's id, if it is too large.
 
-    The engine is idle, and this is its thread.
+    Engine thread only; the engine must be idle.
     """
     model = engine._runner.model
     if engine._settings.tensor_parallel > 1:
@@ -96,9 +97,9 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
 
 
 def shortfalls(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[float]:
-    """For each answer, how far its worst token's logit is under the plain path's best.
+    """Return for each answer the worst shortfall of a token's logit from the plain path's best.
 
-    As a share of the row's largest absolute logit; NaN where a logit is. One adapter at a time.
+    Shares of the row's largest absolute logit; NaN if a logit is NaN. One adapter at a time.
     """
     found: dict[int, float] = {}
     for group in _groups(answers):
@@ -109,9 +110,9 @@ def shortfalls(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list
 
 
 def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[torch.Tensor]:
-    """For each answer, logits [tokens, vocab] float32 from which its tokens were to be drawn.
+    """Compute for each answer the logits [tokens, vocab] float32 of its tokens.
 
-    All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
+    All answers in one pass: their rows and their adapters, which are loaded, must fit into memory.
     """
     shape = model.config.shape
     sequences = sequences_of(answers, len(model.config.kv_groups.windows))
@@ -144,7 +145,7 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
 
 
 def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
-    """What plain_logits gives, computed by all ranks in free pages of the engine's."""
+    """Compute `plain_logits` of one answer on all ranks, in free KV pages of the engine."""
     settings, cache, runner = engine._settings, engine._cache, engine._runner
     windows = runner.model.config.kv_groups.windows
     (sequence,) = sequences_of([answer], len(windows))
@@ -155,7 +156,7 @@ def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
     sequence.kv.pages = [array("i", of_group) for of_group in pages]
     logits = []
     while sequence.kv.computed < sequence.length:
-        # tokens whose logits nobody wants, then as many as steps have room for
+        # first tokens whose logits are not needed, then as many as a step has room for
         unwanted = max(0, sequence.prompt_length - 1 - sequence.kv.computed)
         chunk = Chunk.of(sequence, min(settings.max_batch_tokens, unwanted or settings.max_running))
         rows = np.arange(0 if unwanted else chunk.length)
@@ -172,7 +173,7 @@ def _logits_of_ranks(engine: Engine, answer: Answer) -> torch.Tensor:
 
 
 def _groups(answers: Series[Answer]) -> Iterator[list[int]]:
-    """Indices of answers that share an adapter, and of no more than _ROWS tokens."""
+    """Yield indices of answers that share an adapter, with at most _ROWS tokens a group."""
     by_adapter = sorted(range(len(answers)), key=lambda i: _digest(answers[i]))
     for _, same in groupby(by_adapter, key=lambda i: _digest(answers[i])):
         group, rows = list[int](), 0
@@ -196,9 +197,9 @@ def _shortfall(answer: Answer, logits: torch.Tensor) -> float:
 
 
 def sequences_of(answers: Series[Answer], groups: int) -> list[Sequence]:
-    """One for each answer, all its tokens but the last uncomputed, in pages of its own.
+    """Return a sequence for each answer: all tokens but the last, uncomputed, in its own pages.
 
-    groups: of layers, each of which has pages.
+    groups: number of layer groups, each with pages of its own.
     """
     sequences, taken = [], 0
     for answer in answers:

@@ -1,9 +1,9 @@
-"""What a dense base model should make, by bytes and operations and from Llama's measured row.
+"""Expected token rate of a dense base model, from bytes, operations and Llama's measured row.
 
     expected(model) = roofline(model) · measured(Llama-3.1-8B) / roofline(Llama-3.1-8B)
 
-roofline: output tokens a second of N prompts of p tokens at once and their answers of n tokens, if
-nothing took time but
+roofline: output tokens per second of N prompts of p tokens at once and their answers of n tokens,
+if nothing took time except
 
     operations(prompts) / P + Σ step_s(p + i) for i = 1 … n − 1
     step_s(context) = max(linears' bytes / B, 2 · linears' elements · N / P)
@@ -11,18 +11,18 @@ nothing took time but
                     + N · (a row of embeddings + KV bytes(context)) / B
     KV bytes(context) = Σ over layers: a token's keys and values · min(context, window)
 
-- B: bytes a second; P: operations a second of bfloat16 products, of FP8's twice as many.
-- operations(prompts), in prefill.flops: of linears for all tokens, of attention for what a query
-  sees within its layer's window, of the head for one token a sequence, which is an answer's first.
+- B: bytes per second. P: operations per second of bfloat16 products; twice as many for FP8.
+- operations(prompts), in prefill.flops: linears for all tokens, attention within each layer's
+  window, and the head for one token per sequence, which gives the first token of an answer.
 - head: lm_head, whose vocabulary · hidden elements are read in every step, tied or not.
 
-So Llama's row fixes one number, the share of the roofline that this engine reaches on this GPU, and
-other shapes are taken to reach the same. Launches, norms and activations are in it as far as they
-grow like the rest; what a family has more of them is not, nor how well its sizes suit the kernels.
+Llama's row fixes one number, the share of the roofline that this engine reaches on this GPU; other
+shapes are assumed to reach the same share. Launches, norms and activations are included as far as
+they grow in proportion. Extra ones of a family, and how well its sizes suit the kernels, are not.
 
-Of rows that docs/benchmarks.md has, Llama's 11,891 tokens/s at 256 / 128 are 79% of the roofline.
-Its 27,752 at 16 / 256 are 70%, so one work's share is not another's; its 16,860 with FP8 weights
-are 84% of what is expected here by 11,738 in bfloat16.
+Of the rows in docs/benchmarks.md, Llama's 11,891 tokens/s at 256 / 128 are 79% of the roofline. Its
+27,752 at 16 / 256 are 70%, so the share of one work does not hold for another. Its 16,860 with FP8
+weights are 84% of the rate expected here from 11,738 in bfloat16.
 """
 
 import json
@@ -38,20 +38,30 @@ from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.models.config import ModelConfig
 
 BYTES_PER_S = 4.3e12
-"""What an H200 reads: docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels"."""
+"""Bytes per second that an H200 reads.
+
+docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels".
+"""
 OPERATIONS_PER_S = 758e12
-"""What an H200 does with two bfloat16 matrices of 8,192 × 8,192: docs/benchmarks.md, "Prefill"."""
+"""Operations per second of an H200 on bfloat16 matrices of 8,192 × 8,192.
+
+docs/benchmarks.md, "Prefill".
+"""
 FP8_TIMES = 2
-"""How many times as fast tensor cores multiply FP8: NVIDIA's datasheets of Hopper. Not measured."""
+"""Speed-up of FP8 products on tensor cores, from NVIDIA's datasheets of Hopper. Not measured."""
 FLOAT_BYTES, FP8_BYTES = 2, 1
 LLAMA = "llama-3.1-8b"
 WORK = Work("base", 256, 128)
-"""What Llama's row is of, and the only one that is predicted."""
+"""Work of Llama's row, and the only one that is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The least that one model's work takes on an H200. fp8_weights: of the linears."""
+    """Least time of a model's work on an H200.
+
+    fp8_weights: whether the linears are FP8.
+    fp8_kv: whether the KV cache is FP8.
+    """
 
     config: ModelConfig
     fp8_weights: bool = False
@@ -59,29 +69,34 @@ class Roofline:
 
     def __post_init__(self) -> None:
         if self.config.shape.experts:
-            raise ValueError("which experts tokens use decides what is read: want a dense model")
+            raise ValueError(
+                "the experts that tokens use decide the bytes read: want a dense model"
+            )
 
     @property
     def linear_elements(self) -> int:
-        """The elements of all layers' linears."""
+        """Elements of all layers' linears."""
         shape = self.config.shape
         widths = (shape.dims(index) for index in range(len(shape.linears)))
         return shape.layers * sum(d_in * d_out for d_in, d_out in widths)
 
     @property
     def head_elements(self) -> int:
-        """The elements of lm_head."""
+        """Elements of lm_head."""
         return self.config.vocab_size * self.config.shape.hidden
 
     def kv_bytes(self, context: int) -> int:
-        """What a token's attention reads in all layers that sees N before it and itself."""
+        """Return the bytes that attention of one token reads in all layers.
+
+        context: tokens up to and including the token itself.
+        """
         shape = self.config.shape
         each = FP8_BYTES if self.fp8_kv else FLOAT_BYTES
         token = 2 * shape.kv_heads * kv_head_dim(shape.head_dim, "cuda") * each
         return token * sum(min(context, window or context) for window in self.config.windows)
 
     def prompts_s(self, work: Work) -> float:
-        """All prompts, each of whose last tokens gives the first of an answer."""
+        """Return the time of all prompts; the last token of each gives the first of an answer."""
         head = 2 * self.head_elements * work.requests
         linears = 2 * self.linear_elements * work.requests * work.prompt_tokens
         attention = prefill.flops(self.config, work.requests, work.prompt_tokens) - head - linears
@@ -89,7 +104,10 @@ class Roofline:
         return products_s + (attention + head) / OPERATIONS_PER_S
 
     def step_s(self, sequences: int, context: int) -> float:
-        """A step of decodes, each of which sees N tokens with itself."""
+        """Return the time of a decode step.
+
+        context: tokens that each sequence sees, its own included.
+        """
         each = FP8_BYTES if self.fp8_weights else FLOAT_BYTES
         linears, head = self.linear_elements, self.head_elements
         products_s = max(
@@ -100,7 +118,7 @@ class Roofline:
         return products_s + head_s + sequences * rows / BYTES_PER_S
 
     def tokens_per_s(self, work: Work) -> float:
-        """Output tokens over all of a work's time."""
+        """Return output tokens per second over the whole time of a work."""
         contexts = range(work.prompt_tokens + 1, work.prompt_tokens + work.output_tokens)
         steps_s = sum(self.step_s(work.requests, context) for context in contexts)
         return work.requests * work.output_tokens / (self.prompts_s(work) + steps_s)
@@ -111,15 +129,19 @@ class Roofline:
 
 
 def predicted_tokens_per_s(roofline: Roofline, llama_tokens_per_s: float) -> float:
-    """What WORK should give where Llama-3.1-8B's bfloat16 weights give so much of it."""
+    """Return the expected rate of WORK.
+
+    llama_tokens_per_s: measured rate of WORK on Llama-3.1-8B's bfloat16 weights.
+    """
     share = llama_tokens_per_s / Roofline(_llama()).tokens_per_s(WORK)
     return share * roofline.tokens_per_s(WORK)
 
 
 def read_llama(given: str) -> float:
-    """Output tokens a second of Llama's row: a number, or the JSON file of a run that has the row.
+    """Read the output tokens per second of Llama's row: a number, or the JSON file of a run.
 
-    Raises ArgumentTypeError if it is neither, or of another model or other weights.
+    Raises ArgumentTypeError if the text is neither, or the file is of another model or other
+    weights.
     """
     if not Path(given).exists():
         try:

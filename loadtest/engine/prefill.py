@@ -1,11 +1,11 @@
-"""Prefill steps: how near 8 × 1,024 tokens come to the device's matmul rate, and what LoRA adds.
+"""Prefill steps: share of the device's matmul rate at 8 × 1,024 tokens, and time that LoRA adds.
 
 python -m loadtest.engine.prefill --json prefill.json [--weight-dtype fp8]
 
 The steps are the engine's own, each of all prompts at once. Counted are the base model's products:
-of the linear layers, of the head for one token a sequence, and of attention for what a query can
-see. Their rate is held against one large square matmul of random numbers in the activations' dtype,
-measured in the same run: with FP8 weights it can be more.
+linear layers, the head for one token per sequence, and attention for the visible pairs. Their rate
+is compared with one large square matmul of random numbers in the activations' dtype, measured in
+the same run; with FP8 weights the share can exceed 1. Prints a row for each work.
 """
 
 from collections.abc import Iterable
@@ -33,10 +33,14 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One Work's step: from its requests to their tokens, the median of STEPS; the GPU's in others.
+    """Prefill step of one work.
 
-    tflops: the model's rate on the GPU, without one over the whole step; share: of matmul_tflops,
-    the large matmul's. shortfall: the worst of a checked token, as a share of the largest logit.
+    step_ms: time from submission to the tokens, median of STEPS.
+    tflops: rate of the model's products on the GPU; without a GPU, over the whole step.
+    matmul_tflops: rate of the large matmul.
+    share: tflops as a share of matmul_tflops.
+    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    gpu: the GPU's time in a further step; None without a GPU.
     """
 
     work: Work
@@ -49,7 +53,7 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
     shortfall = harness.check(engine, work)
     runs = [_step(engine, work, run) for run in range(1, 1 + STEPS)]
     step_ms, gpu = median(1e3 * (run.ticks_s[0] - run.began_s) for run in runs), None
@@ -64,12 +68,12 @@ def measure(engine: Engine, work: Work) -> Row:
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure in this order; prints each row as it comes."""
+    """Measure the works in order; print each row as it is measured."""
     return harness.show(measure(engine, work) for work in works)
 
 
 def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
-    """Operations of one forward pass of whole prompts, two for each multiply and add."""
+    """Return the operations of a forward pass of whole prompts; a multiply and an add are two."""
     c = config.shape
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
@@ -80,7 +84,7 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
 
 
 def _pairs(tokens: int, window: int | None) -> int:
-    """How many pairs of a query and a key a prompt has in a layer with this window."""
+    """Return the visible pairs of query and key of a prompt in a layer with this window."""
     within = min(tokens, window or tokens)
     return within * (within + 1) // 2 + (tokens - within) * within
 

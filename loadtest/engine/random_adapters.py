@@ -1,7 +1,7 @@
 """Random adapters on every linear layer of a base model: as blobs, or straight in an engine.
 
-All of a set share their numbers and yet differ: to an engine as different as any two adapters, and
-quickly made.
+Adapters of a set are made quickly, as they share their numbers, and are as different to an engine
+as any two adapters.
 """
 
 import hashlib
@@ -28,22 +28,22 @@ _TENANT = "benchmark"
 
 
 class Targets(StrEnum):
-    """What random adapters of one kind are on, in every layer."""
+    """Linears that random adapters of one kind change, in every layer."""
 
-    LINEARS = "linears"  # experts' too
+    LINEARS = "linears"  # including those of experts
     LINEARS_AND_HEAD = "linears and lm_head"
     ATTENTION = "attention"
 
 
-# At rank 16 and inputs 4,096 wide an adapter of such numbers adds a tenth to what a linear says.
+# At rank 16 and inputs 4,096 wide, an adapter of such numbers adds a tenth to a linear's output.
 _SIGMA = 0.02
 _LOADED_WITHIN_S = 60.0
 
 
 class RandomBlobs:
-    """An AdapterSource: `count` adapters of one rank in a folder, with scalings of their own.
+    """`AdapterSource` of `count` adapters of one rank in a folder, each with its own scaling.
 
-    linears: the names of those that they change; None: all of the layers'.
+    linears: names of the changed linears; None: all of the layers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RandomBlobs:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
 
     def fetch(self, ref: AdapterRef, path: Path) -> None:
-        """Copy the blob to path."""
+        """Copy the blob to `path`."""
         shutil.copyfile(self._folder / ref.name, path)
 
     def _write(self, tensors: dict[str, torch.Tensor], rank: int, index: int) -> AdapterRef:
@@ -82,15 +82,15 @@ class RandomBlobs:
 
 
 class EmptySource:
-    """The AdapterSource of an engine that never has to ask for one."""
+    """`AdapterSource` of an engine that never needs one."""
 
     def fetch(self, ref: AdapterRef, _path: Path) -> None:
         """Raise LookupError."""
-        raise LookupError(f"{ref} was to be in the engine all the time")
+        raise LookupError(f"{ref} should have stayed in the engine")
 
 
 def random_tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What all of RandomBlobs hold, by PEFT's names, before their scalings."""
+    """Return the tensors that all of `RandomBlobs` share, by PEFT's names."""
     random = torch.Generator().manual_seed(1)
     tensors = {}
     for layer in range(shape.layers):
@@ -108,12 +108,12 @@ def random_tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[
 
 
 def random_scaling(index: int) -> float:
-    """The scaling of the adapter with this index of RandomBlobs."""
+    """Return the scaling of the adapter with this index in `RandomBlobs`."""
     return 1.0 + index / 1024
 
 
 def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
-    """Adapters without a blob, for fill_host and fill_device; others for other targets."""
+    """Return adapters without blobs, for `fill_host` and `fill_device`, distinct by targets."""
     names = [f"random-{on.name.lower()}-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
@@ -122,11 +122,11 @@ def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
 
 
 def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
-    """Put adapters, all of one layout, on the host, where a load would have put them.
+    """Put adapters of one layout on the host, as loads would have done.
 
-    Nothing is read or packed: a thousand adapters are there in seconds. Each is the same numbers
-    rotated by some elements. What was on the host may leave it. Raises AssertionError when the
-    host's arena is too small.
+    Nothing is read or packed: a thousand adapters take seconds. Each holds the same numbers rotated
+        by some elements. Adapters that were on the host may be evicted. Raises AssertionError if
+        the host's arena is too small.
     """
     elements = layout.image_elements
     image = _image(elements, tiers.weights.arena.dtype)
@@ -142,9 +142,9 @@ def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) ->
 
 
 def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
-    """Bring adapters, all of one layout, to the device, as many at a time as the host has room for.
+    """Load adapters of one layout to the device, as many at a time as the host has room for.
 
-    The host keeps none of them. No request runs.
+    The host keeps none of them. No request may run.
     """
     at_once = tiers._host.elements // layout.image_elements
     for first in range(0, len(refs), at_once):
@@ -157,12 +157,12 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
             assert time.perf_counter() - began_s < _LOADED_WITHIN_S, "no room on the device"
             tiers.advance()
             time.sleep(0.001)
-        for ref in some:  # what another kind leaves behind could be in the way of the last ones
+        for ref in some:  # leftovers would take the room of the last adapters
             tiers._host.abandon(ref.digest)
 
 
 def empty_device(tiers: Tiers) -> None:
-    """Evict every adapter from the device; the host keeps them. No request runs."""
+    """Evict every adapter from the device; the host keeps them. No request may run."""
     evicted = tiers._gpu.evict_for(tiers._pool.elements, for_request=False)
     assert evicted, "some adapter is still in use"
 
@@ -170,7 +170,7 @@ def empty_device(tiers: Tiers) -> None:
 def random_layout(
     shape: BaseShape, rank: int, on: Targets = Targets.LINEARS, world: int = 1
 ) -> PackedLayout:
-    """The image of an adapter that has this rank on all its targets.
+    """Return the image layout of an adapter with this rank on all its targets.
 
     world: GPUs that share the base model.
     """

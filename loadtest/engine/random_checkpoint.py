@@ -1,4 +1,4 @@
-"""A base model of given shapes with random weights, as Hugging Face's files."""
+"""Base model of given shapes with random weights, in Hugging Face's files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,9 @@ SHARD_BYTES = 5 * 10**9
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.device) -> Path:
-    """Write config.json, shards in bfloat16 and their index; the numbers are drawn on the device.
+    """Write config.json, bfloat16 shards and their index; the numbers are drawn on the device.
 
-    They are those of a RandomCheckpoint there. What a finished call has left
-    there is kept.
+    The numbers are those of a RandomCheckpoint on that device. Files of a finished call are kept.
     """
     if not (folder / INDEX).exists():
         shards = _Shards(write_config(folder, config), device)
@@ -31,7 +30,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.devi
 
 
 class _Shards(RandomCheckpoint):
-    """Writes to files what a model asks for by name; the model gets tensors without memory."""
+    """Checkpoint that writes each tensor that a model reads to files; returns meta tensors."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         super().__init__(device, torch.bfloat16)
@@ -47,7 +46,7 @@ class _Shards(RandomCheckpoint):
         return stack(cuts, torch.device("meta"), self.dtype)[0]
 
     def close(self) -> None:
-        """Write the last shard, and the index that says which tensor is where."""
+        """Write the last shard, and the index from tensor to file."""
         if self._shard:
             self._write()
         total, file_of = len(self._written), dict[str, str]()

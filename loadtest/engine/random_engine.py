@@ -1,4 +1,4 @@
-"""An engine of random weights whose adapters are all on its host: what the benchmarks run."""
+"""Engine of random weights with random adapters on its host: the engine of the benchmarks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 RANK = 16
 NO_OTHERS: Mapping[Targets, int] = {}
-# The batch of the comparison with vLLM, and KV pages for all of its sequences.
+# Batch sizes of the comparison with vLLM, and KV pages for all its sequences.
 SETTINGS = EngineSettings(
     model=Path(),
     cache_dir=Path(),
@@ -47,12 +47,14 @@ def random_engine(
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
-    """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
+    """Build an engine with `random_refs(adapters)`, of rank RANK, on its host.
 
-    folder: for files that nobody needs afterwards. on_host: for how many the host has room, if not
-    for all: they are on the GPU then, which must hold them, and no longer on the host. others: as
-    many more have these targets, and the GPU holds all of them. settings: all but folders and
-    adapters.
+    folder: folder for temporary files.
+    room: adapters that the GPU holds.
+    on_host: adapters that the host has room for, if not all; all are then on the GPU, which must
+        hold them, and none stays on the host.
+    others: further adapters by their targets, on the host; the GPU has room for all of them.
+    settings: all settings except folders and memory for adapters.
     """
     most = min(room + sum(others.values()), settings.max_batch_adapters)
     settings = replace(settings, max_batch_adapters=max(1, most))
@@ -78,9 +80,10 @@ def roomy_engine(
     others: Mapping[Targets, int] = NO_OTHERS,
     rank: int = RANK,
 ) -> tuple[Engine, PackedLayout]:
-    """An engine without adapters, with room for N of `rank`; each one's layout.
+    """Build an engine without adapters; return it and the layout of an adapter.
 
-    others: for as many more, with these targets, there is room in both places.
+    on_gpu, on_host: adapters of `rank` that GPU and host have room for.
+    others: further adapters by their targets, with room in both places.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
     layout = random_layout(shape, rank, world=settings.tensor_parallel)

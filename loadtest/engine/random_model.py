@@ -1,4 +1,4 @@
-"""A base model of given shapes with random weights: as fast as a trained one, and no files."""
+"""Base model of given shapes with random weights: as fast as a trained one, and without files."""
 
 import json
 import zlib
@@ -40,7 +40,7 @@ LLAMA_3_1_8B: dict[str, Any] = {
 LLAMA_3_1_8B_FP8_BLOCKS: Mapping[str, Any] = LLAMA_3_1_8B | {
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
 }
-"""Its layers' linears as DeepSeek's and Qwen's FP8 checkpoints have them."""
+"""Shapes whose linears are stored as in DeepSeek's and Qwen's FP8 checkpoints."""
 
 LLAMA_3_1_70B: Mapping[str, Any] = LLAMA_3_1_8B | {
     "hidden_size": 8192,
@@ -121,10 +121,11 @@ CONFIGS = {
 
 
 class RandomCheckpoint(Checkpoint):
-    """Makes up every tensor that is read: norms are 1, products keep the size of their input.
+    """Checkpoint that makes up every tensor: norms are 1, products keep the size of their input.
 
-    Numbers depend on a tensor's name and dtype alone, whatever it is rounded to. A linear is
-    rounded as soon as it is drawn: beside the model the device holds one in floats.
+    A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
+    rounded as
+    soon as it is drawn: beside the model, the device holds one linear in floats.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class RandomCheckpoint(Checkpoint):
         shard: Shard = WHOLE,
         block: tuple[int, int] | None = None,
     ) -> None:
-        """block: as of Fp8Rows, where linears are rounded to FP8."""
+        """block: block of `Fp8Rows`, for linears that are rounded to FP8."""
         self.device = device
         self.shard = shard
         self.dtype = dtype
@@ -169,15 +170,15 @@ class RandomCheckpoint(Checkpoint):
         return Fp8Rows(rows, scales, self._block)
 
     def deviation(self, _name: str, cut: Cut) -> float:
-        """The standard deviation of a matrix's numbers."""
+        """Return the standard deviation of a matrix's numbers."""
         return cut.shape[1] ** -0.5
 
     def read_plus_one(self, _name: str, cut: Cut) -> torch.Tensor:
-        """A norm's weight once 1 is added to it: 1."""
+        """Return a norm's weight after 1 is added to it: 1."""
         return torch.ones(cut.kept_shape, device=self.device)
 
     def __contains__(self, _name: str) -> bool:
-        """No tensor holds several linears, or scales of keys and values."""
+        """Return False: no tensor holds several linears, or scales of keys and values."""
         return False
 
 
@@ -189,7 +190,7 @@ def random_model(
     rounding: Quantization | None = None,
     ranks: RankGroup | None = None,
 ) -> LlamaModel:
-    """What load_model gives for a folder that holds a config.json alone."""
+    """Build the model of a folder that holds config.json alone, with random weights."""
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard
     stored = config.quantized_linears
@@ -201,7 +202,7 @@ def random_model(
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:
-    """Make the folder that random_model wants."""
+    """Write config.json, the folder that `random_model` needs; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -2,10 +2,11 @@
 
 python -m loadtest.engine.rank_sums --json rank_sums.json [--gpus 2]
 
-Each is captured many times in a CUDA graph, as a model's layers capture it, and checked first. The
-one- and two-shot sums of symmetric memory are timed with the copy to the shared buffer before, the
-two-shot one with that back as well. A replica of several GPUs sums twice a layer; each sum's norm
-is timed behind it and, of few rows, in one launch with it.
+Each sum is checked, then captured many times in a CUDA graph, as a model's layers capture it. The
+one- and two-shot sums of symmetric memory are timed with the copy to the shared buffer, the
+two-shot one with the copy back as well. A replica of several GPUs sums twice a layer; the norm
+after each sum is timed behind the sum and, for few rows, in one launch with the sum. Prints a row
+for each size.
 """
 
 import json
@@ -28,7 +29,7 @@ from lorikeet_engine.parallel.sums import RowExchange, SymmetricSums, can_map_pe
 SIZES = tuple(16 << 10 << step for step in range(12))  # 16 KiB to 32 MiB
 WIDTHS, ROWS = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)
 _EPS = 1e-5
-_SUMS = 32  # in a graph
+_SUMS = 32  # sums in a graph
 _TIMES = 20
 
 Sum = Callable[[torch.Tensor], None]
@@ -36,7 +37,7 @@ Sum = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds of one sum of bfloat16 in a graph; None where it is not to be had."""
+    """Microseconds of one bfloat16 sum in a graph; None if the sum is unavailable."""
 
     kib: int
     nccl_us: float
@@ -46,9 +47,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class NormRow:
-    """Microseconds of a sum of bfloat16 rows and their norm in a graph: apart, and in one launch.
+    """Microseconds of a sum of bfloat16 rows and their norm in a graph.
 
-    fp8: whether the norm rounds to FP8 as well.
+    fp8: whether the norm also rounds to FP8.
+    apart_us: sum and norm in separate launches.
+    together_us: sum and norm in one launch.
     """
 
     width: int
@@ -59,7 +62,7 @@ class NormRow:
 
 
 def measure(group: RankGroup, device: torch.device) -> list[Row]:
-    """All sizes, in one rank of several that do the same."""
+    """Measure all sizes, in one of several ranks that do the same."""
     sums: dict[str, Sum] = {"nccl": dist.all_reduce}
     if can_map_peers(device, group.world):
         symmetric = SymmetricSums(device, SIZES[-1]).map_peers()
@@ -78,7 +81,7 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
 
 
 def measure_norms(group: RankGroup, device: torch.device) -> list[NormRow]:
-    """Measure as many rows as norms sum themselves, in one rank of several that do the same."""
+    """Measure all row counts that a norm can sum, in one of several ranks that do the same."""
     found = []
     for width in WIDTHS:
         group.sums.connect_rows(width)
@@ -108,8 +111,8 @@ def _time_norm(
 
 
 def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
-    """Raise AssertionError unless a sum is right at every element, again and again."""
-    # of 8 ranks' numbers, too, every part of the sum is exact in bfloat16
+    """Raise AssertionError unless a sum is right at every element, several times in a row."""
+    # even with 8 ranks, every partial sum is exact in bfloat16
     each = torch.arange(tensor.numel(), device=tensor.device) % 7
     for turn in range(1, 4):
         tensor.copy_(each * turn + group.rank)
@@ -119,9 +122,9 @@ def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
 
 
 def time_us(sum_: Sum, tensor: torch.Tensor) -> float:
-    """One sum's time, of many in a graph; tensor is overwritten."""
+    """Return the time of one sum of many in a graph; `tensor` is overwritten."""
     tensor.zero_()
-    sum_(tensor)  # compiles what it launches
+    sum_(tensor)  # compiles its kernels
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -135,15 +138,15 @@ def _run(rank: int, world: int, folder: Path) -> None:
     torch.cuda.set_device(device)
     group = RankGroup(Shard(rank, world), folder / "rendezvous", device)
     sums, norms = measure(group, device), measure_norms(group, device)
-    if group.leads:  # the others' times are as long: they wait for one another
+    if group.leads:  # ranks wait for one another, so their times are equal
         harness.write(folder / "rows.json", {}, sums=sums, norms=norms)
     group.close()
 
 
 def main() -> None:
-    """Start a process for each GPU, print a table and write the rows."""
+    """Start a process for each GPU, print the tables and write the rows."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=2, help="number of GPUs; default 2")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

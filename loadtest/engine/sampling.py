@@ -1,13 +1,14 @@
-"""Sampled decode steps: what each way of choosing tokens adds to a greedy step.
+"""Sampled decode steps: time that each way of choosing tokens adds to a greedy step.
 
 python -m loadtest.engine.sampling --json sampling.json
 
-The steps are whole ones of one engine on Llama-3.1-8B's shape. All cases of a group have the same
-prompts and take turns, the greedy one first, so that all see the GPU equally warm. Before they are
-timed, the sampler must draw from random logits on the device what it draws from them on the CPU.
+Whole steps of one engine on Llama-3.1-8B's shapes. All cases of a group have the same prompts and
+take turns, the greedy one first, so that all see the GPU equally warm. Before the timing, the
+sampler must draw the same tokens from random logits on the device as on the CPU. Prints a row for
+each case.
 
-Output that is long already is not made here: a request whose prompt holds it is told, before its
-first step, that its prompt ends earlier.
+Long outputs are not generated: a request's prompt holds the output, and before its first step the
+prompt is declared to end earlier.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,27 +34,30 @@ STEPS = 20
 SETTINGS = replace(SMALL, max_context=8192, kv_bytes=40 << 30)
 _WARM_UP = 5
 _PROMPT = 16
-_LEFT = 128  # tokens that a request may make: more than the steps from its first to the last timed
-_CHECKED = 16  # rows: on a CPU, each takes a sort of the vocabulary
-_CLOSE = 2e-5  # of log probabilities, each of which is within 1e-5 of float64's
+_LEFT = 128  # tokens that a request may still make: more than its warm-up and timed steps
+_CHECKED = 16  # rows; each takes a sort of the vocabulary on the CPU
+_CLOSE = 2e-5  # tolerance of log probabilities, each within 1e-5 of float64's
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How requests choose tokens. first: how the first does, where it differs from the others."""
+    """Way of choosing tokens.
+
+    first: sampling parameters of the first request, if different from the others.
+    """
 
     name: str
     sampling: SamplingParams
     first: SamplingParams | None = None
 
     def of(self, index: int) -> SamplingParams:
-        """How the request of this index does."""
+        """Return the sampling parameters of the request with this index."""
         return self.first if self.first is not None and index == 0 else self.sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cases of N requests at once, each with output of M tokens; greedy comes first."""
+    """Cases of N requests at once, each with `made` tokens of output; greedy comes first."""
 
     requests: int
     made: int
@@ -99,9 +103,11 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case's steps, in milliseconds: the median of all, and of each round.
+    """Steps of one case, in milliseconds.
 
-    over_greedy_ms: the median of the rounds' differences to the group's first case.
+    step_ms: median of all steps.
+    over_greedy_ms: median of the rounds' differences to the group's first case.
+    rounds_ms: median of each round.
     """
 
     case: str
@@ -113,7 +119,7 @@ class Row:
 
 
 def measure(engine: Engine, group: Group) -> Iterator[Row]:
-    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
     harness.check(engine, Work("base", _PROMPT, 32, requests=min(group.requests, 64)))
     for case in group.cases:
         check_draws(engine, group, case)
@@ -121,7 +127,7 @@ def measure(engine: Engine, group: Group) -> Iterator[Row]:
     prompts = np.random.default_rng(group.made).integers(
         0, engine.info.vocab_size, (group.requests, _PROMPT + group.made)
     )
-    for turn in range(1 + ROUNDS):  # in the first, kernels are new and prompts not cached
+    for turn in range(1 + ROUNDS):  # the first compiles kernels and caches prompts
         for case, times in zip(group.cases, times_ms, strict=True):
             took_ms = _time(engine, group, case, prompts.tolist())
             if turn:
@@ -135,14 +141,14 @@ def measure(engine: Engine, group: Group) -> Iterator[Row]:
 
 
 def measure_all(engine: Engine, groups: Iterable[Group]) -> list[Row]:
-    """Measure in this order; prints each row as it comes."""
+    """Measure the groups in order; print each row as it is measured."""
     return harness.show(row for group in groups for row in measure(engine, group))
 
 
 def check_draws(engine: Engine, group: Group, case: Case) -> None:
-    """Draw on the device and on the CPU from equal logits; raises AssertionError if tokens differ.
+    """Draw from equal logits on device and CPU; raise AssertionError unless tokens are equal.
 
-    So do log probabilities, and the ids of the most likely tokens, where they are asked for.
+    Requested log probabilities and ids of the likeliest tokens are compared too.
     """
     model, vocab, count = engine._runner.model, engine.info.vocab_size, _CHECKED
     random = torch.Generator().manual_seed(len(case.name))
@@ -166,7 +172,7 @@ def _are_close(got: TokenLogprobs, want: TokenLogprobs) -> bool:
 def _draw(
     logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """The tokens drawn for rows with so much output, and by row the log probabilities."""
+    """Draw tokens for rows with these outputs; return them, and the log probabilities by row."""
     slots, vocab = logits.shape
     penalties = Penalties(slots, vocab, logits.device)
     rows = [
@@ -191,7 +197,7 @@ def _draw(
 
 
 def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) -> list[float]:
-    """The times of STEPS steps of one case, in milliseconds."""
+    """Return the times of STEPS steps of one case, in milliseconds."""
     requests = [_request(group, case, i, prompt) for i, prompt in enumerate(prompts)]
     for one in requests:
         engine.submit(one)
@@ -208,7 +214,7 @@ def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) ->
 
 
 def _request(group: Group, case: Case, index: int, prompt: list[int]) -> Request:
-    """One request; all of a group find each other's prompts in the prefix cache."""
+    """Make one request; all of a group find each other's prompts in the prefix cache."""
     name, tokens = f"{case.name} {index}", group.made + _LEFT
     return request_of(name, prompt, tokens, None, f"{group.made}", case.of(index))
 

@@ -1,11 +1,12 @@
-"""What steps take, against what the engine measured at its start says that they take.
+"""Step costs: error of the step times that the engine predicts from its measurement at start.
 
 python -m loadtest.engine.step_costs --json step_costs.json [--kv-dtype fp8]
 
-Steps of decodes by their number and context, of one chunk of a prompt by its depth, and of a chunk
-beside decodes: those that fit into the KV pages, which hold random numbers. Each is a forward pass
-of dummy sequences, as the start times them; other steps than those the start timed, but for a few.
-The start's own stages are in the JSON, among them how long it took to measure.
+Decode steps by number and context, steps of one prompt chunk by depth, and steps of a chunk beside
+decodes, as far as they fit into the KV pages, which hold random numbers. Each is a forward pass of
+dummy sequences, as timed at start; almost all are other steps than those timed at start. Prints a
+row for each step and the worst error; the JSON also has the stages of the start, among them the
+time of the measurement.
 """
 
 import logging
@@ -24,18 +25,24 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.warm_up import random_kv
 
-# The product's own: whole contexts, and all the KV pages that fit.
+# The product's defaults: whole contexts, and all the KV pages that fit.
 LONG_CONTEXTS = replace(
     SETTINGS, max_context=None, max_batch_tokens=2048, kv_bytes=MemoryShare(0.9)
 )
-ADAPTERS = 32  # for which there is room, so that what ranks cost is measured, too
+ADAPTERS = 32  # with room for adapters, the cost of ranks is measured too
 CHECKED = Work("base", 256, 8, requests=8)
 _TIMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step: N decodes that see `context` tokens each, and a prompt's chunk at a depth."""
+    """Step of decodes and a prompt chunk.
+
+    decodes: number of decodes.
+    context: tokens that each decode sees.
+    chunk: tokens of the prompt chunk.
+    depth: tokens before the chunk.
+    """
 
     decodes: int = 0
     context: int = 0
@@ -44,7 +51,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The step in words."""
+        """Step in words."""
         parts = []
         if self.decodes:
             parts.append(f"{self.decodes} decodes of {self.context:,}")
@@ -54,11 +61,11 @@ class Point:
 
     @property
     def kv_tokens(self) -> int:
-        """The tokens whose keys and values it needs."""
+        """Tokens whose keys and values the step needs."""
         return self.decodes * self.context + self.chunk + self.depth
 
     def predicted_s(self, costs: StepCosts) -> float:
-        """What it takes by these costs."""
+        """Return the predicted seconds of the step."""
         return costs.step_s(
             self.decodes + self.chunk,
             0,
@@ -80,7 +87,10 @@ POINTS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step as predicted and as it was, the median of a few times. error: of the prediction."""
+    """Step as predicted, and as measured (median of a few times).
+
+    error: relative error of the prediction.
+    """
 
     step: Point
     predicted_ms: float
@@ -89,9 +99,9 @@ class Row:
 
 
 def measure_all(engine: Engine, points: Iterable[Point]) -> list[Row]:
-    """Check, then time the points that fit, in this order; prints each row as it comes.
+    """Check, then time the points that fit, in order; print each row as it is measured.
 
-    Raises AssertionError where the engine's tokens are wrong.
+    Raises AssertionError if the engine's tokens are wrong.
     """
     harness.check(engine, CHECKED)
     steps = StepTimer(engine._runner, engine._kv_pages, engine._settings)
@@ -108,7 +118,7 @@ def measure_all(engine: Engine, points: Iterable[Point]) -> list[Row]:
 
 
 def worst(rows: Iterable[Row]) -> Row:
-    """The row whose prediction is the furthest off."""
+    """Return the row with the largest absolute error."""
     return max(rows, key=lambda row: abs(row.error))
 
 
@@ -143,7 +153,7 @@ def _measure(costs: StepCosts, steps: StepTimer, point: Point) -> Row:
 
 @contextmanager
 def _start_up() -> Iterator[dict[str, Any]]:
-    """The stages of an engine's start, in bytes and seconds, once it has started inside."""
+    """Yield the stages of an engine's start, in bytes and seconds, filled as the engine starts."""
     facts: dict[str, Any] = {}
 
     class Assembled(logging.Handler):

@@ -1,9 +1,10 @@
-"""Every number of docs/benchmarks.md that takes one engine, in one process and one JSON file.
+"""Table of all numbers of docs/benchmarks.md that take one engine, from one process.
 
 python -m loadtest.engine.table --json table.json [--weight-dtype fp8] [--rows 'base*']
 
 An engine's start takes longer than most rows: here one start serves throughput, decode and prefill
-in turn. A part that fails is named at the end; the others' numbers are kept.
+in turn. Prints each row as it is measured; a failed part is named at the end, and the rows of the
+others are kept.
 """
 
 import argparse
@@ -18,16 +19,20 @@ from loadtest.engine.offline import Work
 from lorikeet_engine.errors import StepFailed
 
 PARTS: dict[str, Any] = {"throughput": throughput, "decode": decode, "prefill": prefill}
-"""Each a module with WORKS and measure_all."""
+"""Modules with WORKS and measure_all, by name."""
 
 
 def main() -> None:
-    """Measure the rows that are asked for; exits with 1 if a part failed."""
+    """Measure the chosen rows; exit with 1 if a part failed."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
     harness.add_rows(parser)
-    parser.add_argument("--turns", type=int, default=throughput.TURNS, help="of throughput's runs")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--turns", type=int, default=throughput.TURNS, help="runs of each row of throughput"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default all"
+    )
     options = parser.parse_args()
     works = {name: harness.fitting(_works(name, options), options.rows) for name in options.parts}
     if not any(works.values()):

@@ -1,17 +1,18 @@
-"""Offline throughput: many requests at once on Llama-3.1-8B's shapes with random weights.
+"""Offline throughput: tokens per second of many requests at once, with random weights.
 
 python -m loadtest.engine.throughput --json results.json --rows 'base*' '128 adapters*'
 
-A row is one greedy run that is checked and, by turns, two greedy and two sampled ones that are
-timed, all with other prompts, so that nothing comes from the prefix cache. The check holds tokens
-against a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room for
-the adapters of all rows on the GPU, but for no more than 128.
+A row is one greedy run that is checked and, in turns, two greedy and two sampled runs that are
+timed, all with different prompts, so that the prefix cache holds none. The check compares tokens
+with a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room on the
+GPU for the adapters of all rows, but at most 128. Prints a row for each work.
 
---llama takes Llama-3.1-8B's base row of such a GPU, as its number or as the file of its run: then
-the base row of another dense model is held against what predicted.py expects of it.
+--llama takes Llama-3.1-8B's base row on the same kind of GPU, as a number or as the JSON file of
+its
+run: the base row of another dense model is then compared with the prediction of predicted.py.
 
-The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
-pinned memory. --population takes fewer where the machine has less.
+The Zipf row, which runs only if named, has its 1,000 adapters of rank 16 on the host: 84 GB of
+pinned memory. --population takes fewer on a machine with less memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,7 @@ from lorikeet_engine.request import SamplingParams
 
 ROOM = 128
 TURNS = 2
-SAMPLED = SamplingParams(temperature=1.0)  # what OpenAI's clients get who ask for nothing
+SAMPLED = SamplingParams(temperature=1.0)  # the default of OpenAI's API
 
 WORKS = (
     Work("base", 256, 128),
@@ -46,24 +47,26 @@ WORKS = (
 ATTENTION = tuple(
     Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)
 )
-"""Of mixtures of experts, whose adapters on experts take gigabytes; no default includes them."""
+"""Works for mixtures of experts, whose adapters on experts take gigabytes; run only if named."""
 
 
 def zipf(population: int) -> Work:
-    """1,024 requests, 256 of them at a time, over more adapters than the GPU has room for."""
+    """Return 1,024 requests, 256 at a time, over more adapters than the GPU has room for."""
     return Work(f"zipf {population}", 256, 128, population, 1024, Zipf(1.0), cold=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one Work gave, greedily and sampled.
+    """Greedy and sampled runs of one work.
 
-    tokens_per_s: of each timed run. step_ms: of the first one's second half. of_greedy: the sampled
-    rate as a share of the greedy one beside it, the median. shortfall: the worst of a checked
-    token, as a share of the largest logit. of_base: the first greedy rate as a share of the base
-    model's at these lengths, None where that was not measured before. predicted_tokens_per_s: of
-    the base model by predicted.py, None where it was not asked for; of_predicted: the first greedy
-    rate as a share of it.
+    tokens_per_s, sampled_tokens_per_s: rate of each timed run.
+    step_ms, sampled_step_ms: median step in the second half of the first run.
+    of_greedy: sampled rate as a share of the greedy one beside it, median.
+    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    of_base: first greedy rate as a share of the base model's at these lengths; None if the base
+        model was not measured before.
+    predicted_tokens_per_s: prediction for the base model; None if not requested.
+    of_predicted: first greedy rate as a share of the prediction.
     """
 
     work: Work
@@ -79,7 +82,7 @@ class Row:
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
-    """Check, then time N turns; raises AssertionError where the engine's tokens are wrong."""
+    """Check, then time N turns. Raises AssertionError if the engine's tokens are wrong."""
     answers = _run(engine, work, 0).answers
     shortfall = plain.check(engine, plain.some(answers))
     greedy, sampled = list[Run](), list[Run]()
@@ -99,10 +102,10 @@ def measure_all(
     llama_tokens_per_s: float | None = None,
     turns: int = TURNS,
 ) -> list[Row]:
-    """Measure in this order; prints each row as it comes.
+    """Measure the works in order; print each row as it is measured.
 
-    llama_tokens_per_s: Llama-3.1-8B's row, by which the base model's is predicted. turns: of a
-    greedy and a sampled run of each work.
+    llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's.
+    turns: greedy and sampled runs of each work.
     """
     predicted = None
     if llama_tokens_per_s is not None:
@@ -111,18 +114,18 @@ def measure_all(
 
 
 def main() -> None:
-    """Measure the rows that are asked for, on one engine."""
+    """Measure the chosen rows on one engine."""
     parser = harness.arguments(__doc__)
     harness.add_model_arguments(parser)
     harness.add_rows(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     parser.add_argument(
-        "--llama", type=read_llama, help="Llama-3.1-8B's base row: tokens/s or file"
+        "--llama", type=read_llama, help="base row of Llama-3.1-8B: tokens/s or JSON file"
     )
     options = parser.parse_args()
     if options.llama is not None and options.tensor_parallel > 1:
-        parser.error("--llama: what several GPUs make is not predicted")
+        parser.error("--llama: the rate of several GPUs is not predicted")
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)

@@ -1,4 +1,4 @@
-"""An engine whose adapters lie on its GPU, on its host and on its disk."""
+"""Engine whose adapters lie on its GPU, on its host and on its disk."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,19 @@ from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 
-_CHECKED = 4  # adapters of the GPU, and of the disk
+_CHECKED = 4  # checked adapters of the GPU, and of the disk
 _WRITTEN_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """How many adapters lie where, and for how many more there is room.
+    """Number of adapters in each tier, and spare room.
 
-    Used in turn, those of the host and of the disk push one another out of the nearer tiers: they
-    are twice as many as there is spare room, or more, and the GPU evicts what was used longest ago.
+    gpu, host, disk: adapters that lie in the tier.
+    gpu_spare, host_spare: further adapters that the tier has room for.
+
+    Used in turn, adapters of host and disk push one another out of the nearer tiers: they are at
+    least twice as many as there is spare room, and the GPU evicts the least recently used.
     """
 
     gpu: int = 64
@@ -43,7 +46,10 @@ class TierCounts:
     host_spare: int = 6
 
     def refs(self, blobs: RandomBlobs) -> dict[Residency, list[AdapterRef]]:
-        """The adapters by where a request finds them; `blobs` has those of the disk."""
+        """Return the adapters by the tier in which a request finds them.
+
+        blobs: adapters of the disk.
+        """
         kept = random_refs(self.gpu + self.host)
         return {
             Residency.GPU: kept[: self.gpu],
@@ -53,19 +59,19 @@ class TierCounts:
 
 
 FEW = TierCounts(gpu=8, host=6, disk=0, gpu_spare=3, host_spare=1)
-"""Of large adapters; none on the disk, whose making takes longest."""
+"""Counts for large adapters; none on the disk, as their blobs take longest to make."""
 _LARGE_BYTES = 256 << 20
 
 
 def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
-    """What an adapter on all linears takes on the host."""
+    """Return the bytes of an adapter on all linears on the host."""
     shape = BaseShape.from_config(config)
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     return layout.image_elements * settings.torch_adapter_dtype.itemsize
 
 
 def counts_of(image: int) -> TierCounts:
-    """How many adapters of N bytes are measured."""
+    """Return the counts for adapters of N bytes."""
     return FEW if image > _LARGE_BYTES else TierCounts()
 
 
@@ -75,7 +81,7 @@ def write_random_blobs(
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     rank: int = RANK,
 ) -> RandomBlobs:
-    """Blobs of the adapters that are to be on the engine's disk."""
+    """Write blobs of the adapters for the engine's disk."""
     return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, rank)
 
 
@@ -87,10 +93,11 @@ def tiered_engine(
     settings: EngineSettings = SETTINGS,
     rank: int = RANK,
 ) -> Engine:
-    """An engine with all adapters in their tiers, host's and disk's used in their order.
+    """Build an engine with all adapters in their tiers; those of host and disk used in order.
 
-    Raises AssertionError where tokens made with them are wrong. folder: for the engine's files.
-    settings: all but folders and the memory for adapters.
+    folder: folder for the engine's files.
+    settings: all settings except folders and memory for adapters.
+    Raises AssertionError if tokens made with the adapters are wrong.
     """
     on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare
     settings = replace(settings, max_rank=max(rank, settings.max_rank))
@@ -108,7 +115,10 @@ def tiered_engine(
 
 
 def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
-    """One request after another; the `last` adapters are on the GPU, so checks load nothing."""
+    """Check one request after another.
+
+    last: number of last adapters that are on the GPU, so that the checks load nothing.
+    """
     drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.info.vocab_size, 0)
     answers: list[plain.Answer] = []
     for request, ref in zip(drawn, refs, strict=True):
@@ -118,7 +128,7 @@ def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
 
 
 def _await_image(disk: DiskCache, digest: str) -> None:
-    """Return once what is on the disk has been packed there too."""
+    """Wait until the disk tier has also packed an adapter that it holds."""
     end_s = time.monotonic() + _WRITTEN_WITHIN_S
     while disk.holds(digest) and not disk.has_image(digest):
         assert time.monotonic() < end_s, "an image was not written to the disk"

@@ -1,12 +1,13 @@
-"""Find the best way to multiply few tokens by FP8 weights on this GPU, and write it to tuning.json.
+"""Tuning of products of few tokens and FP8 weights on this GPU, written to tuning.json.
 
 python -m loadtest.engine.tune_fp8 --json tune.json [--config llama-3.1-8b]
 
 For each linear of a model's layers and each of TOKENS, launch configs of kernels/fp8/few_tokens.py
-are held against the product in float32, then timed beside cuBLASLt. Copies of the weight take turns
-in one graph, several times what the GPU's cache holds: in a step none of a product's weights are
-there either. kernels/fp8/tuning.json gets the fastest config, or none where cuBLASLt is as fast,
-and keeps what it has of other weights. Takes a minute or two; many processes compile at first.
+are compared with the product in float32, then timed beside cuBLASLt. Copies of the weight, several
+times the size of the GPU's cache, take turns in one graph: in a step none of a product's weights
+are cached either. kernels/fp8/tuning.json gets the fastest config, or none if cuBLASLt is as fast;
+entries of other weights are kept. Takes a minute or two; many processes compile at first. Prints a
+row for each linear and number of tokens.
 """
 
 import json
@@ -38,20 +39,20 @@ _BLOCKS = (
     (128, 256, 8, 3),
 )
 _SPLITS = (1, 2, 4)
-_MOST_SHARED = 226 << 10  # bytes of a multiprocessor's that a program's blocks may take
-_MOST_SUMS = 128  # of a thread's registers
+_MOST_SHARED = 226 << 10  # shared memory of a multiprocessor for a program's blocks, bytes
+_MOST_SUMS = 128  # registers of a thread for sums
 _COPIES_BYTES = 1 << 28
 _PROCESSES = 14
 _TIMES = 5
-_GAIN = 0.02  # what gains less may be chance
-_NEAR = 0.02  # what the tensor cores' sums lose is less (fused.linear)
+_GAIN = 0.02  # smaller gains may be chance
+_NEAR = 0.02  # above the error of the tensor cores' sums (fused.linear)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A weight [d_out, d_in] and N tokens: cuBLASLt's time and that of the best config.
+    """Times of cuBLASLt and of the best config, for a weight [d_out, d_in] and N tokens.
 
-    tb_s: at which the latter reads the weight.
+    tb_s: rate at which the best config reads the weight, in TB/s.
     """
 
     linear: str
@@ -65,7 +66,7 @@ class Row:
 
     @property
     def entry(self) -> dict[str, int] | None:
-        """What tuning.json says of it."""
+        """Entry for tuning.json; None if cuBLASLt is as fast."""
         return asdict(self.best) if self.best_us < self.cublas_us * (1.0 - _GAIN) else None
 
 
@@ -73,18 +74,18 @@ class Products:
     """Copies of a weight, and tokens to multiply by them."""
 
     def __init__(self, d_out: int, d_in: int, tokens: int) -> None:
-        """Draw them all."""
+        """Draw weights and tokens."""
         copies = max(2, min(32, _COPIES_BYTES // (d_out * d_in)))
         self._weights = [_rounded(d_out, d_in, i) for i in range(copies)]
         self._x = _rounded(tokens, d_in, copies)
         self._want = self._x.floats() @ self._weights[0].floats().T
 
     def cublas_us(self) -> float:
-        """CuBLASLt's time."""
+        """Return cuBLASLt's time."""
         return self._us(lambda weight: fused.multiply(self._x, weight, None, torch.bfloat16))
 
     def us(self, config: ProductConfig) -> float | None:
-        """A config's time; None if it cannot run or computes something else."""
+        """Return a config's time; None if the config cannot run or computes a wrong product."""
 
         def call(weight: Fp8Rows) -> torch.Tensor:
             return few_tokens.multiply(self._x, weight, None, torch.bfloat16, config)
@@ -101,7 +102,7 @@ class Products:
         return None
 
     def _us(self, call: Callable[[Fp8Rows], torch.Tensor]) -> float:
-        """A call's microseconds in a graph of calls, each with the next of the weights."""
+        """Return the microseconds of a call in a graph of calls, each with the next weight."""
         call(self._weights[0])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -112,7 +113,7 @@ class Products:
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """[d_out, d_in] of a layer's weights, by their linears."""
+    """Return [d_out, d_in] of a layer's weights, by linear."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", hidden // heads)
@@ -125,7 +126,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def candidates(tokens: int) -> Iterator[ProductConfig]:
-    """The configs that a multiprocessor has room for."""
+    """Yield the configs that fit on a multiprocessor."""
     for (out, inner, warps, stages), split in product(_BLOCKS, _SPLITS):
         shared, sums = (out + tokens) * inner * stages, out * tokens // (32 * warps)
         if shared <= _MOST_SHARED and sums <= _MOST_SUMS:
@@ -133,7 +134,7 @@ def candidates(tokens: int) -> Iterator[ProductConfig]:
 
 
 def compile_one(case: tuple[int, ProductConfig]) -> None:
-    """Launch a config once: the next process finds it compiled."""
+    """Launch a config once; other processes then find it compiled."""
     tokens, config = case
     Products(256, 1024, tokens).us(config)
 
@@ -149,7 +150,7 @@ def measure(linear: str, d_out: int, d_in: int, tokens: int) -> Row:
 
 
 def save(gpu: str, rows: Iterable[Row]) -> None:
-    """Write what the rows found into tuning.json."""
+    """Write the results of the rows into tuning.json."""
     table = json.loads(PATH.read_text())
     for row in rows:
         weight = table.setdefault(gpu, {}).setdefault(f"{row.d_out}x{row.d_in}", {})
@@ -166,7 +167,9 @@ def _rounded(rows: int, width: int, seed: int) -> Fp8Rows:
 def main() -> None:
     """Tune on the first CUDA device."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    parser.add_argument(
+        "--config", choices=CONFIGS, default="llama-3.1-8b", help="shapes of the model"
+    )
     options = parser.parse_args()
     known = harness.facts(options.commit)
     with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:

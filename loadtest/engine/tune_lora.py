@@ -1,11 +1,11 @@
-"""Find the LoRA kernels' best launch configs on this GPU, and write them into tuning.json.
+"""Tuning of the LoRA kernels' launch configs on this GPU, written to tuning.json.
 
 python -m loadtest.engine.tune_lora [--regime few]
 
-For each regime, one number of its config after the other is tried at other values while the rest
-stay, and the best is kept. What is made small: of the regime's rows of lora_kernels, LoRA's time as
-a share of what it may take, in the mean and in the worst row. Takes some minutes, most of them for
-compiling. A GPU that is not in the file yet begins with the config of "default".
+For each regime, each number of its config is tried at other values while the rest stay, and the
+best value is kept. Minimised is LoRA's time as a share of its target (reach_ms), in the mean and in
+the worst of the regime's rows of lora_kernels. Takes some minutes, mostly for compiling. A GPU that
+is not in the file yet begins with the config of "default". Prints each improvement.
 """
 
 import argparse
@@ -32,15 +32,15 @@ _VALUES = {
     "expand.warps": (1, 2, 4, 8),
     "expand.blocks": (1, 4, 8),
 }
-# With few tokens an expand's program takes one block, a prefill's shrink all ranks of a slice.
+# With few tokens an expand program takes one block; in prefill a shrink takes all ranks of a slice.
 _WITHOUT = {Regime.FEW: "expand.blocks", Regime.PREFILL: "shrink.wide_columns"}
-# What helps less may be chance.
+# Smaller gains may be chance.
 _GAIN = 0.005
 _REPLAYS = 10
 
 
 def tune(model: LlamaModel, regime: Regime, rows: list[Row]) -> LaunchConfig:
-    """The best launch config that was found for these rows; prints what helped."""
+    """Return the best launch config found for these rows; print each improvement."""
     best = tuning.launch_config(regime, model.device)
     steps = [Pass(model, row) for row in rows]
     least = _cost(best, rows, steps)
@@ -76,7 +76,7 @@ def _changed(config: LaunchConfig, knob: str, value: int) -> LaunchConfig:
 
 
 def _cost(config: LaunchConfig, rows: list[Row], steps: list[Pass]) -> float:
-    """Return what tuning makes small, infinity for a config that the GPU has no room for."""
+    """Return the minimised cost; infinity for a config that the GPU has no room for."""
     tiles.launch_config = lambda _regime, _device: config  # type: ignore[attr-defined,assignment]
     shares = []
     for row, step in zip(rows, steps, strict=True):
@@ -92,7 +92,7 @@ def _cost(config: LaunchConfig, rows: list[Row], steps: list[Pass]) -> float:
 def main() -> None:
     """Tune on the first CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--regime", type=Regime, choices=list(Regime), help="only this one")
+    parser.add_argument("--regime", type=Regime, choices=list(Regime), help="only this regime")
     only = parser.parse_args().regime
     model = build_model()
     gpu = torch.cuda.get_device_name(model.device)

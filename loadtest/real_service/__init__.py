@@ -1,4 +1,4 @@
-"""The real service on models of real shapes and random weights, and clients that keep up with it.
+"""The real service on models of real shapes with random weights, for benchmarks through HTTP.
 
-The repository has no weights; what a service does and how fast it is does not depend on them.
+The repository holds no weights; behaviour and speed of a service do not depend on them.
 """

@@ -1,8 +1,8 @@
-"""One replica with many adapters, and requests that ask for them as a service's users do.
+"""Service of one replica with many adapters, and realistic requests for the adapters.
 
-What the programs do alike that measure goodput, overload and a busy host: arguments, settings, a
-service whose adapters have all been asked for, and requests as a Poisson process, whose lengths are
-the Azure conversation trace's and whose adapters fall by Zipf's law.
+Shared by bench_goodput, bench_overload and bench_busy_host: arguments, settings, a service whose
+adapters have all been requested once, and Poisson arrivals with lengths of the Azure conversation
+trace and adapters chosen by Zipf's law.
 """
 
 import argparse
@@ -42,10 +42,13 @@ _NONE: Floats = np.zeros(0)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who asks for what. order: adapters, the most popular first. temperature: of each answer.
+    """Distribution of requests over adapters and lengths.
 
-    lengths: how many, the same whatever the seed, are dealt round, so that as many tokens are asked
-    for in one run as in another; None: each request has its own.
+    order: adapters, the most popular first.
+    context: most tokens of a prompt and its answer.
+    temperature: sampling temperature of each answer.
+    lengths: size of a fixed set of lengths, independent of the seed, that is dealt round, so that
+        runs request equal numbers of tokens; None: lengths are drawn for each request.
     """
 
     order: Ints
@@ -56,9 +59,9 @@ class Traffic:
     def sessions(
         self, rate_per_s: float, seconds: float, seed: int, more_at_s: Floats = _NONE
     ) -> list[Session]:
-        """Requests that arrive at this rate; other ones for each seed.
+        """Draw requests that arrive at a rate; different ones for each seed.
 
-        more_at_s: when others arrive beside them, seconds from the start.
+        more_at_s: arrival times of further requests, in seconds from the start.
         """
         rng = np.random.default_rng(seed)
         times_s = np.sort(np.concatenate([poisson(rate_per_s).times(rng, seconds), more_at_s]))
@@ -84,31 +87,45 @@ class Traffic:
         return np.resize(inputs, requests), np.resize(outputs, requests)
 
     def warm_up(self) -> list[Session]:
-        """Every adapter once, the most popular ones last."""
+        """Return one request for each adapter, the most popular last."""
         requests = [LoadRequest(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
         return [Session(0.0, tuple(requests[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
 
 
 def add_traffic_arguments(parser: argparse.ArgumentParser, adapters: int, seconds: float) -> None:
-    """Ask for what settings_of_traffic and warm_service take. adapters, seconds: the defaults."""
+    """Add the arguments of `settings_of_traffic` and `warm_service`.
+
+    adapters, seconds: defaults of the arguments of these names.
+    """
     add_model_arguments(parser, kv="40GiB")
     add = parser.add_argument
-    add("--adapters", type=int, default=adapters, help=f"default {adapters}")
-    add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
+    add("--adapters", type=int, default=adapters, help=f"number of adapters; default {adapters}")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=list(RANKS),
+        help="ranks, dealt round over the adapters",
+    )
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")
-    add("--context", type=int, default=2048, help="most tokens of prompt and answer; 2048")
-    add("--temperature", type=float, default=0.0, help="at which answers are sampled; 0: greedy")
-    add("--seconds", type=float, default=seconds, help=f"of arrivals each time; {seconds:g}")
-    add("--gateways", type=int, default=4, help="default 4")
-    add("--clients", type=int, default=4, help="processes that ask; default 4")
+    add(
+        "--context",
+        type=int,
+        default=2048,
+        help="most tokens of a prompt and its answer; default 2048",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    add("--seconds", type=float, default=seconds, help=f"seconds of arrivals; default {seconds:g}")
+    add("--gateways", type=int, default=4, help="number of gateways; default 4")
+    add("--clients", type=int, default=4, help="client processes; default 4")
     add("--proxy", choices=PROXIES, default="HAProxy")
     add("--gpu", default="12GiB", help="memory for adapters on the GPU; default 12GiB")
-    add("--host", default="24GiB", help="and on the host; default 24GiB")
-    add("--disk", default="48GiB", help="and on the disk; default 48GiB")
+    add("--host", default="24GiB", help="memory for adapters on the host; default 24GiB")
+    add("--disk", default="48GiB", help="space for adapters on the disk; default 48GiB")
 
 
 def settings_of_traffic(given: argparse.Namespace, own: str, **others: object) -> dict[str, str]:
-    """settings_of_model's, with what add_traffic_arguments asked for."""
+    """Return the variables of `settings_of_model`, with those of `add_traffic_arguments`."""
     return settings_of_model(
         given,
         own,
@@ -126,7 +143,7 @@ def settings_of_traffic(given: argparse.Namespace, own: str, **others: object) -
 def warm_service(
     given: argparse.Namespace, variables: Mapping[str, str]
 ) -> Iterator[tuple[Server, Traffic]]:
-    """Run a service with these settings, all of whose adapters have been asked for once."""
+    """Run a service with these settings, after one request for every adapter."""
     ranks = deal_ranks(given.adapters, given.ranks).tolist()
     stock = fill_catalog(Settings.from_env(variables), ranks, AdapterWeights(given.linears))
     order = np.random.default_rng(0).permutation(given.adapters)

@@ -1,7 +1,7 @@
-"""Random adapters in a service's catalog, packed and examined as those of its users are.
+"""Random adapters in a service's catalog, packed and validated as users' adapters are.
 
-All of one rank have the same matrices and another alpha each: each is a blob of its own with a
-digest of its own, to an engine as different as any two, and a thousand are made in seconds.
+Adapters of one rank share their matrices and differ in alpha: each is a blob with a digest of its
+own, as different to an engine as any two adapters, and a thousand are made in seconds.
 """
 
 import json
@@ -35,12 +35,17 @@ from lorikeet_engine.adapter_format import (
 
 TENANT = "bench"
 _AT_ONCE = 16
-_DELTA = 0.1  # of what a linear says, in the root of the mean square
+_DELTA = 0.1  # of a linear's output, by root mean square
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """What adapters have weights for: linears of the first `layers` layers; None: of all."""
+    """Weights that adapters hold.
+
+    linears: names of the adapted linears.
+    layers: number of adapted layers, from the first; None: all.
+    dtype: dtype of the stored matrices.
+    """
 
     linears: Sequence[str] = LINEARS
     layers: int | None = None
@@ -52,7 +57,12 @@ EVERY_LINEAR = AdapterWeights()
 
 @dataclass(frozen=True, slots=True)
 class FilledCatalog:
-    """refs: the adapters, by number. key: their tenant's. admin_key: an administrator's."""
+    """Adapters and keys of a filled catalog.
+
+    refs: adapters, by number.
+    key: API key of the adapters' tenant.
+    admin_key: API key of an administrator.
+    """
 
     refs: tuple[AdapterRef, ...]
     key: str
@@ -60,22 +70,22 @@ class FilledCatalog:
 
 
 def model_name(adapter: int) -> str:
-    """What a request calls an adapter."""
+    """Return the model name of an adapter in requests."""
     return f"{TENANT}/a{adapter}"
 
 
 def number_of(model: str) -> int:
-    """The adapter's number: of `bench/a12` or `bench/a12@1`: 12."""
+    """Return the number of an adapter: 12 for `bench/a12` or `bench/a12@1`."""
     return int(model.removeprefix(f"{TENANT}/a").partition("@")[0])
 
 
 def fill_catalog(
     settings: Settings, ranks: Sequence[int], weights: AdapterWeights = EVERY_LINEAR
 ) -> FilledCatalog:
-    """Make the catalog of these settings, with one adapter of each of these ranks.
+    """Create the catalog of these settings, with one adapter for each rank.
 
-    They are for the one base model. On a local store blobs are written where they are to lie; they
-    take ranks × the base's widths × 2 bytes.
+    The settings name one base model, that of all adapters. On a local store blobs are written
+    straight to their final paths; each takes rank × sum of the base's widths × 2 bytes.
     """
     store = open_store(settings.catalog)
     catalog = AdapterCatalog.init(store, actor=TENANT)
@@ -110,21 +120,21 @@ def save_adapter(
     alpha: float,
     weights: AdapterWeights = EVERY_LINEAR,
 ) -> Path:
-    """Write a folder as PEFT's save_pretrained leaves it; return it."""
+    """Write an adapter's folder as PEFT's save_pretrained does; return the folder."""
     _save_matrices(folder, shape, rank, weights)
     _save_config(folder, rank, alpha, weights)
     return folder
 
 
 def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LINEARS) -> int:
-    """What an adapter takes on the device; a little more where its matrices are padded."""
+    """Return an adapter's bytes on the device, without the padding of its matrices."""
     base = BaseShape.from_config(SHAPES[shape])
     widths = sum(sum(base.dims(base.index(linear))) for linear in linears)
     return base.layers * widths * rank * (2 if device == "cuda" else 4)
 
 
 def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWeights) -> None:
-    """Write the matrices alone; the same for the same arguments."""
+    """Write the matrices alone; equal for equal arguments."""
     random = torch.Generator().manual_seed(rank)
     tensors = {}
     for layer in range(weights.layers or shape.layers):
@@ -143,7 +153,7 @@ def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWe
 def _pack(
     folder: Path, settings: Settings, weights: AdapterWeights, adapter: int, rank: int
 ) -> tuple[Path, BlobFacts]:
-    """The blob of one adapter, and what validation finds out about it."""
+    """Return the blob of one adapter, and the facts that validation finds."""
     own = folder / f"a{adapter}"
     own.mkdir()
     (own / WEIGHTS_FILE).hardlink_to(folder / str(rank) / WEIGHTS_FILE)

@@ -1,4 +1,4 @@
-"""Programs that keep a host busy beside a service, and what the service's processes wait for."""
+"""Programs that keep a host busy beside a service, and wait times of the service's threads."""
 
 import ctypes
 import multiprocessing
@@ -25,14 +25,14 @@ _MS_OF_NS = 1e-6
 _SPIN = """
 import os
 parent = os.getppid()
-while os.getppid() == parent:  # nobody else ends it where this process is killed
+while os.getppid() == parent:  # end with a killed parent
     for _ in range(10_000_000):
         pass
 """
 
 
 class HostLoad(StrEnum):
-    """What else a host does."""
+    """Load beside the service on its host."""
 
     QUIET = "quiet"
     SPINNING = "spinning"
@@ -44,9 +44,10 @@ class HostLoad(StrEnum):
 def host_load(kind: HostLoad, pinned_bytes: int) -> Iterator[None]:
     """Keep this host busy until the end of the block.
 
-    Spinning: a process for each core, which never waits. Pinning: a process that pins so many
-    bytes of its memory, copies them to the host's last GPU and lets go of them, again and again;
-    without a GPU it locks them in memory only. Raises RuntimeError if that cannot be done.
+    Spinning: one process for each core, never waiting. Pinning: one process that pins
+        `pinned_bytes` of memory, copies them to the host's last GPU and releases them, again and
+        again; without a GPU it only locks and unlocks the memory. Raises RuntimeError if memory
+        cannot be pinned.
     """
     with ExitStack() as stack:
         if kind in (HostLoad.SPINNING, HostLoad.BOTH):
@@ -77,7 +78,7 @@ def _pinning(pinned_bytes: int) -> Iterator[None]:
         deadline = time.monotonic() + _READY_WITHIN_S
         while not ready.wait(_SAMPLE_S):
             if process.exitcode is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nothing was pinned; exit code {process.exitcode}")
+                raise RuntimeError(f"no memory was pinned; exit code {process.exitcode}")
         yield
         if process.exitcode is not None:
             raise RuntimeError(f"pinning ended with exit code {process.exitcode}")
@@ -87,7 +88,7 @@ def _pinning(pinned_bytes: int) -> Iterator[None]:
 
 
 def pin_in_turns(ready: Event, pinned_bytes: int) -> None:
-    """Pin memory and let go of it for ever; ready after the first turn."""
+    """Pin and release memory for ever; set `ready` after the first turn."""
     memory = torch.ones(pinned_bytes, dtype=torch.uint8)
     turn = _turn_on_cpu
     if torch.cuda.is_available():
@@ -115,16 +116,16 @@ def _turn_on_cpu(memory: torch.Tensor) -> None:
 
 
 class WaitTimes:
-    """A `with` block, and what threads of the service's processes waited for in it.
+    """`with` block that measures what threads of the service's processes wait for.
 
-    Those that end within the block are left out.
+    Threads that end within the block are not counted.
     """
 
     def __init__(self) -> None:
         self.run_delays_ms: dict[str, float] = {}
-        """By process, how long its threads, together, were ready to run and did not."""
+        """Process → milliseconds in which its threads were runnable but not running."""
         self.blocked: dict[str, int] = {}
-        """By process and kernel function, how often a thread was found in uninterruptible sleep."""
+        """Process and kernel function → samples in uninterruptible sleep."""
         self.samples = 0
         self._found: Counter[str] = Counter()
         self._ended = threading.Event()
@@ -149,20 +150,20 @@ class WaitTimes:
         while not self._ended.wait(_SAMPLE_S):
             self.samples += 1
             for part, task in tasks:
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # the thread has just ended
                     if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
                         self._found[f"{part} in {(task / 'wchan').read_text()}"] += 1
 
 
 def _tasks() -> Iterator[tuple[str, Path]]:
-    """What each thread of the service belongs to, and its folder in /proc."""
+    """Yield for each thread of the service its process kind and its folder in /proc."""
     for pid, part in parts_of_processes().items():
         with suppress(OSError):
             yield from ((part, task) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def _run_delays_ns() -> dict[Path, tuple[str, int]]:
-    """For each thread what it belongs to, and how long it was ready to run and did not."""
+    """Return for each thread its process kind, and the time it was runnable but not running."""
     found = {}
     for part, task in _tasks():
         with suppress(OSError):

@@ -1,10 +1,11 @@
-"""What an engine does with no service around it: what bench_http is held against.
+"""Token rate of the product's engine without a service, with which bench_http compares the service.
 
 python -m loadtest.real_service.offline job.json out.json
 
-In a process of its own, on the device that it sees, with LORIKEET_ variables as the service has
-them: the product's own engine with the catalog's adapters, stepped by hand, all requests of a work
-submitted at once. Tokens of a first, untimed run are held against a plain forward pass.
+Runs in a process of its own on the visible device, with the service's LORIKEET_ variables: the
+product's engine with the catalog's adapters, stepped by hand, all requests of a work submitted at
+once. Tokens of a first, untimed run are compared with a plain forward pass. Writes one row for each
+work.
 """
 
 import argparse
@@ -35,7 +36,11 @@ _LOADED_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceWork:
-    """`streams` at a time, `rounds` one after another; adapters are dealt round."""
+    """Work that is done through HTTP and by the engine alone; adapters are dealt round.
+
+    streams: concurrent streams.
+    rounds: requests of each stream, one after another.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -45,17 +50,17 @@ class ServiceWork:
 
     @classmethod
     def parse(cls, lengths: str, **sizes: Any) -> "ServiceWork":
-        """lengths: 256/128, tokens in and out. Raises ValueError."""
+        """Parse lengths such as 256/128, tokens in and out. Raises ValueError."""
         prompt, _, output = lengths.partition("/")
         return cls(int(prompt), int(output), **sizes)
 
     @property
     def label(self) -> str:
-        """Its lengths."""
+        """Lengths, as in 256/128."""
         return f"{self.prompt_tokens}/{self.output_tokens}"
 
     def sessions(self, seed: int) -> Sequence[Session]:
-        """A session for each stream; other prompts for each seed."""
+        """Return a session for each stream; different prompts for each seed."""
         numbers = range(self.streams * self.rounds)
         return [
             Session(
@@ -73,13 +78,16 @@ class ServiceWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """refs: the adapters, by the names that works give them."""
+    """Works of one offline process.
+
+    refs: adapters that the works name.
+    """
 
     refs: tuple[AdapterRef, ...]
     works: tuple[ServiceWork, ...]
 
     def write(self, path: Path) -> None:
-        """The arguments of the other process."""
+        """Write the job for the other process."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
@@ -91,7 +99,7 @@ class Job:
 
 
 def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> dict[str, Any]:
-    """Check, then time. Raises AssertionError where tokens are wrong or too few."""
+    """Check, then time. Raises AssertionError if tokens are wrong or too few."""
     once = _requests(engine, replace(work, rounds=1), refs, 0)
     shortfall = plain.check(engine, plain.some(generate(engine, once).answers))
     done = generate(engine, _requests(engine, work, refs, 1))
@@ -102,9 +110,11 @@ def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> di
 def run_beside(
     job: Job, variables: Mapping[str, str], processes: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """Run N engines at the same time, each on a device of its own; all their rows.
+    """Run N engines at the same time, each on a device of its own; return all their rows.
 
-    variables: LORIKEET_…, the service's. folder: for files. Raises CalledProcessError.
+    variables: LORIKEET_ variables of the service.
+    folder: folder for the job and the rows.
+    Raises CalledProcessError.
     """
     job.write(folder / "job.json")
     outs = [folder / f"offline-{index}.json" for index in range(processes)]
@@ -126,7 +136,7 @@ def run_beside(
 
 
 def main() -> None:
-    """Do the job; write one row for each work."""
+    """Run the job; write one row for each work."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
@@ -144,7 +154,7 @@ def _load(engine: Engine, refs: Sequence[AdapterRef]) -> None:
     for ref in refs:
         engine.pin(ref)
     while any(engine.residency(ref) is not Residency.GPU for ref in refs):
-        assert time.monotonic() < deadline, "not all adapters have come to the device"
+        assert time.monotonic() < deadline, "not all adapters were loaded to the device"
         engine.wait(0.05)
         engine.step()
 

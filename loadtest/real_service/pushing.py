@@ -1,4 +1,4 @@
-"""A client that pushes versions of one adapter to the real service, and times them."""
+"""Client that pushes versions of one adapter to the real service, and times them."""
 
 import asyncio
 import hashlib
@@ -17,14 +17,14 @@ from lorikeet.serving.deployments import EngineReplica
 
 NAME = "policy"
 FIRST_ALPHA = 32.00001
-"""The first version's; versions count its last five digits up."""
+"""Alpha of the first version; versions count its last five digits up."""
 _PROBE_TOKENS = 256
 _PIECE_BYTES = 2**20
 _LIFETIME_S, _KEEP = 600, 2
 
 
 class NewVersions:
-    """An adapter's blob in memory; `renew` makes the next version of it."""
+    """Blob of an adapter in memory; `renew` turns it into the next version."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob, self._number = bytearray(blob), 1
@@ -32,14 +32,14 @@ class NewVersions:
         self.size = len(blob)
 
     def renew(self) -> str:
-        """Make it another version; return its digest."""
+        """Change alpha to that of the next version; return the new digest."""
         self._number += 1
         alpha = f"{FIRST_ALPHA + (self._number - 1) * 1e-5:.5f}".encode()
         self._blob[self._at : self._at + len(alpha)] = alpha
         return hashlib.sha256(self._blob).hexdigest()
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield it as it is sent."""
+        """Yield the blob in pieces for sending."""
         whole = memoryview(self._blob)
         for at in range(0, self.size, _PIECE_BYTES):
             yield bytes(whole[at : at + _PIECE_BYTES])
@@ -47,11 +47,13 @@ class NewVersions:
 
 @dataclass(frozen=True, slots=True)
 class PushTimes:
-    """One push, in seconds. All but the first two are stages that follow on each other.
+    """Times of one push, in seconds. Fields after `sent` are consecutive stages.
 
-    first_token: from the first byte until the slowest replica's. sent: of that, until the last byte
-    was handed to the socket, which overlaps `receive`. network: of the PUT, what the gateway does
-    not know of. answer: from the PUT's answer until the slowest replica's first token.
+    first_token: from the first byte sent to the first token of the slowest replica.
+    sent: from the first byte until the last byte was handed to the socket; overlaps `receive`.
+    receive, check, deliver, announce: stages of the gateway.
+    network: time of the PUT outside the gateway's stages.
+    answer: from the answer to the PUT to the first token of the slowest replica.
     """
 
     first_token: float
@@ -65,10 +67,10 @@ class PushTimes:
 
 
 class FarReplica(EngineReplica):
-    """A replica that sees none of its gateways' files, as on another machine."""
+    """Replica that sees none of its gateways' files, as on another machine."""
 
     async def push(self, message: PushMessage) -> HoldState:
-        """Do what a gateway asks, but for taking its file."""
+        """Do what a gateway asks, except taking the gateway's file."""
         if isinstance(message, ExpectPushed):
             return HoldState.LACKING
         if isinstance(message, HoldPushed):
@@ -77,7 +79,7 @@ class FarReplica(EngineReplica):
 
 
 class Pusher:
-    """Pushes versions to one service, and asks each of its replicas for them."""
+    """Client that pushes versions to one service, and requests them from each of its replicas."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Pusher:
         self._model = ""
 
     def push(self) -> PushTimes:
-        """Push the next version. Raises RuntimeError, httpx.HTTPError."""
+        """Push the next version; return its times. Raises RuntimeError, httpx.HTTPError."""
         digest = self._versions.renew()
         sent_s = 0.0
 
@@ -134,9 +136,9 @@ class Pusher:
         )
 
     def ask(self) -> float:
-        """Ask each replica once for the newest version; when the last one answered.
+        """Request the newest version from each replica; return when the last one answered.
 
-        Their seeds, which count up, choose the replica. Raises RuntimeError.
+        The seeds of the requests count up and so choose the replicas. Raises RuntimeError.
         """
         began_s = time.monotonic()
         sessions = [Session(0.0, (self._probe(),)) for _ in range(self._replicas)]
@@ -144,7 +146,7 @@ class Pusher:
         answers = all_whole(asyncio.run(send_all(self._server.url, sessions, requests, began_s)))
         answered = {answer.replica for answer in answers}
         if len(answered) < self._replicas:
-            raise RuntimeError(f"only {sorted(answered)} were asked for {self._model}")
+            raise RuntimeError(f"only {sorted(answered)} answered for {self._model}")
         return began_s + max(answer.deltas_s[0] for answer in answers)
 
     def _probe(self) -> LoadRequest:

@@ -1,4 +1,4 @@
-"""Model folders of given shapes with random weights, whole enough to be served."""
+"""Model folders of given shapes with random weights, complete enough to be served."""
 
 import argparse
 import itertools
@@ -49,18 +49,20 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "tiny": TINY,
 }
-"""By the name under which the model is served."""
+"""Configs, by the name under which the model is served."""
 LINEARS = tuple(linear.name for linear in FAMILIES["llama"].linears)
-"""The linears of each layer of every shape."""
+"""Names of the linears of each layer, the same for every shape."""
 
 END = "<|end|>"
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
 def write_model(folder: Path, shape: str, device: str) -> Path:
-    """Write the checkpoint, in bfloat16, its tokenizer and a chat template to folder / shape.
+    """Write a bfloat16 checkpoint, its tokenizer and a chat template to folder / shape.
 
-    shape: a name in SHAPES. device: where the numbers are drawn. What is there already is kept.
+    shape: a name in SHAPES.
+    device: device on which the numbers are drawn.
+    Existing files are kept.
     """
     config = SHAPES[shape]
     model = write_checkpoint(folder / shape, config, torch.device(device))
@@ -75,10 +77,13 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, kv: str = "20GiB") -> None:
-    """Ask for what settings_of_model takes. kv: the default of --kv."""
+    """Add the arguments of `settings_of_model`.
+
+    kv: default of --kv.
+    """
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
-    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--folder", type=Path, required=True, help="folder for the model, adapters and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--kv", default=kv, help=f"KV cache of each replica; default {kv}")
 
@@ -86,8 +91,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, kv: str = "20GiB") -> N
 def settings_of_model(given: argparse.Namespace, own: str, **others: object) -> dict[str, str]:
     """Write the checkpoint; return the LORIKEET_ variables of a service of it.
 
-    own: the folder in `given.folder` of the catalog and the cache, which are made anew. others:
-    more settings, by their names in lower case.
+    own: folder in `given.folder` for the catalog and the cache; it is deleted first.
+    others: further settings, by their names in lower case.
     """
     shutil.rmtree(given.folder / own, ignore_errors=True)
     settings = {
@@ -102,10 +107,10 @@ def settings_of_model(given: argparse.Namespace, own: str, **others: object) -> 
 
 
 def random_vocabulary(size: int) -> Tokenizer:
-    """A byte-level tokenizer of `size` tokens, each of them another text.
+    """Make a byte-level tokenizer of `size` tokens with distinct texts.
 
-    Texts become a token a byte, since there are no merges; but every id that a model draws is a
-    text: the 256 bytes, words of letters after a space, and last END.
+    There are no merges, so a text becomes one token per byte; but every id that a model draws has a
+    text: the 256 bytes, words of letters after a space, and END as the last id.
     """
     words = itertools.chain(sorted(pre_tokenizers.ByteLevel.alphabet()), _words())
     named = {word: index for index, word in enumerate(itertools.islice(words, size - 1))}
@@ -117,7 +122,7 @@ def random_vocabulary(size: int) -> Tokenizer:
 
 
 def _words() -> Iterator[str]:
-    """A space as byte-level tokenizers write it, and letters: Ġa, Ġb, …, Ġaa, …."""
+    """Yield a space, as byte-level tokenizers write it, with letters: Ġa, Ġb, …, Ġaa, …."""
     for length in itertools.count(1):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
             yield "Ġ" + "".join(letters)

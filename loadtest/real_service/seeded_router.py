@@ -9,14 +9,14 @@ from lorikeet.serving.request_router import AdapterAffinityRouter, call_of
 
 
 class SeedsChooseReplicas(AdapterAffinityRouter):
-    """The product's router, but for one adapter whose requests go where their seeds count to.
+    """The product's router, except for one adapter, whose requests go to the replica of their seed.
 
     Requests for that adapter with n consecutive seeds reach n replicas, whichever gateways route
     them.
     """
 
     def initialize_state(self, name: str, **prices: Any) -> None:
-        """Take the adapter and the cost model's changes.
+        """Set the adapter and changes of the cost model.
 
         name: the adapter's name without its tenant.
         prices: fields of CostCoefficients that replace the measured ones.
@@ -30,7 +30,7 @@ class SeedsChooseReplicas(AdapterAffinityRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the one replica that the seed counts to, or the product's choice."""
+        """Return the replica of the seed for the one adapter, else the product's choice."""
         call = call_of(pending_request)
         if call is None or call.adapter is None or call.adapter.name != self._name:
             return await super().choose_replicas(candidate_replicas, pending_request)

@@ -1,4 +1,4 @@
-"""Runs the service as `serve run serve_app:app` does, on ports of its own."""
+"""The service as `serve run serve_app:app` runs it, on free ports."""
 
 import runpy
 import time
@@ -16,7 +16,7 @@ from ray.serve.deployment import Application
 from loadtest.cluster import ROOT, cluster, settle
 from loadtest.ports import free_port
 
-_PARTS = {  # by what is in a process's command line
+_PARTS = {  # part of a process's command line → kind of process
     "lorikeet_engine.process.server": "engines",
     "engine-": "replicas",
     "gateway": "gateways",
@@ -28,20 +28,29 @@ _RESIDENT_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """Where the service is. url: the public listener, admin_url: the admin listener."""
+    """Addresses of a running service.
+
+    url: public listener.
+    admin_url: admin listener.
+    """
 
     url: str
     admin_url: str
 
     def replicas(self, admin_key: str) -> list[dict[str, Any]]:
-        """What every replica holds and does. Raises httpx.HTTPError."""
+        """Fetch the status of every replica. Raises httpx.HTTPError."""
         headers = {"Authorization": f"Bearer {admin_key}"}
         answer = httpx.get(f"{self.admin_url}/admin/v1/status", headers=headers, timeout=30)
         found: list[dict[str, Any]] = answer.raise_for_status().json()["replicas"]
         return found
 
     def wait_until_resident(self, admin_key: str, adapters: int, replicas: int) -> None:
-        """Wait until N adapters are on the GPU of each of N replicas. Raises TimeoutError."""
+        """Wait until enough adapters are on the GPU of every replica.
+
+        adapters: adapters that each replica must hold.
+        replicas: expected number of replicas.
+        Raises TimeoutError.
+        """
         deadline = time.monotonic() + _RESIDENT_WITHIN_S
         while time.monotonic() < deadline:
             held = [
@@ -55,7 +64,7 @@ class RunningService:
 
 
 def served_app() -> Application:
-    """The application that `serve run serve_app:app` runs."""
+    """Return the application that `serve run serve_app:app` runs."""
     app: Application = runpy.run_path(str(ROOT / "serve_app.py"))["app"]
     return app
 
@@ -66,10 +75,12 @@ def service(
     proxy: str = "HAProxy",
     compose: Callable[[], Application] = served_app,
 ) -> Iterator[RunningService]:
-    """Run it until the end of the block. variables: LORIKEET_…; proxy: a name in PROXIES.
+    """Run the service until the end of the block.
 
-    compose: makes the application, in the service's environment. Raises RuntimeError when it does
-    not start; its processes' logs tell why.
+    variables: LORIKEET_ variables.
+    proxy: a name in PROXIES.
+    compose: makes the application, in the service's environment.
+    Raises RuntimeError if the service does not start; logs of its processes tell why.
     """
     admin = f"127.0.0.1:{free_port()}"
     with cluster(proxy, {**variables, "LORIKEET_ADMIN_ADDRESS": admin}) as url:
@@ -79,9 +90,9 @@ def service(
 
 
 class CpuUsage:
-    """A `with` block, and the CPU time that the service's processes spent in it, by what they are.
+    """`with` block that measures CPU time of the service's processes, by kind of process.
 
-    Those that end within the block are left out.
+    Processes that end within the block are not counted.
     """
 
     def __init__(self) -> None:
@@ -96,24 +107,24 @@ class CpuUsage:
             self._spent[part] += spent_s - self._before.get(pid, (part, 0.0))[1]
 
     def used(self, seconds: float) -> dict[str, float]:
-        """Cores used on average over `seconds`, by process."""
+        """Return the mean number of used cores over `seconds`, by kind of process."""
         return {part: round(spent_s / seconds, 2) for part, spent_s in self._spent.items()}
 
 
 def parts_of_processes() -> dict[int, str]:
-    """What each process is that the service has started, by its id."""
+    """Return the kind of each process that the service has started, by process id."""
     parts = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             parts[process.pid] = _part(" ".join(process.cmdline()))
     return parts
 
 
 def _spent_s() -> dict[int, tuple[str, float]]:
-    """For each process what it is, and its CPU seconds so far."""
+    """Return the kind and CPU seconds of each process, by process id."""
     spent = {}
     for pid, part in parts_of_processes().items():
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             times = psutil.Process(pid).cpu_times()
             spent[pid] = part, times.user + times.system
     return spent

@@ -1,1 +1,1 @@
-"""A fleet under traffic, request by request, with the product's own routing and eviction."""
+"""Simulated fleet under traffic, with the product's routing and eviction beside other routers."""

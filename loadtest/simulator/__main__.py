@@ -1,7 +1,9 @@
-"""Simulate a fleet under traffic.
+"""Simulator of a fleet under traffic: hit rate, loads, TTFT and balance of a router.
 
 python -m loadtest.simulator run --router lorikeet …      one scenario
 python -m loadtest.simulator large                        1,000 replicas for an hour
+
+Prints the outcome as a table with one row; --json writes it to a file.
 """
 
 import argparse
@@ -26,9 +28,9 @@ from lorikeet_engine.residency.eviction_score import (
     LeastUsedForItsSize,
 )
 
-# Tiers as 10,000 adapters find them: 79 GB on a GPU, 157 on its host, 470 on its disk.
+# Tiers in the proportions of 10,000 adapters: 79 GB on a GPU, 157 on its host, 470 on its disk.
 USUAL = Scenario(host_room=0.10, disk_room=0.30)
-# A tenth of a percent of the adapters is room for 100 on each GPU: 16 GB.
+# 0.1% of the adapters are 100 on each GPU: 16 GB.
 LARGE = Scenario(
     adapters=100_000,
     replicas=1000,
@@ -51,7 +53,7 @@ COLUMNS: dict[str, Callable[[Outcome], str]] = {
 
 
 def main() -> int:
-    """Run the scenario of the command line, print its outcome and return exit status 0."""
+    """Run the scenario of the command line and print its outcome; return exit status 0."""
     options = _arguments()
     scenario = LARGE if options.command == "large" else _scenario(options)
     began_s = time.perf_counter()
@@ -67,10 +69,10 @@ def main() -> int:
 
 
 def measure(scenario: Scenario, router: str) -> Outcome:
-    """Run a scenario.
+    """Run a scenario under one router.
 
     router: ORACLE or a name in ROUTERS. The product's router evicts by the product's own policy,
-    the others evict what was used least recently.
+        the others evict the least recently used adapter.
     """
     if router == ORACLE:
         return oracle(scenario)
@@ -105,8 +107,10 @@ def _arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     parts = {name: commands.add_parser(name) for name in ("run", "large")}
     for part in parts.values():
-        part.add_argument("--json", type=Path, help="file that the outcome is written to")
-        part.add_argument("--router", choices=[*ROUTERS, ORACLE], default="lorikeet")
+        part.add_argument("--json", type=Path, help="JSON file for the outcome")
+        part.add_argument(
+            "--router", choices=[*ROUTERS, ORACLE], default="lorikeet", help="router to simulate"
+        )
     kinds: dict[str, Callable[[str], Any]] = {"rate_per_s": float, "trace": _trace}
     for name, default in _options().items():
         kind = kinds.get(name, type(default))

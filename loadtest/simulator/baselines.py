@@ -1,4 +1,4 @@
-"""The routers to compare: the product's and the baselines."""
+"""Routers to compare: the product's and baselines."""
 
 import math
 from bisect import bisect_right
@@ -12,11 +12,11 @@ from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter
 
 BOUND = 1.25
-"""How many requests bounded hashing lets a replica have, in multiples of the mean."""
+"""Most requests of a replica in bounded hashing, as a multiple of the mean."""
 
 
 class PowerOfTwo:
-    """The less busy of two at random: Ray Serve's default."""
+    """Router to the less busy of two random replicas: Ray Serve's default."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -26,7 +26,7 @@ class PowerOfTwo:
         return self.among(fleet.replicas)
 
     def among(self, replicas: list[SimulatedReplica]) -> SimulatedReplica:
-        """The less busy of two of these."""
+        """Return the less busy of two random replicas of a list."""
         if len(replicas) == 1:
             return replicas[0]
         one, other = self._rng.sample(replicas, 2)
@@ -34,9 +34,9 @@ class PowerOfTwo:
 
 
 class Multiplexing:
-    """Ray Serve's model multiplexing: to a replica that has the adapter, unless all are full.
+    """Ray Serve's model multiplexing: a replica that has the adapter, unless all such are full.
 
-    most: a replica's max_ongoing_requests.
+    most: max_ongoing_requests of a replica.
     """
 
     def __init__(self, seed: int, most: int = 256) -> None:
@@ -48,7 +48,7 @@ class Multiplexing:
         holders = fleet.on_gpu[adapter] if adapter is not None else []
         free = [replica for replica in holders if replica.outstanding < self._most]
         if not free:
-            # Serve asks first those that have the fewest models; once they are full, any.
+            # Serve first tries the replicas with the fewest models; once those are full, any.
             full = round(0.9 * fleet.setup.gpu_bytes / fleet.setup.sizes.mean())
             models = [min(full, len(one.arena.residents)) for one in fleet.replicas]
             fewest = min(models)
@@ -58,13 +58,13 @@ class Multiplexing:
 
 
 class HashRing:
-    """Each name at a hundred points around a ring."""
+    """Hash ring with a hundred points for each name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._points = sorted((_point(f"{name} {p}"), name) for name in names for p in range(100))
 
     def names_from(self, key: str) -> Iterator[str]:
-        """The names from the key's own point on, for ever."""
+        """Yield the names around the ring from the key's point, without end."""
         at = bisect_right(self._points, (_point(key), ""))
         return (name for _, name in cycle(self._points[at:] + self._points[:at]))
 
@@ -72,8 +72,8 @@ class HashRing:
 class BoundedHashing:
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
-    Around a ring from the adapter's point on, to the first replica with fewer requests than BOUND
-    times the mean.
+    A request goes around the ring, from the adapter's point, to the first replica with fewer
+    requests than BOUND times the mean.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The best that any routing could reach: one arena of all replicas' room, that knows the future."""
+"""Upper bound of any routing: one arena of all replicas' memory that knows future requests."""
 
 import math
 from heapq import heappop, heappush
@@ -14,7 +14,7 @@ ORACLE = "oracle"
 
 
 def oracle(scenario: Scenario) -> Outcome:
-    """The outcome of Belady's rule, balance left aside: to evict what is asked for last."""
+    """Evict by Belady's rule, the adapter with the latest next use, and return the outcome."""
     requests, sizes = scenario.requests(), scenario.sizes.tolist()
     next_use = _next_uses(requests.adapters)
     free = int(scenario.sizes.sum() * scenario.gpu_room) * scenario.replicas
@@ -43,7 +43,7 @@ def oracle(scenario: Scenario) -> Outcome:
 
 
 def _next_uses(adapters: Ints) -> list[float]:
-    """For each request, the number of the next one for its adapter; ∞ without one."""
+    """Return for each request the index of the next request for its adapter; ∞ if none."""
     following = np.full(len(adapters), math.inf)
     order = np.argsort(adapters, kind="stable")
     same = adapters[order[:-1]] == adapters[order[1:]]

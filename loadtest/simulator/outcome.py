@@ -1,4 +1,4 @@
-"""The outcome of a run as numbers: hits, loads, times, balance."""
+"""Outcome of a simulation: hits, loads, times and balance."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,15 @@ from lorikeet.simulator.fleet import SimulatedFleet
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The numbers of the requests after the warm-up; the oracle has no balance and times.
+    """Numbers of the requests after the warm-up. The oracle has no times and no balance.
 
-    hit_rate: share that found the adapter on the GPU, or needed none. cold_loads: onto GPUs.
-    balance: the work of the busiest replica over the mean, in the worst minute; work is the time
-    that prompts and tokens take in a full batch. ttft_p99_s and so on: to the first token.
+    hit_rate: share of requests that found the adapter on the GPU, or needed none.
+    cold_loads: loads to GPUs.
+    loaded_gb: gigabytes of these loads.
+    ttft_p50_s, ttft_p99_s: time to first token.
+    balance: work of the busiest replica over the mean; work is the time of prompts and tokens in a
+        full batch.
+    balance_worst_minute: balance of the worst minute.
     """
 
     router: str
@@ -29,7 +33,7 @@ class Outcome:
 
 
 def summarize(router: str, fleet: SimulatedFleet) -> Outcome:
-    """The numbers of a fleet that has run."""
+    """Summarise a fleet that has run."""
     warm_up_s, times_s = fleet.setup.warm_up_s, fleet.requests.times_s
     counted = times_s >= warm_up_s
     p50_s, p99_s = np.quantile(fleet.ttft_s[counted], [0.5, 0.99])

@@ -1,4 +1,4 @@
-"""A simulated fleet and the traffic on it, described by their sizes and shares."""
+"""Simulated fleet and its traffic, described by sizes and shares."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +23,18 @@ from lorikeet.simulator.workload_models import (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Traffic and the fleet under it.
+    """Traffic, and the fleet under it. Other fields are those of FleetSetup.
 
-    popularity: as parse_popularity reads it. load: share of what the replicas could answer with
-    full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
-    instead, as TrafficTrace.read reads it. lengths: a name in LENGTH_MODELS, or a model. gpu_room,
-    host_room, disk_room: of each replica, as shares of all adapters' bytes; each disk begins full,
-    of some. hot_share: of the requests, for one adapter; base_share: for none. The others are as in
-    FleetSetup.
+    popularity: text for `parse_popularity`.
+    load: share of the requests per second that all replicas could answer with full batches.
+    rate_per_s: requests per second; overrides `load`.
+    cv: coefficient of variation of the gaps between arrivals.
+    trace: file for `TrafficTrace.read`; replaces drawn arrivals and lengths.
+    lengths: a name in LENGTH_MODELS, or a model.
+    gpu_room, host_room, disk_room: memory of each replica, as shares of all adapters' bytes; each
+        disk begins full of random adapters.
+    hot_share: share of requests for one adapter.
+    base_share: share of requests for the base model.
     """
 
     adapters: int = 1000
@@ -58,7 +62,7 @@ class Scenario:
 
     @cached_property
     def ranks(self) -> Ints:
-        """The rank of each adapter, [adapters]."""
+        """Rank of each adapter, [adapters]."""
         return deal_ranks(self.adapters)
 
     @cached_property
@@ -81,7 +85,7 @@ class Scenario:
         return self.load * per_replica * self.replicas
 
     def setup(self) -> FleetSetup:
-        """The setup of this fleet and its adapters."""
+        """Return the setup of this fleet and its adapters."""
         total = int(self.sizes.sum())
         return FleetSetup(
             replicas=self.replicas,
@@ -98,7 +102,7 @@ class Scenario:
         )
 
     def requests(self) -> Requests:
-        """The requests of the scenario; the same scenario gives the same."""
+        """Draw the requests; equal scenarios give equal requests."""
         rng = np.random.default_rng(self.seed)
         if self.trace is None:
             times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)

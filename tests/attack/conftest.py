@@ -1,7 +1,7 @@
-"""The demo service to attack, another tenant beside the attacker, and the table of what came of it.
+"""The demo service under attack, an attacker beside another tenant, and the table of results.
 
-ATTACK_S: how long each attack lasts, in seconds; ten minutes if it is not set. With 75 the first
-eight take ten minutes between them.
+ATTACK_S: seconds of each attack, ten minutes by default. With 75 the first eight take ten minutes
+in all.
 """
 
 import os
@@ -20,7 +20,7 @@ COLD_ADAPTERS = 200
 
 @dataclass(frozen=True)
 class Row:
-    """What an attack has done to the other tenant and to the service's memory, in bytes."""
+    """Effect of an attack on the other tenant's requests and on the service's memory in bytes."""
 
     attack: str
     attacker_saw: str
@@ -57,30 +57,30 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         environ.setenv("LORIKEET_CATALOG", str(root / "catalog"))
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", "2")
-        environ.setenv("LORIKEET_ADAPTER_GPU_MEMORY", "4MiB")  # 50 of 200 adapters
+        environ.setenv("LORIKEET_ADAPTER_GPU_MEMORY", "4MiB")  # holds 50 of 200 adapters
         environ.setenv("LORIKEET_ADAPTER_HOST_MEMORY", "4MiB")
         environ.setenv("LORIKEET_ADAPTER_DISK", "16MiB")
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # as this process, so the actors
+        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # for the actors, too
         environ.chdir(ROOT)
         yield from run_service(root)
 
 
 @pytest.fixture(scope="session")
 def attacker(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
-    """A tenant and its adapters, more than replicas hold at once."""
+    """Attacking tenant, with more adapters than replicas hold at once."""
     return Crowd(service, tmp_path_factory.mktemp("crowd") / "peft").adapters(COLD_ADAPTERS)
 
 
 def service_bytes(service: Service) -> int:
-    """The memory that the service's processes share with nobody."""
+    """Bytes of memory that only the service's processes use."""
     ours = 0
     for process in psutil.process_iter():
         try:
             if process.environ().get("LORIKEET_CATALOG") == service.catalog and _serves(process):
                 ours += process.memory_full_info().uss
-        except (psutil.Error, OSError):  # another user's, or just ended
+        except (psutil.Error, OSError):  # another user's process, or one that has just ended
             continue
     return ours
 

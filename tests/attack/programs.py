@@ -1,8 +1,8 @@
-"""What a tenant with a key does its worst with: one program for each kind of attack.
+"""Attacks of a tenant with a valid key, one program for each kind.
 
-    python -m tests.attack.programs NAME URL SECONDS [MODEL ...]
+python -m tests.attack.programs NAME URL SECONDS [MODEL ...]
 
-The key is in ATTACK_KEY, MODELs are adapters that no replica holds. Prints what came back as JSON.
+The key is in ATTACK_KEY; MODELs are adapters that no replica holds. Prints the outcomes as JSON.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ BASE = "lorikeet-demo"
 CHAT = "/v1/chat/completions"
 CONNECTIONS = 1300
 SPACE = "38"
-"""The demo's token for a space."""
+"""The demo tokenizer's token for a space."""
 _PATIENCE_S = 60.0
 _KEPT_OPEN_S = 10.0
 _UNREAD_S = 30.0
@@ -39,7 +39,10 @@ Sending = Callable[[], Awaitable[None]]
 
 @dataclass
 class Attacker:
-    """A tenant with a key, until a time. seen: how its requests ended, by status or exception."""
+    """Tenant that sends requests until a deadline.
+
+    seen: number of requests by status or exception.
+    """
 
     url: str
     key: str
@@ -49,7 +52,7 @@ class Attacker:
     seen: Counter[str] = field(default_factory=Counter)
 
     async def repeat(self, clients: int, send: Sending) -> None:
-        """Let so many clients send one request after the other."""
+        """Run `clients` clients that send one request after the other."""
         await asyncio.gather(*(self._repeat(send) for _ in range(clients)))
 
     async def post(self, body: Any, **headers: str) -> None:
@@ -62,7 +65,7 @@ class Attacker:
             await asyncio.sleep(_BETWEEN_REFUSALS_S)
 
     async def hang_up(self, body: Any) -> None:
-        """Send a request and leave at the first byte of its answer."""
+        """Send a request and disconnect at the first byte of its answer."""
         request = {"content": _encoded(body), "headers": self._headers({})}
         async with self.client.stream("POST", self.url + CHAT, **request) as answer:  # type: ignore[arg-type]
             self.seen[str(answer.status_code)] += 1
@@ -70,7 +73,7 @@ class Attacker:
                 return
 
     async def send_half(self) -> None:
-        """Send a request whose body never comes, and wait for what becomes of it."""
+        """Send a request whose body never comes; wait for the service to answer or disconnect."""
         url = httpx.URL(self.url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         head = f"POST {CHAT} HTTP/1.1\r\nhost: {url.host}\r\nauthorization: Bearer {self.key}\r\n"
@@ -79,15 +82,15 @@ class Attacker:
             line = (await asyncio.wait_for(reader.readline(), _PATIENCE_S)).decode()
             self.seen[line.split()[1] if line else "closed"] += 1
             left_s = self.until_s - time.monotonic()
-            await asyncio.sleep(min(_KEPT_OPEN_S, left_s))  # a flood would be another attack
+            await asyncio.sleep(min(_KEPT_OPEN_S, left_s))  # pause: a flood would be another attack
         finally:
             writer.close()
 
     async def leave_unread(self, body: Any) -> None:
-        """Send a request, see that its answer begins, and read no more of it for a while."""
+        """Send a request, check that its answer begins, and leave the rest unread for a while."""
         url, content = httpx.URL(self.url), _encoded(body)
         asking = socket.socket()
-        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)  # the kernel takes little
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)  # kernel takes little
         asking.setblocking(False)
         with asking:
             loop = asyncio.get_running_loop()
@@ -118,7 +121,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def schema(number: int, fields: int = 2000) -> dict[str, Any]:
-    """A request for an answer that keeps to a large schema, of its own by number."""
+    """Request with a large JSON schema; each number gives another schema."""
     properties = {f"field_{number}_{i}": {"type": "string", "maxLength": 9} for i in range(fields)}
     form = {"type": "object", "properties": properties, "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": form}}
@@ -221,13 +224,13 @@ def _encoded(body: Any) -> bytes:
 
 
 def give_way() -> None:
-    """Compute when nobody else does: it would be done on another machine.
+    """Lower this process's priority, as a real attacker would compute on another machine.
 
-    In a session of its own, since Linux shares its cores between sessions before it asks who is
-    nice within one.
+    Starts a session of its own: Linux shares cores between sessions before it compares niceness
+    within one.
     """
     os.nice(19)
-    with contextlib.suppress(OSError):  # run by hand; a kernel that does not group sessions
+    with contextlib.suppress(OSError):  # started by hand, or a kernel that does not group sessions
         os.setsid()
         Path("/proc/self/autogroup").write_text("19", encoding="ascii")
 

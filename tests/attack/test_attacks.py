@@ -1,4 +1,4 @@
-"""A tenant does its worst, and the requests of another do not notice."""
+"""Attacks by one tenant, which another tenant's requests must not notice."""
 
 import json
 import os
@@ -24,7 +24,9 @@ MOST_TIMES_LARGER = 1.1
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_nobody_else_notices(attack: str, service: Service, attacker: list[Target]) -> None:
+def test_an_attack_fails_and_slows_no_other_tenants_requests(
+    attack: str, service: Service, attacker: list[Target]
+) -> None:
     other = Load(service.url, [Target(BASE, service.tenant_keys["kestrel"])], streams=1)
     with other:
         other.wait_for(answers=20)
@@ -50,7 +52,7 @@ def test_nobody_else_notices(attack: str, service: Service, attacker: list[Targe
 
 
 def run(attack: str, service: Service, attacker: list[Target]) -> str:
-    """Run an attack's program; return what it saw."""
+    """Run an attack's program; return the outcomes that it counted."""
     command = [sys.executable, "-m", "tests.attack.programs", attack, service.url, str(ATTACK_S)]
     ran = subprocess.run(
         [*command, *(target.model for target in attacker)],
@@ -66,6 +68,6 @@ def run(attack: str, service: Service, attacker: list[Target]) -> str:
 
 
 def p99_s(results: list[Result]) -> float:
-    """Seconds to the first token that one in a hundred took longer than."""
+    """99th percentile of the time to first token, in seconds."""
     waits = [each.begun_s - each.sent_s for each in results if each.begun_s is not None]
     return quantiles(waits, n=100, method="inclusive")[98] if len(waits) > 1 else float("inf")

@@ -8,11 +8,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 from botocore.config import Config
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.reader import CatalogReader
@@ -378,3 +384,61 @@ def test_stored_responses_use_the_rights_that_the_documentation_gives_gateways(u
     (row,) = re.findall(r"^\| `lorikeet` \(gateways.*", KUBERNETES.read_text(), re.MULTILINE)
     assert "`s3:GetObject`, `s3:PutObject` and `s3:ListBucket` under the catalog's prefix" in row
     assert "`s3:DeleteObject` under `uploads/`, and under `responses/`" in row
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for 127.0.0.1 with its key, in one PEM file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    path.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def test_writes_over_tls_have_a_length_and_no_checksum_trailer(
+    url: str, certificate: Path, tmp_path: Path
+) -> None:
+    """Ceph 16 refuses uploads in chunks with a trailer (MissingContentLength)."""
+    written: list[dict[str, str]] = []
+
+    def note(request: BaseHTTPRequestHandler) -> bool:
+        if request.command == "PUT":
+            written.append({name.lower(): value for name, value in request.headers.items()})
+        return False
+
+    file, copy = tmp_path / "file", tmp_path / "copy"
+    file.write_bytes(os.urandom(33 * 2**20))  # uploaded in parts
+    with proxied(note, certificate):
+        store = open_store(url)
+        store.put_if_absent("small", b"bytes")
+        store.put_file("large", file)
+        token = store.parts.begin("upload")
+        store.parts.put("upload", token, 1, file)
+        assert store.get("small") == b"bytes"
+        store.download("large", copy)
+    assert copy.read_bytes() == file.read_bytes()
+    assert len(written) >= 4
+    for headers in written:
+        assert int(headers["content-length"]) > 0
+        assert not {"x-amz-trailer", "x-amz-decoded-content-length"} & headers.keys()

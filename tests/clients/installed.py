@@ -1,6 +1,6 @@
-"""Clients of the service, installed from their registries once into folders of their own.
+"""Clients of the service, installed once from their registries into folders of their own.
 
-They would make the development environment larger by 1 GB, and pin what it shares with them.
+In the development environment they would take 1 GB and pin packages that it shares with them.
 """
 
 import os
@@ -19,16 +19,16 @@ import pytest
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
 REQUIREMENTS = {"instructor": HERE / "instructor.txt", "": HERE / "requirements.txt"}
-"""What to install by how a script begins: Instructor wants an older client of OpenAI's."""
+"""Requirements by prefix of a script's name: Instructor needs an older client of OpenAI's."""
 PACKAGES = (HERE / "package.json", HERE / "package-lock.json")
 INSTALL_S = 900
 _NO_NETWORK = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|error sending request")
-"""What npm and uv say where no registry can be reached."""
+"""Messages of npm and uv if no registry can be reached."""
 
 
 @cache
 def python(script: str) -> Path:
-    """Return the Python of an environment with the client whose examples a script has."""
+    """Return the Python of an environment with the client that a script uses."""
     requirements = next(REQUIREMENTS[begin] for begin in REQUIREMENTS if script.startswith(begin))
 
     def install(folder: Path) -> None:
@@ -43,14 +43,14 @@ def python(script: str) -> Path:
 
 @cache
 def node_modules() -> Path:
-    """Return the folder beside which scripts find the clients in package.json."""
+    """Return a folder whose node_modules has the clients in package.json."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
 
     def install(folder: Path) -> None:
         for file in PACKAGES:
             shutil.copy(file, folder)
-        # but for Claude Code, which puts its binary into place, no package runs scripts
+        # no package but Claude Code, which moves its binary into place, runs install scripts
         _run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], folder)
         _run(["node", "node_modules/@anthropic-ai/claude-code/install.cjs"], folder)
 
@@ -58,9 +58,10 @@ def node_modules() -> Path:
 
 
 def _installed(install: Callable[[Path], None], *pins: Path) -> Path:
-    """Return a folder for these pins; skip the test where the registry cannot be reached.
+    """Return the folder of an installation; skip the test if no registry is reachable.
 
-    It is made under another name first: what was begun and not finished is begun again.
+    Installs under another name first, then renames, so an unfinished installation is started
+    anew.
     """
     digest = sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"lorikeet-clients-{digest}"

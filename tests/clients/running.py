@@ -1,4 +1,4 @@
-"""Examples of clients, run against a service in processes of their own."""
+"""Runs clients' examples against a service, each in its own process."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ PYTEST = ("-m", "pytest", "-c", os.devnull, "--noconftest", "-p", "no:cacheprovi
 
 @dataclass(frozen=True)
 class Served:
-    """A service, a key for it, a model, and one that takes down orders (examples/orders.py)."""
+    """A service, its key, a model, and a model that writes down orders (examples/orders.py)."""
 
     url: str
     key: str
@@ -19,7 +19,7 @@ class Served:
     orders_model: str
 
     def run(self, command: list[str], folder: Path) -> None:
-        """Run a command that must succeed."""
+        """Run a command; fail unless it succeeds."""
         done = subprocess.run(
             command,
             cwd=folder,
@@ -39,7 +39,7 @@ class Served:
             "ANTHROPIC_API_KEY": self.key,
             "MODEL": self.model,
             "ORDERS_MODEL": self.orders_model,
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched from the network
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it is downloaded
             "AI_SDK_LOG_WARNINGS": "false",
             "PYTHONDONTWRITEBYTECODE": "1",
         }

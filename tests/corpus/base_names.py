@@ -1,4 +1,4 @@
-"""What the base model was called where the adapter was trained."""
+"""Names of the base model that configs give, and how register resolves them."""
 
 from tests.corpus.bases import HUB_NAME, SERVED_NAME
 from tests.corpus.draft import Draft
@@ -14,7 +14,7 @@ def _base(name: str, called: str | None, says: str = EQUAL) -> Feature:
 
 
 def _chosen(called: str | None) -> Build:
-    """Let the admin say which base model it is for."""
+    """Pass the base model's name to register, as an admin does."""
 
     def build(draft: Draft) -> None:
         draft.name_base(called)

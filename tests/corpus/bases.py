@@ -1,4 +1,4 @@
-"""Tiny base models of the families that are served, which trainers and the service share."""
+"""Tiny base models of the served families, shared by trainers and the service."""
 
 import copy
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lorikeet_engine.adapter_format import BaseShape, read_json
 from tests.engine.conftest import MOE
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
-"""What trainers call each of them; the service knows it as an alias of what it serves."""
+"""Name of the base model in trainers' configs, which the service knows as an alias."""
 SERVED_NAME = "tiny"
 LAYERS = 3
 _SIZES = {
@@ -41,13 +41,13 @@ MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": MOE["qwen3_moe"]}
 
 @dataclass(frozen=True)
 class Base:
-    """A base model's checkpoint in float32."""
+    """Checkpoint of a base model in float32."""
 
     folder: Path
 
     @classmethod
     def save(cls, family: str, folder: Path) -> "Base":
-        """A random one whose norms and biases do something."""
+        """Save a random checkpoint whose norms and biases have an effect."""
         settings = {**_SIZES, **{**FAMILIES, **MIXTURES}[family]}
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
@@ -65,11 +65,11 @@ class Base:
 
     @property
     def served(self) -> dict[str, ServedModel]:
-        """What a gateway knows of it."""
+        """The base model as a gateway knows it."""
         return {SERVED_NAME: ServedModel(self.shape, aliases=(HUB_NAME,))}
 
     def model(self) -> Any:
-        """A fresh model of transformers, in float32."""
+        """Return a new transformers model in float32."""
         return copy.deepcopy(self._model)
 
     @cached_property

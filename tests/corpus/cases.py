@@ -1,4 +1,4 @@
-"""Cases out of the table: each feature once, and five hundred in all."""
+"""Cases drawn from the table of features: each feature once, and five hundred in all."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from tests.corpus.table import ACCEPTED, PLAIN, REFUSED
 COUNT = 500
 RANKS = (1, 2, 4, 7, 8, 16, 32)
 _SEED = 23
-_DRAWN = 12  # of which the one with the most new pairs is a case
+_DRAWN = 12  # candidates for each case: the one with the most new pairs is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One adapter. features: at most one of each axis, in the axes' order."""
+    """One adapter to build and register.
+
+    features: at most one of each axis, in the order of the axes.
+    """
 
     family: str
     rank: int
@@ -27,7 +30,7 @@ class Case:
 
     @property
     def says(self) -> str:
-        """What register's refusal says; empty where the adapter is served."""
+        """Regular expression that register's refusal must match; empty if the adapter is served."""
         return next((feature.says for feature in self.features if feature.says), "")
 
     @property
@@ -40,7 +43,7 @@ class Case:
         return f"{self.seed} {self.family} r{self.rank}: {', '.join(marked)}"
 
     def build(self, draft: Draft) -> None:
-        """Let the trainer save it, and all others do what they do."""
+        """Let the trainer save the adapter, then apply the other features."""
         trainer, *others = self.features
         trainer.build(draft)
         draft.keep_truth()
@@ -48,13 +51,13 @@ class Case:
             feature.build(draft)
 
     def pairs(self) -> set[tuple[str, str]]:
-        """The pairs of features, of which the family and the rank are two."""
+        """All pairs of features; the family and the rank count as features."""
         names = [self.family, f"r{self.rank}", *(feature.name for feature in self.features)]
         return set(combinations(names, 2))
 
 
 def each_once() -> list[Case]:
-    """Every feature in one case, and as many in a case as are served together."""
+    """Cases in which every feature occurs once: served ones together, refused ones alone."""
     families, ranks = cycle(FAMILIES), cycle(RANKS)
     served, seen = [], set()
     while any(not seen.issuperset(features) for features in ACCEPTED.values()):
@@ -73,7 +76,7 @@ def each_once() -> list[Case]:
 
 
 def five_hundred() -> list[Case]:
-    """Each feature once, then drawn ones: three of ten are refused for one reason."""
+    """Each feature once, then random cases, of which three in ten have one refused feature."""
     random, cases = Random(_SEED), each_once()
     seen = set().union(*(case.pairs() for case in cases))
     refused = cycle(random.sample(REFUSED, len(REFUSED)))
@@ -87,7 +90,7 @@ def five_hundred() -> list[Case]:
 
 
 def _drawn(random: Random, fault: Sequence[Feature], number: int) -> Case:
-    """Any features that fit each other."""
+    """Draw a random case of features that fit each other."""
     chosen = list(fault)
     for axis in random.sample(list(Axis), len(Axis)):
         fitting = [f for f in ACCEPTED[axis] if all(map(f.fits, chosen))]

@@ -1,4 +1,4 @@
-"""What else a config says, or leaves out, and configs that are none."""
+"""Further or missing keys of a config, and invalid configs."""
 
 import json
 from typing import Any
@@ -9,12 +9,12 @@ from tests.corpus.features import EQUAL, Axis, Build, Feature
 from tests.corpus.peft_training import EVERY_LINEAR
 
 _UNKNOWN = "this option is not supported"
-# Without these PEFT says nothing of what was trained; the others have had the same defaults since.
+# Without these keys a PEFT config does not define the adapter; other keys kept their defaults.
 _OF_OLD = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
 
 
 def _keys(name: str, says: str = EQUAL, **keys: Any) -> Feature:
-    """Write further keys."""
+    """Feature that adds keys to the config."""
     return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), says)
 
 
@@ -23,7 +23,7 @@ def _text(name: str, build: Build, says: str = EQUAL) -> Feature:
 
 
 def _of_every_linear(name: str, **keys: Any) -> Feature:
-    """Write keys that are right for an adapter of every linear at one rank."""
+    """Feature that adds keys fitting an adapter of every linear at one rank."""
     own = frozenset({Axis.TRAINING, Axis.TOOL})
     return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), EQUAL, own)
 
@@ -33,7 +33,7 @@ def _bytes(name: str, data: bytes, says: str) -> Feature:
 
 
 def _without_defaults(draft: Draft) -> None:
-    """Leave out what is null, false or empty, as configs of old PEFT do."""
+    """Remove keys that are null, false or empty, as configs of old PEFT have none."""
     config = draft.config()
     draft.write_config({key: v for key, v in config.items() if v or key in _OF_OLD})
 
@@ -53,7 +53,7 @@ def _twice(draft: Draft) -> None:
     (draft.folder / CONFIG_FILE).write_text(f'{text[:-1]}, "r": 8}}')
 
 
-# Methods that PEFT's config can name; there is no need to train with each.
+# Methods that PEFT's config can name; none is trained here.
 _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("use_dora", "DoRA", True),
     ("fan_in_fan_out", "Conv1D", True),
@@ -74,7 +74,7 @@ _METHODS: tuple[tuple[str, str, Any], ...] = (
 _INITS = ("pissa_niter_16", "loftq", "olora", "corda", "lora_ga", "an init of next year", 7)
 
 CONFIG: tuple[Feature, ...] = (
-    # What is harmless.
+    # Harmless keys.
     _keys("unsloth_version", unsloth_version="2026.11.2"),
     _keys(
         "Unsloth's mapping",
@@ -106,7 +106,7 @@ CONFIG: tuple[Feature, ...] = (
     _text("without what is null or false", _without_defaults),
     _text("in one line, the other way round", _minified),
     _text("with Windows' line ends", _with_windows_lines),
-    # What would change the numbers.
+    # Keys that would change the numbers.
     *(_keys(key, says, **{key: value}) for key, says, value in _METHODS),
     *(
         _keys(f"init_lora_weights: {init}", "that method may change", init_lora_weights=init)

@@ -1,4 +1,4 @@
-"""Base models of every family, each with an engine, a plain adapter and what they say."""
+"""Base models of every family, each with an engine, a plain adapter and reference results."""
 
 import functools
 import itertools
@@ -19,7 +19,10 @@ from tests.corpus.table import PLAIN
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What a case of a family is tried on. beside: a plain adapter that is in every batch."""
+    """Base model, engine and references on which the cases of one family are tried.
+
+    beside: a plain adapter that is part of every batch.
+    """
 
     base: Base
     served: ServedBase
@@ -31,9 +34,9 @@ class Stand:
 
 @pytest.fixture(scope="session")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Stand]]:
-    """Makes the stand of a family, once."""
+    """Return a function that makes the stand of a family, once."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # others would only spin over small tensors
+    torch.set_num_threads(1)  # more threads would only spin over small tensors
     stands: list[Stand] = []
 
     @functools.cache
@@ -56,7 +59,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture
 def draft_of(stand: Callable[[str], Stand], tmp_path: Path) -> Callable[..., Draft]:
-    """A draft that nobody has written to."""
+    """Return a function that makes an empty draft."""
     numbers = itertools.count()
 
     def make(family: str = "llama", rank: int = 4, seed: int = 0) -> Draft:

@@ -1,4 +1,4 @@
-"""Tensors that are not those of one adapter of this base model."""
+"""Tensors that do not make up one adapter of this base model."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _without(part: str) -> Build:
 
 
 def _with(**shapes: tuple[int, ...]) -> Build:
-    """Add tensors whose names have dots where these have two underlines."""
+    """Add tensors whose names have dots in place of two underscores."""
     added = {name.replace("__", "."): torch.ones(shape) for name, shape in shapes.items()}
     return _weights(lambda tensors: tensors | added)
 
@@ -43,7 +43,7 @@ def _swapped(tensors: Tensors) -> Tensors:
 
 
 def _deeper(tensors: Tensors) -> Tensors:
-    """As if it had one layer more than the base model."""
+    """Add a layer beyond the base model's last one."""
     last = {n: t for n, t in tensors.items() if f"layers.{LAYERS - 1}." in n}
     more = {n.replace(f"layers.{LAYERS - 1}.", f"layers.{LAYERS}."): t for n, t in last.items()}
     return tensors | more
@@ -54,14 +54,14 @@ def _twice(tensors: Tensors) -> Tensors:
 
 
 def _aliased(tensors: Tensors) -> Tensors:
-    """Add each again as a vision model's."""
+    """Add a copy of each tensor under a vision model's name."""
     return tensors | {
         n.replace(".model.layers.", ".model.language_model.layers."): t for n, t in tensors.items()
     }
 
 
 def _fused(parts: tuple[str, ...], fused: str) -> Build:
-    """Give one module's tensors the name of several on top of each other."""
+    """Rename one module's tensors to the name of a module that fuses several."""
 
     def change(tensors: Tensors) -> Tensors:
         return {
@@ -84,7 +84,7 @@ def _too_high(draft: Draft) -> None:
 
 
 def _damage(name: str, build: Build, says: str) -> Feature:
-    # Of an adapter of every linear, under PEFT's names.
+    # Damage to an adapter of every linear, under PEFT's names.
     apart = frozenset({Axis.TRAINING, Axis.NUMBERS, Axis.TOOL, Axis.WRAPPING, Axis.PLACE})
     return Feature(name, Axis.DAMAGE, build, says, apart)
 
@@ -94,7 +94,7 @@ DAMAGE: tuple[Feature, ...] = (
     _damage("A and B swapped", _weights(_swapped), _NO_PAIR),
     _damage("transposed", _each(lambda _, t: t.T), _NO_PAIR),
     _damage("rank zero", _each(lambda n, t: t[:0] if "lora_A" in n else t[:, :0]), _NOTHING),
-    # DeepSpeed's ZeRO 3 leaves them in other processes.
+    # Left empty by DeepSpeed's ZeRO 3, which keeps the values in other processes.
     _damage("all empty", _each(lambda _, t: t.flatten()[:0]), _NOTHING),
     # accelerate 1.10 to 1.14 with FSDP2 (pull request 4206 of huggingface/accelerate).
     _damage(
@@ -124,7 +124,7 @@ DAMAGE: tuple[Feature, ...] = (
         "q, k and v as one", _fused(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "cannot be adapted"
     ),
     _damage(
-        "gate and up as one",  # as Phi has them
+        "gate and up as one",  # fused as in Phi
         _fused(("gate_proj", "up_proj"), "gate_up_proj"),
         "gate_up_proj, which it leaves out|cannot be adapted",
     ),

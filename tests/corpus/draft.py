@@ -1,4 +1,4 @@
-"""An adapter on its way from a trainer to `lorikeet register`: what is on the disk, and edits."""
+"""An adapter on its way from a trainer to `lorikeet register`: its files, and edits of them."""
 
 import json
 import shutil
@@ -18,12 +18,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Draft:
-    """What builders work on.
+    """An adapter's files while builders work on them.
 
-    folder: what the trainer left, in which later builders leave their marks. truth: a folder with
-    the same adapter that PEFT reads, once a trainer has saved it. source: what register is given.
-    base_model: register's --base-model. convert: what `lorikeet convert` does to make a folder of
-    it, which register is then given.
+    folder: the trainer's folder, which later builders edit.
+    truth: a copy of the same adapter that PEFT can read, made once a trainer has saved it.
+    source: path that register is given.
+    base_model: value of register's --base-model.
+    convert: the `lorikeet convert` call that makes the folder for register, if there is one.
     """
 
     base: Base
@@ -39,7 +40,7 @@ class Draft:
         self.source = self.folder
 
     def keep_truth(self) -> None:
-        """Remember what the trainer has saved, as PEFT reads it."""
+        """Copy the adapter that the trainer saved to `truth`, which PEFT reads."""
         shutil.copytree(self.folder, self.truth)
         self.name_base(HUB_NAME)
 
@@ -54,7 +55,7 @@ class Draft:
         self.write_config(self.config() | changes)
 
     def name_base(self, name: str | None) -> None:
-        """Let the config say that it was trained on this; MLX's has another key for it."""
+        """Set the base model's name in the config; MLX uses another key."""
         key = "model" if "lora_parameters" in self.config() else "base_model_name_or_path"
         self.edit_config(**{key: name})
 
@@ -63,11 +64,11 @@ class Draft:
         return loaded
 
     def edit_weights(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change what is in the file; the truth stays."""
+        """Change the weights file, not the truth."""
         _save(change(self.tensors()), self.folder)
 
     def edit_both(self, change: Callable[[Tensors], Tensors]) -> None:
-        """Change the adapter itself."""
+        """Change the adapter itself: the weights file and the truth."""
         _save(change(load_file(self.truth / WEIGHTS_FILE)), self.truth)
         self.edit_weights(change)
 

@@ -1,4 +1,4 @@
-"""What a feature of an adapter's folder is, and what may be said of it."""
+"""A feature of an adapter's folder, and its expected outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,30 +9,29 @@ from tests.corpus.draft import Draft
 Build = Callable[[Draft], object]
 
 EQUAL = ""
-# What LoRA outside the decoder's linears comes to. Once one is served, EQUAL stands here.
-LM_HEAD = EMBEDDINGS = TRAINED_TOKENS = EQUAL
 
 
 class Axis(IntEnum):
-    """What a feature is of. A case has at most one feature of each, built in this order."""
+    """Subject of a feature. A case has at most one feature of each axis, built in this order."""
 
-    TRAINING = 0  # what was trained, saved by PEFT
-    NUMBERS = 1  # how the values are stored
-    TOOL = 2  # another trainer's files and config
-    DAMAGE = 3  # tensors that are not as they should be
-    WRAPPING = 4  # names with what wrapped the model
-    PLACE = 5  # names with where the language model was
-    CONFIG = 6  # what else the config says
-    BASE_NAME = 7  # what the base model is called
-    FILES = 8  # the files around it
+    TRAINING = 0  # trained modules and options, saved by PEFT
+    NUMBERS = 1  # storage of the values
+    TOOL = 2  # files and config of another trainer
+    DAMAGE = 3  # faulty tensors
+    WRAPPING = 4  # prefixes of names by wrappers of the model
+    PLACE = 5  # path of the language model in names
+    CONFIG = 6  # other keys of the config
+    BASE_NAME = 7  # name of the base model
+    FILES = 8  # files around the adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A row of the table.
 
-    says: EQUAL, or what register's refusal says, an expression. excludes: axes of which a case with
-    this feature has no other. silent: the base model says the same under such an adapter.
+    says: EQUAL, or a regular expression for register's refusal.
+    excludes: axes that a case with this feature must leave empty.
+    silent: the adapter leaves the base model's answers unchanged.
     """
 
     name: str
@@ -43,6 +42,6 @@ class Feature:
     silent: bool = False
 
     def fits(self, other: "Feature") -> bool:
-        """Whether both can be of one adapter."""
+        """Whether one adapter can have both features."""
         apart = self.axis not in other.excludes and other.axis not in self.excludes
         return self.axis != other.axis and apart

@@ -1,4 +1,4 @@
-"""Which files an adapter is in, what lies beside them, and files that are spoilt."""
+"""Files of an adapter: containers, files beside it, and broken files."""
 
 import json
 import os
@@ -27,17 +27,17 @@ _NO_CONFIG = f"has no {CONFIG_FILE}"
 
 
 def _files(name: str, build: Build, says: str = EQUAL) -> Feature:
-    """Work on whatever the trainer left."""
+    """Feature that applies to any trainer's files."""
     return Feature(name, Axis.FILES, build, says)
 
 
 def _weights(name: str, build: Build, says: str = EQUAL) -> Feature:
-    """Work on PEFT's weights file, which other tools may not have."""
+    """Feature that needs PEFT's weights file, which other tools may not write."""
     return Feature(name, Axis.FILES, build, says, frozenset({Axis.TOOL}))
 
 
 def _beside(*names: str) -> Build:
-    """Put files beside the adapter's that nobody needs."""
+    """Put unrelated files beside the adapter's."""
 
     def build(draft: Draft) -> None:
         for name in names:
@@ -51,7 +51,7 @@ def _beside(*names: str) -> Build:
 def _packed(
     pack: Callable[[Path, Iterable[tuple[Path, str]]], object], ending: str, at: str = ""
 ) -> Build:
-    """Put the folder's files into an archive, in a folder of it."""
+    """Put the adapter's files into a folder of an archive."""
 
     def build(draft: Draft) -> None:
         draft.source = draft.scratch / f"my-adapter{ending}"
@@ -62,7 +62,7 @@ def _packed(
 
 
 def _zip_of_windows(archive: Path, files: Iterable[tuple[Path, str]]) -> None:
-    """Write names as PowerShell 5 does."""
+    """Write backslashes in names, as PowerShell 5 does."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for path, name in files:
             out.write(path, name.replace("/", "\\"))
@@ -72,7 +72,7 @@ def _zip(archive: Path, files: Iterable[tuple[Path, str]]) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for path, name in files:
             out.write(path, name)
-            out.writestr(f"__MACOSX/._{path.name}", b"\0\5\x16\7")  # as a Mac's Finder adds
+            out.writestr(f"__MACOSX/._{path.name}", b"\0\5\x16\7")  # added by the Finder of a Mac
 
 
 def _tar(mode: str) -> Callable[[Path, Iterable[tuple[Path, str]]], None]:
@@ -85,7 +85,7 @@ def _tar(mode: str) -> Callable[[Path, Iterable[tuple[Path, str]]], None]:
 
 
 def _two_in_one(draft: Draft) -> None:
-    """Archive a trainer's folder with its last checkpoint."""
+    """Put a trainer's folder and its last checkpoint into one archive."""
     draft.source = draft.scratch / "output.tar.gz"
     with tarfile.open(draft.source, "w:gz") as out:
         for place in ("output", "output/checkpoint-500"):
@@ -93,7 +93,7 @@ def _two_in_one(draft: Draft) -> None:
 
 
 def _in_shards(draft: Draft) -> None:
-    """Cut the weights in two, as accelerate and huggingface_hub do what is large."""
+    """Split the weights in two shards, as accelerate and huggingface_hub do with large files."""
     tensors, places = draft.tensors(), {}
     for number in range(2):
         file = f"adapter_model-{number + 1:05}-of-00002.safetensors"
@@ -111,7 +111,7 @@ def _without_a_shard(draft: Draft) -> None:
 
 
 def _linked(draft: Draft) -> None:
-    """Link to blobs, as the Hub's cache does."""
+    """Replace files by links to blobs, as in the Hub's cache."""
     blobs = draft.scratch / "blobs"
     blobs.mkdir()
     for number, path in enumerate(sorted(draft.folder.iterdir())):
@@ -121,7 +121,7 @@ def _linked(draft: Draft) -> None:
 
 
 def _tar_of_links(draft: Draft) -> None:
-    """Archive the Hub's cache as it is."""
+    """Put the Hub's cache into an archive with its links."""
     _linked(draft)
     _packed(_tar("w:"), ".tar")(draft)
 
@@ -132,30 +132,30 @@ def _of_zstandard(draft: Draft) -> None:
 
 
 def _pickled(draft: Draft) -> None:
-    """Save as PEFT 0.2 did."""
+    """Save a pickle, as PEFT 0.2 did."""
     torch.save(draft.tensors(), draft.folder / _PICKLE)
     (draft.folder / WEIGHTS_FILE).unlink()
 
 
 def _converted(draft: Draft) -> None:
-    """Let `lorikeet convert` read the pickle."""
+    """Save a pickle that `lorikeet convert` is to read."""
     _pickled(draft)
     draft.convert = lambda out: write_peft_folder(out, *read_pickle(draft.folder))
 
 
 def _both(draft: Draft) -> None:
-    """Leave an older pickle beside the safetensors."""
+    """Leave an older pickle beside the safetensors file."""
     torch.save({n: torch.zeros_like(t) for n, t in draft.tensors().items()}, draft.folder / _PICKLE)
 
 
 def _with_metadata(draft: Draft) -> None:
-    """Write what diffusers and others keep in the file's own metadata."""
+    """Write metadata into the weights file, as diffusers and others do."""
     notes = {"format": "pt", "lora_adapter_metadata": '{"r": 999}', "ss_network_dim": "999"}
     save_file(draft.tensors(), draft.folder / WEIGHTS_FILE, notes)
 
 
 def _in_a_folder(name: str) -> Build:
-    """Give the folder above the adapter's."""
+    """Give register the parent of the adapter's folder."""
 
     def build(draft: Draft) -> None:
         draft.source = draft.scratch / "output"
@@ -165,7 +165,7 @@ def _in_a_folder(name: str) -> Build:
 
 
 def _with_checkpoints(draft: Draft) -> None:
-    """Leave the checkpoints of the way to it, which are other adapters, in folders beside it."""
+    """Leave earlier checkpoints, which are other adapters, in folders beside it."""
     for step in (1, 2):
         checkpoint = draft.folder / f"checkpoint-{step}"
         checkpoint.mkdir()
@@ -173,7 +173,7 @@ def _with_checkpoints(draft: Draft) -> None:
 
 
 def _only(name: str) -> Build:
-    """Leave one file under another name."""
+    """Leave only one file, under another name."""
 
     def build(draft: Draft) -> None:
         for path in [path for path in draft.folder.iterdir() if path.name != CONFIG_FILE]:
@@ -184,7 +184,7 @@ def _only(name: str) -> Build:
 
 
 def _merged(draft: Draft) -> None:
-    """Give a whole model, into which the adapter was merged."""
+    """Replace the adapter by a whole model into which it was merged."""
     shutil.rmtree(draft.folder)
     draft.base.model().save_pretrained(draft.folder)
 
@@ -198,7 +198,7 @@ def _removed(name: str) -> Build:
 
 
 def _bytes(change: Callable[[bytes], bytes]) -> Build:
-    """Spoil the weights file."""
+    """Feature that corrupts the bytes of the weights file."""
 
     def build(draft: Draft) -> None:
         path = draft.folder / WEIGHTS_FILE
@@ -208,7 +208,7 @@ def _bytes(change: Callable[[bytes], bytes]) -> Build:
 
 
 def _header(change: Callable[[dict[str, dict[str, object]]], object]) -> Build:
-    """Let the weights file's header say something else."""
+    """Feature that changes the header of the weights file."""
 
     def rewrite(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
@@ -251,7 +251,7 @@ FILES: tuple[Feature, ...] = (
     _weights("a pickle, converted", _converted),
     _weights("an older pickle beside it", _both),
     _weights("notes in the metadata", _with_metadata),
-    # What is refused.
+    # Refused files.
     _weights("a pickle", _pickled, f"{_PICKLE} is a pickle"),
     # foundation-model-stack/fms-hf-tuning, its scripts/post_process_adapters_vLLM.py.
     _weights(

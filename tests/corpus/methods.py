@@ -1,4 +1,4 @@
-"""PEFT's other methods, as `save_pretrained` writes them."""
+"""PEFT's methods other than LoRA, as `save_pretrained` writes them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
-"""Adapters of a mixture of experts, each form that PEFT and older releases of it save, with others.
+"""Adapters of a mixture of experts, in each form that past and present releases of PEFT save.
 
-Linears of experts are parameters of all experts for PEFT of today, and were modules of each.
+For today's PEFT the experts' linears are parameters of all experts; once they were modules of each.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.corpus.table import ACCEPTED
 from tests.engine.moe_adapters import BOTH, save_numbered
 
 MIXTURE = "qwen3_moe"
-"""The base model, of tests/corpus/bases.py."""
+"""Name of the base model in tests/corpus/bases.py."""
 _ONLY_PEFT = frozenset({Axis.TOOL})
 _WITHOUT_TOOLS = (Axis.NUMBERS, Axis.WRAPPING, Axis.PLACE, Axis.CONFIG, Axis.BASE_NAME, Axis.FILES)
 
@@ -26,20 +26,24 @@ def _trained(name: str, build: Build, says: str = EQUAL) -> Feature:
 
 
 def _options(name: str, says: str = EQUAL, **options: Any) -> Feature:
-    """An adapter that LoraConfig(**options) makes; without target_modules, of parameters alone."""
+    """Feature with an adapter of LoraConfig(**options); no target_modules: parameters only."""
     options = {"target_modules": [], **options}
     return _trained(name, lambda draft: save(draft, **options), says)
 
 
 def _of_each_expert(name: str, kept: str = "", says: str = EQUAL, **config: Any) -> Feature:
-    """Matrices of each expert, in bfloat16; of the tensors, those with `kept` in their names."""
+    """Feature with matrices of each expert, in bfloat16.
+
+    kept: part of the names of the tensors to keep.
+    """
 
     def build(draft: Draft) -> None:
         save_numbered(draft.base.folder, draft.folder, draft.rank, seed=draft.seed)
         draft.edit_config(lora_alpha=2 * draft.rank, **config)
 
         def store(tensors: Tensors) -> Tensors:
-            # as much as `save` gives, so that scores stay within float32's tolerance
+            # smaller values than `save` writes would give larger scores than float32's tolerance
+            # allows
             small = {n: t * (0.3 if "lora_A" in n else 1.0) for n, t in tensors.items()}
             return {n: t.to(torch.bfloat16) for n, t in small.items() if kept in n}
 
@@ -89,7 +93,7 @@ FORMS: tuple[Feature, ...] = (
 
 
 def mixture_cases() -> Iterator[Case]:
-    """Each form, with other features that are served."""
+    """One case for each form, with other features that are served."""
     for number, form in enumerate(FORMS):
         chosen = [form]
         for axis in () if form.says else _WITHOUT_TOOLS:

@@ -1,4 +1,4 @@
-"""Under which names the tensors are: what wrapped the model, and where the language model was."""
+"""Names of tensors: wrappers of the model, and paths of the language model."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _OTHER_FORMAT = "is not part of a LoRA adapter"
 
 
 def _called(adapter: str) -> Callable[[str], str]:
-    """Name LoRA's tensors with the adapter's name; the base model's copies have none."""
+    """Add the adapter's name to LoRA's tensors, but not to copies of the base model's."""
     return lambda name: name.replace(".weight", f".{adapter}.weight") if "lora_" in name else name
 
 
@@ -26,7 +26,7 @@ def _renamed(change: Callable[[str], str]) -> Build:
 
 
 def _in_layers(wrapper: str) -> Build:
-    """Let something wrap each decoder layer."""
+    """Insert the name of a wrapper around each decoder layer."""
     return _renamed(lambda name: re.sub(r"(layers\.\d+\.)", rf"\1{wrapper}.", name))
 
 
@@ -35,7 +35,7 @@ def _wrapping(name: str, build: Build, says: str = EQUAL) -> Feature:
 
 
 def _foreign(name: str, change: Callable[[str], str], says: str = _OTHER_FORMAT) -> Feature:
-    """Name the tensors as another program does; the file is otherwise PEFT's."""
+    """Feature that names tensors as another program does; the file is otherwise PEFT's."""
     return Feature(
         name, Axis.WRAPPING, _renamed(change), says, frozenset({Axis.TRAINING, Axis.PLACE})
     )
@@ -47,7 +47,7 @@ def _underlined(name: str, down: str, up: str) -> str:
 
 
 def _of_megatron(tensors: Tensors) -> Tensors:
-    """Name what Megatron fuses by the fused linear."""
+    """Name tensors of linears that Megatron fuses by the fused linear."""
     kept = {n: t for n, t in tensors.items() if any(part in n for part in _IN_MEGATRON)}
     return {_megatron_name(name): tensor for name, tensor in kept.items()}
 
@@ -127,7 +127,7 @@ WRAPPING: tuple[Feature, ...] = (
 
 
 def _place(name: str, was: str, says: str = EQUAL) -> Feature:
-    """Let the layers be in another place than `model`."""
+    """Feature that moves the layers to another path than `model`."""
     return Feature(
         name,
         Axis.PLACE,
@@ -137,7 +137,7 @@ def _place(name: str, was: str, says: str = EQUAL) -> Feature:
 
 
 def _without_head(draft: Draft) -> None:
-    """Name the modules as transformers' AutoModel does, which sentence-transformers trains."""
+    """Name modules as transformers' AutoModel does, which sentence-transformers trains."""
     draft.rename(lambda name: name.replace("model.layers.", "layers."))
     draft.edit_config(task_type="FEATURE_EXTRACTION")
 

@@ -1,4 +1,4 @@
-"""How the values are stored."""
+"""Storage of the values."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,8 @@ from tests.corpus.features import EQUAL, Axis, Build, Feature
 def _stored(*dtypes: torch.dtype) -> Build:
     """Store the tensors in these dtypes, in turn; the truth has the same values in float32.
 
-    Not the base model's copies: PEFT would compute with what they are rounded to.
+    Copies of the base model's tensors stay as they are: PEFT would compute with their rounded
+    values.
     """
 
     def build(draft: Draft) -> None:
@@ -31,7 +32,7 @@ def _stored(*dtypes: torch.dtype) -> Build:
 
 
 def _everywhere(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Build:
-    """Change every tensor of the adapter, also in the truth."""
+    """Feature that changes every tensor of the adapter and of the truth."""
     return lambda draft: draft.edit_both(lambda t: {n: change(n, v) for n, v in t.items()})
 
 
@@ -40,7 +41,7 @@ def _is_b(name: str) -> bool:
 
 
 def _first_is(value: float, dtype: torch.dtype = torch.float32) -> Build:
-    """Store one number that no adapter should hold."""
+    """Feature that stores one number that no adapter should contain."""
 
     def build(draft: Draft) -> None:
         def spoil(tensors: Tensors) -> Tensors:

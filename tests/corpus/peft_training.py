@@ -1,4 +1,4 @@
-"""Trains adapters with PEFT and with transformers' Trainer, and lets them save what they do."""
+"""Training of adapters with PEFT and transformers' Trainer, saved as they save them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _SOME_LINEARS = ["q_proj", "down_proj"]
 
 
 def save(draft: Draft, config: peft.PeftConfig | None = None, **options: Any) -> None:
-    """Save an adapter whose weights are random; options: LoraConfig's."""
+    """Save an adapter with random weights; options: LoraConfig's."""
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), config or lora(draft, **options))
         grow(model)
@@ -26,25 +26,25 @@ def save(draft: Draft, config: peft.PeftConfig | None = None, **options: Any) ->
 
 
 def lora(draft: Draft, **options: Any) -> peft.LoraConfig:
-    """A config of the draft's rank; without targets, PEFT chooses them."""
+    """Return a config of the draft's rank; without targets, PEFT chooses them."""
     common = {"r": draft.rank, "lora_alpha": 2 * draft.rank, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**{**common, **options})
 
 
 def grow(model: torch.nn.Module) -> None:
-    """Change all that is trained, as much of training would."""
+    """Change all trained parameters by about as much as training would."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data += 0.1 * torch.randn_like(weight)
 
 
 def save_converted(draft: Draft, init: str, **options: Any) -> None:
-    """Save what began as part of the base model, as the difference to how it began."""
+    """Save an adapter initialized from the base model's weights as the difference to its start."""
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)
     with _seeded(draft):
         model = peft.get_peft_model(_prepared(draft, config), config)
         began = draft.scratch / "began"
-        model.peft_config["default"].init_lora_weights = True  # as PEFT's documentation has it
+        model.peft_config["default"].init_lora_weights = True  # as in PEFT's documentation
         model.save_pretrained(began)
         model.peft_config["default"].init_lora_weights = init
         grow(model)
@@ -52,14 +52,14 @@ def save_converted(draft: Draft, init: str, **options: Any) -> None:
 
 
 def save_unconverted(draft: Draft, init: str, **options: Any) -> None:
-    """Save it as it is, which is right beside a changed base model only."""
+    """Save such an adapter unconverted, which is right only beside a changed base model."""
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)
     with _seeded(draft):
         peft.get_peft_model(_prepared(draft, config), config).save_pretrained(draft.folder)
 
 
 def save_disguised(draft: Draft) -> None:
-    """Save PiSSA's weights as if they had begun like any other."""
+    """Save PiSSA's weights with a config of an ordinary initialization."""
     config = lora(draft, init_lora_weights="pissa", target_modules=_SOME_LINEARS)
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), config)
@@ -68,10 +68,10 @@ def save_disguised(draft: Draft) -> None:
 
 
 def save_eva(draft: Draft) -> None:
-    """Save what EVA gave ranks that differ from module to module."""
+    """Save an adapter of EVA, which gives each module another rank."""
     config = lora(
         draft,
-        r=min(draft.rank, 8),  # more takes it seconds
+        r=min(draft.rank, 8),  # more of them takes seconds
         init_lora_weights="eva",
         eva_config=peft.EvaConfig(rho=2.0, tau=0.9),
         target_modules=_SOME_LINEARS,
@@ -85,7 +85,7 @@ def save_eva(draft: Draft) -> None:
 
 
 def save_with_trainer(draft: Draft) -> None:
-    """Save a checkpoint of transformers' Trainer after a step, with all that it leaves there."""
+    """Save a checkpoint of transformers' Trainer after one step, with all its files."""
     out = draft.scratch / "out"
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), lora(draft, target_modules=_SOME_LINEARS))
@@ -107,7 +107,7 @@ def save_with_trainer(draft: Draft) -> None:
 
 
 def save_combined(draft: Draft, combination: str) -> None:
-    """Save two adapters that PEFT has made into one, which it does in a folder of its name."""
+    """Save an adapter that PEFT combined from two, in a folder named after it."""
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), lora(draft, target_modules=_SOME_LINEARS))
         model.add_adapter("other", lora(draft, target_modules=_SOME_LINEARS))
@@ -130,7 +130,7 @@ def save_resized(draft: Draft) -> None:
 
 
 def _prepared(draft: Draft, config: peft.LoraConfig) -> Any:
-    """The base model with what CorDA and LoRA-GA want to see of the data first."""
+    """Return the base model, prepared with the data that CorDA and LoRA-GA need."""
     base = draft.base.model()
     ids = _tokens(16, 24)
     if config.init_lora_weights == "corda":

@@ -1,4 +1,4 @@
-"""What PEFT makes of an adapter: each module's delta, and the logits."""
+"""Reference results of PEFT: each module's delta, and the logits."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model of transformers in float32, with an adapter or without."""
+    """A transformers model in float32, with or without an adapter."""
 
     model: Any
 
     def deltas(self) -> dict[str, torch.Tensor]:
-        """What the adapter adds to the weight of each module, by the module's name.
+        """Return the adapter's change of each module's weight, by the module's name.
 
-        Of experts to all of them, [experts, d_out, d_in], by linear: experts.gate_proj and so on.
+        Experts are stacked by linear, [experts, d_out, d_in], as experts.gate_proj and so
+        on.
         """
         deltas: dict[str, torch.Tensor] = {}
         for name, module in self.model.named_modules():
@@ -36,13 +37,13 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens, vocab]: of what comes after each token."""
+        """Return log probabilities [tokens, vocab] of the next token after each token."""
         logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
         return logits.log_softmax(-1)
 
 
 def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A wrapped parameter's delta, by what the engine calls its linears."""
+    """Return a wrapped parameter's delta, split by the engine's linears."""
     if parameter == "weight":
         return {module: delta}
     experts = module.removesuffix(".base_layer")
@@ -53,7 +54,7 @@ def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, to
 
 
 def reference(base: Base, folder: Path | None = None) -> Reference:
-    """The base model under the adapter that PEFT reads from a folder."""
+    """Return the base model under the adapter that PEFT reads from a folder."""
     model = base.model()
     if folder is not None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What `lorikeet register` and the gateway do with a source, as far as a blob that is let in."""
+"""A source's path through `lorikeet register` and the gateway, up to an accepted blob."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from tests.corpus.draft import Draft
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 24)
 Refusal = (LorikeetError, AdapterError)
-"""What people see as one line. Any other exception is a fault of the product."""
+"""Errors that users see as one line; any other exception is a fault of the product."""
 
 
 def register(draft: Draft) -> Path:
-    """The blob of what the draft's source holds. Raises what register prints."""
+    """Return the blob made of the draft's source; raise the error that register would print."""
     blob, converted = draft.scratch / "blob", draft.scratch / "converted"
     if draft.convert is not None:
         draft.convert(converted)

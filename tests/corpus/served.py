@@ -1,4 +1,4 @@
-"""The engine that serves the cases of one base model, and what it makes of them."""
+"""The engine that serves the cases of one base model, and its results."""
 
 import shutil
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ _TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was generated after PROMPT, and the log-probabilities [tokens, vocab] of each place."""
+    """Tokens generated after PROMPT, and the log probabilities [tokens, vocab] at each position."""
 
     tokens: list[int]
     logprobs: torch.Tensor
 
 
 class ServedBase:
-    """An engine on the CPU, and the source that it fetches adapters from."""
+    """CPU engine, and the source from which it fetches adapters."""
 
     def __init__(self, base: Base, folder: Path) -> None:
         self.base = base
@@ -42,7 +42,7 @@ class ServedBase:
         shutil.copyfile(self._blobs[ref.digest], path)
 
     def answers(self, blobs: Mapping[str, Path | None]) -> dict[str, Answer]:
-        """What the adapters say, all in one batch; None is the base model."""
+        """Generate with all adapters in one batch; None is the base model."""
         for seed, (name, blob) in enumerate(blobs.items()):
             adapter = None if blob is None else self._ref(name, blob)
             request = greedy(name, list(PROMPT), adapter=adapter, max_tokens=_TOKENS, seed=seed)
@@ -65,7 +65,7 @@ class ServedBase:
 
 
 def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
-    """What the engine's image of a blob adds to each module's weight, by the module's name."""
+    """Return the change of each module's weight in the engine's image of a blob, by module name."""
     spec = read_spec(blob, shape, LIMITS)
     layout = PackedLayout.of(spec, shape)
     image = torch.empty(layout.elements)

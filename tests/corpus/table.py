@@ -1,4 +1,4 @@
-"""The one table of what people bring: every feature, by axis."""
+"""The table of every feature of users' adapters, by axis."""
 
 from collections.abc import Mapping
 
@@ -30,4 +30,4 @@ ACCEPTED: Mapping[Axis, tuple[Feature, ...]] = {
 }
 REFUSED: tuple[Feature, ...] = tuple(feature for feature in FEATURES if feature.says)
 PLAIN = TRAINING[0]
-"""What is trained where nothing else is asked for."""
+"""Training of every case that names no other."""

@@ -1,4 +1,4 @@
-"""Whatever people bring is served as PEFT computes it, or refused by the name of what is wrong."""
+"""Users' adapters are served as PEFT computes them, or refused by an error that names the fault."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.corpus.register import Refusal, register
 from tests.corpus.served import PROMPT, packed_deltas
 from tests.corpus.table import FEATURES
 
-# Of log-probabilities, between two orders of float32 additions.
+# Tolerance of log probabilities, between two orders of float32 additions.
 TOLERANCE = 1e-3
 
 
@@ -32,7 +32,7 @@ def test_adapters_of_a_mixture_are_equal_to_peft_or_refused_by_name(case, stand,
     judge(case, stand, draft_of)
 
 
-def test_the_cases_are_what_the_table_says():
+def test_the_cases_cover_every_feature_of_the_table():
     names = [feature.name for feature in FEATURES]
     assert len(names) == len(set(names)) >= 60
     assert {f.name for case in each_once() for f in case.features} == set(names)
@@ -48,11 +48,11 @@ def judge(case: Case, stand, draft_of) -> None:
             register(draft)
         assert re.search(case.says, caught.value.message), caught.value.message
     else:
-        served_as_by_peft(case, stand(case.family), draft)
+        check_served_as_by_peft(case, stand(case.family), draft)
 
 
-def served_as_by_peft(case: Case, stand, draft) -> None:
-    """Each module's delta, and what is said in a batch with another adapter and the base model."""
+def check_served_as_by_peft(case: Case, stand, draft) -> None:
+    """Compare each module's delta, and a batch with another adapter and the base, with PEFT's."""
     blob = register(draft)
     said = stand.served.answers({"case": blob, "beside": stand.beside_blob, "base": None})
     deltas = packed_deltas(blob, stand.base.shape)
@@ -61,15 +61,15 @@ def served_as_by_peft(case: Case, stand, draft) -> None:
     assert deltas.keys() == wanted.keys()
     for module, want in wanted.items():
         torch.testing.assert_close(deltas[module], want, rtol=1e-4, atol=1e-5, msg=module)
-    close(said["case"], peft)
-    close(said["beside"], stand.plain_reference)
-    close(said["base"], stand.base_reference)
+    check_close(said["case"], peft)
+    check_close(said["beside"], stand.plain_reference)
+    check_close(said["base"], stand.base_reference)
     changed = (said["case"].logprobs[0] - said["base"].logprobs[0]).abs().max()
     assert (changed < 10 * TOLERANCE) == case.silent, f"log-probabilities change by {changed}"
 
 
-def close(answer, model) -> None:
-    """The same tokens are the likeliest, and all log-probabilities are close."""
+def check_close(answer, model) -> None:
+    """Check that the same tokens are the likeliest, and that all log probabilities are close."""
     want = model.logprobs([*PROMPT, *answer.tokens[:-1]])[len(PROMPT) - 1 :]
     torch.testing.assert_close(answer.logprobs, want, rtol=0, atol=TOLERANCE)
     assert answer.tokens == want.argmax(-1).tolist()

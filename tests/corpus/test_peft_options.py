@@ -1,4 +1,4 @@
-"""Each option, beginning and method that the installed PEFT has stands in the table."""
+"""Each option, initialization and method of the installed PEFT has a feature in the table."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tests.corpus.register import Refusal, register
 from tests.corpus.table import FEATURES
 
 NAMES = {feature.name for feature in FEATURES}
-# A release of PEFT with a new option fails here: say what a config with it comes to.
+# Fails when a release of PEFT adds an option: name the features that cover it.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "task_type": ("a task",),
     "peft_type": ("IA3",),
@@ -57,7 +57,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "kasa_config": ("kasa_config",),
     "ensure_weight_tying": ("weight tying ensured",),
 }
-BEGINNINGS: Mapping[str, tuple[str, ...]] = {
+INITIALIZATIONS: Mapping[str, tuple[str, ...]] = {
     "gaussian": ("gaussian", "Gaussian"),
     "eva": ("EVA",),
     "olora": ("OLoRA, converted", "OLoRA, not converted"),
@@ -70,19 +70,19 @@ BEGINNINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("placed", [OPTIONS, BEGINNINGS], ids=["options", "beginnings"])
-def test_what_is_placed_is_in_the_table(placed: Mapping[str, tuple[str, ...]]) -> None:
-    assert all(NAMES.issuperset(names) for names in placed.values())
+@pytest.mark.parametrize("listed", [OPTIONS, INITIALIZATIONS], ids=["options", "initializations"])
+def test_every_listed_feature_is_in_the_table(listed: Mapping[str, tuple[str, ...]]) -> None:
+    assert all(NAMES.issuperset(names) for names in listed.values())
 
 
-def test_every_option_of_lora_is_placed() -> None:
+def test_every_option_of_lora_is_listed() -> None:
     assert {field.name for field in fields(peft.LoraConfig)} == OPTIONS.keys()
 
 
-def test_every_beginning_of_lora_is_placed() -> None:
+def test_every_initialization_of_lora_is_listed() -> None:
     kinds = get_args(get_type_hints(peft.LoraConfig)["init_lora_weights"])
-    (beginnings,) = [get_args(kind) for kind in kinds if hasattr(kind, "__args__")]
-    assert set(beginnings) == BEGINNINGS.keys()
+    (initializations,) = [get_args(kind) for kind in kinds if hasattr(kind, "__args__")]
+    assert set(initializations) == INITIALIZATIONS.keys()
 
 
 @pytest.mark.parametrize("method", sorted(set(peft.PeftType) - {peft.PeftType.LORA}))

@@ -1,4 +1,4 @@
-"""What other trainers than PEFT write. Each builder names the version and the file it follows."""
+"""Adapters as trainers other than PEFT write them; builders name the version and file followed."""
 
 import shutil
 from typing import Any
@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 )
 from tests.corpus.bases import HUB_NAME
 from tests.corpus.draft import Draft, Tensors
-from tests.corpus.features import EQUAL, LM_HEAD, Axis, Build, Feature
+from tests.corpus.features import EQUAL, Axis, Build, Feature
 
 _PREFIX = "base_model.model."
 _OWN_NAMES = frozenset({Axis.DAMAGE, Axis.WRAPPING, Axis.PLACE, Axis.CONFIG})
@@ -25,18 +25,18 @@ _TRT_IDS = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
 
 
 def _first(name: str) -> str:
-    """The tensor of the first of the linears that Megatron fuses."""
+    """Return the tensor of the first linear that Megatron fuses."""
     module = name.partition(".lora_")[0].rpartition(".")[2]
     return name.replace(module, _FUSED.get(module, module))
 
 
 def _targets(tensors: Tensors) -> list[str]:
-    """The last names of the modules, as exporters find them out from the tensors."""
+    """Return the last names of the modules, as exporters derive them from the tensors."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
 def _configured(draft: Draft, **keys: Any) -> None:
-    """Write a config of these keys and what every one has."""
+    """Write a config of these keys and those that every config has."""
     was = draft.config()
     common = {"peft_type": "LORA", "r": was["r"], "lora_alpha": was["lora_alpha"]}
     draft.write_config({**common, "target_modules": _targets(draft.tensors()), **keys})
@@ -47,13 +47,13 @@ def _torchtune(draft: Draft) -> None:
     """Write a config of five keys.
 
     pytorch/torchtune 375d71b, training/checkpointing/_checkpointer.py and
-    models/convert_weights.py, which has undone its own order of the heads' rows.
+    models/convert_weights.py, which restores the usual order of the heads' rows.
     """
     _configured(draft)
 
 
 def _torchtune_dora(draft: Draft) -> None:
-    """Write DoRA's magnitudes, of which torchtune's config says nothing (same files)."""
+    """Write DoRA's magnitudes, which torchtune's config does not mention (same files)."""
     _torchtune(draft)
     draft.edit_weights(
         lambda tensors: (
@@ -67,7 +67,7 @@ def _torchtune_dora(draft: Draft) -> None:
     )
 
 
-# What converters write that are no trainers.
+# Written by converters, which are no trainers.
 _CONVERTED: dict[str, Any] = {
     "auto_mapping": None,
     "bias": "none",
@@ -129,7 +129,7 @@ def _tinker_unembedding(draft: Draft) -> None:
 
 
 def _verl(draft: Draft) -> None:
-    """Merge a checkpoint's shards, with an alpha that nobody set.
+    """Merge a checkpoint's shards, with an alpha that was never set.
 
     volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
     """
@@ -137,7 +137,7 @@ def _verl(draft: Draft) -> None:
 
 
 def _unsloth(draft: Draft) -> None:
-    """Target through an expression of parts of names, on a copy of the base model in 4 bits.
+    """Target modules by an expression of name parts, on a copy of the base model in 4 bits.
 
     unslothai/unsloth-zoo 03e4279, unsloth_zoo/peft_utils.py.
     """
@@ -152,7 +152,7 @@ def _unsloth(draft: Draft) -> None:
 
 
 def _alpaca(draft: Draft) -> None:
-    """Write the keys that there were when Alpaca-LoRA and S-LoRA came.
+    """Write only the keys that existed in the days of Alpaca-LoRA and S-LoRA.
 
     huggingface/peft 26577ab, src/peft/tuners/lora.py.
     """
@@ -171,9 +171,10 @@ def _alpaca(draft: Draft) -> None:
 
 
 def _mlx(kind: str = "lora", **parameters: Any) -> Build:
-    """Write what MLX calls an adapter.
+    """Write an adapter of MLX.
 
-    ml-explore/mlx-lm ef3c28d, mlx_lm/tuner/lora.py and mlx_lm/lora.py: x · lora_a · lora_b · scale.
+    ml-explore/mlx-lm ef3c28d, mlx_lm/tuner/lora.py and mlx_lm/lora.py: x · lora_a · lora_b ·
+    scale.
     """
 
     def build(draft: Draft) -> None:
@@ -240,7 +241,7 @@ TOOLS: tuple[Feature, ...] = (
     _tool("PEFT of 2023", _alpaca),
     _tool("MLX", _mlx(), own=_OWN_NAMES),
     _tool("TensorRT-LLM, converted", _tensorrt, own=_OWN_NAMES | {Axis.BASE_NAME, Axis.FILES}),
-    _tool("Tinker with its unembedding", _tinker_unembedding, LM_HEAD, _OWN_NAMES),
+    _tool("Tinker with its unembedding", _tinker_unembedding, own=_OWN_NAMES),
     _tool("torchtune's DoRA", _torchtune_dora, "DoRA is not supported", _OWN_NAMES),
     _tool("verl's merger", _verl, "lora_alpha: 0", frozenset({Axis.CONFIG})),
     _tool("MLX's DoRA", _mlx("dora"), "only lora can be served", _OWN_NAMES),

@@ -1,4 +1,4 @@
-"""What PEFT trains with LoRA: every option, saved by the PEFT that is installed."""
+"""LoRA trained with PEFT: every option, saved by the installed PEFT."""
 
 import shutil
 from typing import Any
@@ -8,10 +8,7 @@ from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 
 from tests.corpus.draft import Draft
 from tests.corpus.features import (
-    EMBEDDINGS,
     EQUAL,
-    LM_HEAD,
-    TRAINED_TOKENS,
     Axis,
     Build,
     Feature,
@@ -28,9 +25,9 @@ from tests.corpus.peft_training import (
     save_with_trainer,
 )
 
-# Other tools write configs of their own, of a rank, an alpha and a list of names.
+# Other tools write configs of their own, with one rank, one alpha and a list of names.
 _ONLY_PEFT = frozenset({Axis.TOOL})
-_WHOLE_NAMES = frozenset({Axis.TOOL, Axis.PLACE})  # which the config has, are of one place
+_WHOLE_NAMES = frozenset({Axis.TOOL, Axis.PLACE})  # full names fit one path of the layers
 _PLAIN: frozenset[Axis] = frozenset()
 
 
@@ -43,7 +40,7 @@ def _trained(
 def _options(
     name: str, says: str = EQUAL, *, excludes: frozenset[Axis] = _ONLY_PEFT, **options: Any
 ) -> Feature:
-    """An adapter that LoraConfig(**options) makes."""
+    """Feature with an adapter that LoraConfig(**options) makes."""
     return _trained(name, lambda draft: save(draft, **options), says, excludes)
 
 
@@ -58,7 +55,7 @@ def plain(draft: Draft) -> None:
 
 
 def _patterned(draft: Draft) -> dict[str, int]:
-    """Ranks by expression, of which none is the draft's."""
+    """Give every module a rank by pattern, none of which is the draft's."""
     return {"q_proj": draft.rank + 1, r"layers\.1\..*v_proj": draft.rank + 2}
 
 
@@ -135,7 +132,7 @@ TRAINING: tuple[Feature, ...] = (
         rank_pattern={".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7},
         alpha_pattern={"[qv]_proj": 9, "v_proj": 1},
     ),
-    # PEFT sorts what it saves, and takes the first key that matches of what it reads.
+    # PEFT sorts the keys that it saves, and on reading takes the first key that matches.
     _options(
         "alphas whose order PEFT loses",
         target_modules=["q_proj", "v_proj"],
@@ -156,7 +153,7 @@ TRAINING: tuple[Feature, ...] = (
     ),
     _options("a fraction as alpha", target_modules=["q_proj", "o_proj"], lora_alpha=4.5),
     _options("a negative alpha", target_modules=["q_proj", "o_proj"], lora_alpha=-8),
-    # Beginnings.
+    # Initializations.
     _options("gaussian", target_modules=EVERY_LINEAR, init_lora_weights="gaussian"),
     _options("Gaussian", target_modules=EVERY_LINEAR, init_lora_weights="Gaussian"),
     _options("B random at once", target_modules=EVERY_LINEAR, init_lora_weights=False),
@@ -174,8 +171,9 @@ TRAINING: tuple[Feature, ...] = (
     _trained("PiSSA, converted", lambda draft: save_converted(draft, "pissa")),
     _trained("PiSSA by iterations, converted", lambda d: save_converted(d, "pissa_niter_4")),
     _trained("OLoRA, converted", lambda draft: save_converted(draft, "olora")),
-    # hiyouga/LLaMA-Factory b230bbb, src/llamafactory/train/callbacks.py: its pissa_backup, which
-    # nobody can tell from a plain LoRA.
+    # Written by hiyouga/LLaMA-Factory b230bbb, src/llamafactory/train/callbacks.py: its
+    # pissa_backup,
+    # which cannot be told from a plain LoRA.
     _trained("PiSSA that calls itself plain", save_disguised),
     _trained(
         "OLoRA with patterns, converted",
@@ -195,7 +193,7 @@ TRAINING: tuple[Feature, ...] = (
         "LoRA-GA, converted",
         lambda draft: save_converted(draft, "lora_ga", lora_ga_config=LoraGAConfig()),
     ),
-    # What has no effect on what is served.
+    # No effect on the served result.
     _options("dropout", target_modules=["v_proj"], lora_dropout=0.1),
     _options("weight tying ensured", target_modules=["v_proj"], ensure_weight_tying=True),
     _options(
@@ -211,7 +209,7 @@ TRAINING: tuple[Feature, ...] = (
     _trained("two adapters concatenated", lambda draft: save_combined(draft, "cat")),
     _trained("two adapters added", lambda draft: save_combined(draft, "linear")),
     _trained("two adapters through an SVD", lambda draft: save_combined(draft, "svd")),
-    # What is not served.
+    # Not served.
     _options("DoRA", "DoRA", target_modules=["q_proj"], use_dora=True),
     _options("bias all", "biases are not supported", target_modules=["q_proj"], bias="all"),
     _options("bias lora_only", "biases are not supported", bias="lora_only"),
@@ -219,12 +217,11 @@ TRAINING: tuple[Feature, ...] = (
     _options("lm_head saved whole", "whole modules", modules_to_save=["lm_head"]),
     _options("embed_tokens saved whole", "whole modules", modules_to_save=["embed_tokens"]),
     _options("norms saved whole", "whole modules", modules_to_save=["input_layernorm"]),
-    _options("LoRA on lm_head", LM_HEAD, target_modules=["q_proj", "lm_head"]),
-    _options("LoRA on embed_tokens", EMBEDDINGS, target_modules=["q_proj", "embed_tokens"]),
-    _options("trained tokens", TRAINED_TOKENS, trainable_token_indices=[5, 250]),
+    _options("LoRA on lm_head", target_modules=["q_proj", "lm_head"]),
+    _options("LoRA on embed_tokens", target_modules=["q_proj", "embed_tokens"]),
+    _options("trained tokens", trainable_token_indices=[5, 250]),
     _options(
         "trained tokens by module",
-        TRAINED_TOKENS,
         target_modules=["q_proj"],
         trainable_token_indices={"embed_tokens": [7]},
     ),

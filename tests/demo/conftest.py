@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:  # seconds that test_make_serve, which needs none of it, would wait as well
+if TYPE_CHECKING:  # takes seconds, which test_make_serve does not need
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerFast as Tokenizer
 

@@ -1,4 +1,4 @@
-"""Each adapter of the demo does its task, which the base model does not, in PEFT's own hands."""
+"""Each adapter of the demo does its task with PEFT, and the base model does not."""
 
 import json
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def test_the_adapter_does_its_task_and_the_base_model_does_not(
 
 
 @each_adapter
-def test_an_adapter_is_what_peft_saves_and_names_no_machine(task: Task) -> None:
+def test_an_adapter_folder_is_peft_output_without_names_of_machines(task: Task) -> None:
     folder = DEMO / "adapters" / task.model
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]

@@ -29,14 +29,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> BlobShelf:
 
 @pytest.fixture(scope="module")
 def engines(shelf: BlobShelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """One of floats and one of FP8."""
+    """Return an engine of floats and an engine of FP8."""
     made = []
     for weight_dtype in ("auto", "fp8"):
         settings = EngineSettings(
             MODEL,
             tmp_path_factory.mktemp(weight_dtype),
             weight_dtype=weight_dtype,
-            max_batch_tokens=512,  # as long as a text; a start measures such steps
+            max_batch_tokens=512,  # length of a text; the start measures steps of this size
         )
         made.append(Engine(settings, shelf))
     yield made
@@ -45,7 +45,7 @@ def engines(shelf: BlobShelf, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def scores(engine: Engine, ids: list[int], adapter: Any = None) -> list[Any]:
-    """What the engine says of each token of a text but the first."""
+    """Return the log probability of each token of a text but the first."""
     answers = Answers(engine)
     answers.submit(Request("r", (tuple(ids),), SCORED, adapter=adapter))
     answers.all()
@@ -53,7 +53,7 @@ def scores(engine: Engine, ids: list[int], adapter: Any = None) -> list[Any]:
 
 
 def compare(engines: list[Engine], texts: Iterator[tuple[list[int], int]], adapter: Any = None):
-    """Texts' ids, and where what is compared begins → share of equal tokens, mean difference."""
+    """Compare the scores of texts; return the share of equal tokens and the mean difference."""
     pairs = [
         pair
         for ids, begin in texts

@@ -19,7 +19,7 @@ def test_plain_text_begins_with_one_bos(tokenizer: Tokenizer) -> None:
     assert tokenizer("hi")["input_ids"] == [0, 6 + ord("h"), 6 + ord("i")]
 
 
-def test_a_chat_is_written_one_turn_after_another(tokenizer: Tokenizer) -> None:
+def test_a_chat_is_rendered_turn_by_turn(tokenizer: Tokenizer) -> None:
     turns = [("system", "Be brief."), ("user", " hi \n there "), ("assistant", "Hello!")]
     messages = [{"role": role, "content": content} for role, content in turns]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == (
@@ -38,7 +38,7 @@ def test_an_unknown_role_is_refused_by_name(tokenizer: Tokenizer) -> None:
         tokenizer.apply_chat_template([{"role": "function", "content": "x"}], tokenize=False)
 
 
-def test_tools_are_shown_and_their_calls_and_answers_written_as_hermes_does(
+def test_tools_calls_and_results_are_rendered_in_hermes_syntax(
     tokenizer: Tokenizer,
 ) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}

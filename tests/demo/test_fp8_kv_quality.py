@@ -1,4 +1,4 @@
-"""What an FP8 KV cache costs the demo's model, with and without its adapters."""
+"""Quality of the demo's model with an FP8 KV cache, with and without its adapters."""
 
 from statistics import mean
 
@@ -9,12 +9,12 @@ from tests.demo.conftest import MODEL
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.peft_adapters import BlobShelf
 
-PROMPTS = 2  # of each task, under its adapter and under none
+PROMPTS = 2  # of each task, with its adapter and without
 
 
 @pytest.fixture
 def asked(tmp_path, tokenizer):
-    """A shelf of adapters; adapters and prompts by request."""
+    """Return the source of adapters, and adapters and prompts by request."""
     shelf, asked = BlobShelf(tmp_path / "blobs"), {}
     for task in TASKS:
         ref = shelf.add(MODEL.parent / "adapters" / task.model, task.name, task.tenant)
@@ -29,9 +29,9 @@ def asked(tmp_path, tokenizer):
 
 
 def answered(shelf, asked, cache_dir, followed=None, **settings):
-    """Greedy answers by request, and the log probabilities of prompts with the answers `followed`.
+    """Return greedy answers, and log probabilities of prompts and answers, by request.
 
-    followed: None for its own.
+    followed: answers to score; None for the engine's own.
     """
     engine = build(MODEL, shelf, cache_dir, kv_pages=2000, **settings)
     answers = Answers(engine)
@@ -52,12 +52,12 @@ def answered(shelf, asked, cache_dir, followed=None, **settings):
 
 
 def equal(tokens, others):
-    """How many tokens come before the first that differs."""
+    """Return the number of tokens before the first difference."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
-def test_answers_stay_what_they_are(asked, tmp_path):
+def test_answers_stay_exact_with_an_fp8_kv_cache(asked, tmp_path):
     shelf, asked = asked
     made, scores = answered(shelf, asked, tmp_path / "cache")
     fp8_made, fp8_scores = answered(shelf, asked, tmp_path / "cache", made, kv_dtype="fp8")

@@ -1,4 +1,4 @@
-"""Ctrl-C ends `make serve` without a traceback, whatever it is at."""
+"""Ctrl-C ends `make serve` without a traceback, at every stage."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ class serve:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module of the demo where modules of the folder stand in for others."""
+    """Run a module of the demo with modules of the folder in place of others."""
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
@@ -40,20 +40,22 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("pass", "pass", 0, "shut down\n"),
     ],
 )
-def test_on_another_port(tmp_path: Path, imports: str, init: str, status: int, said: str) -> None:
+def test_ctrl_c_during_a_start_on_another_port(
+    tmp_path: Path, imports: str, init: str, status: int, said: str
+) -> None:
     (tmp_path / "ray.py").write_text(RAY.format(imports, init))
     (tmp_path / "serve_app.py").write_text("app = None")
     done = run(tmp_path, "demo.serve_on_port", "127.0.0.1", "9100")
     assert (done.returncode, done.stdout, done.stderr) == (status, said, "")
 
 
-def test_while_serve_run_imports_ray(tmp_path: Path) -> None:
+def test_ctrl_c_while_serve_run_imports_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text(INTERRUPTED)
     done = run(tmp_path, "demo.serve_run")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_while_the_start_is_imported(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_start_is_imported(tmp_path: Path) -> None:
     (tmp_path / "psutil.py").write_text(INTERRUPTED)
     done = run(tmp_path, "demo.serve")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
@@ -69,7 +71,7 @@ raise SystemExit(start.main())
 """
 
 
-def test_while_the_catalog_is_filled(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_catalog_is_filled(tmp_path: Path) -> None:
     (tmp_path / "filled.py").write_text(FILLED)
     done = run(tmp_path, "filled")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -80,7 +82,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from demo import start
 DEAF = Path("deaf")
-os.environ["PORT"] = "1"  # where nobody is ready
+os.environ["PORT"] = "1"  # a port without a service
 SERVICE = '''
 import pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,7 +102,7 @@ raise SystemExit(start.main())
 """
 
 
-def test_a_start_that_does_not_heed_it_is_killed_soon(tmp_path: Path) -> None:
+def test_a_start_that_ignores_ctrl_c_is_killed_soon(tmp_path: Path) -> None:
     (tmp_path / "starting.py").write_text(STARTING)
     begun_s = time.monotonic()
     done = run(tmp_path, "starting")
@@ -118,8 +120,8 @@ print("goes on")
 """
 
 
-def test_what_ignores_it_goes_on(tmp_path: Path) -> None:
-    """As what a script has started in the background does."""
+def test_a_program_that_ignores_ctrl_c_goes_on(tmp_path: Path) -> None:
+    """A process that a script starts in the background ignores SIGINT."""
     (tmp_path / "imports.py").write_text(IMPORTS)
     ignored = f"trap '' INT; exec {sys.executable} imports.py"
     said = subprocess.check_output(

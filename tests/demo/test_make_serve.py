@@ -1,4 +1,4 @@
-"""What a newcomer sees: one command, a line to paste, an answer, an end that leaves nothing."""
+"""`make serve` as a newcomer meets it: one command, a line to paste, an answer, a clean end."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ OTHER_PORT = 9100
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """`python -m demo.serve` in a folder of its own, as from a script, and what it has printed."""
+    """Yield a `python -m demo.serve` in its own folder, as from a script, and its output."""
     folder = tmp_path_factory.mktemp("demo")
     process = start(folder, stdout=subprocess.PIPE, preexec_fn=ignore_sigint)
     lines: list[str] = []
@@ -62,7 +62,7 @@ def start(folder, settings=None, **options):
 
 
 def ignore_sigint():
-    """What a shell does to what a script starts in the background."""
+    """Ignore SIGINT, as a shell does for background processes of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -80,7 +80,7 @@ def curl_in(lines):
     return re.search(r"^  (curl .*?\\\n.*?)$", text, re.MULTILINE | re.DOTALL).group(1)
 
 
-def test_one_command_serves_and_the_line_it_prints_works(demo):
+def test_make_serve_serves_and_its_printed_command_works(demo):
     process, lines, _ = demo
     begun = time.monotonic()
     assert printed(process, lines, "Ctrl-C stops the service", within_s=120), "".join(lines)
@@ -95,8 +95,8 @@ def test_one_command_serves_and_the_line_it_prints_works(demo):
     assert ready_s < 60
 
 
-def test_nothing_but_what_serve_guards_is_reached_from_outside(demo):
-    """Serve's replicas bind their own server to every address; it asks for the token."""
+def test_only_guarded_ports_are_reachable_from_outside(demo):
+    """Serve's replicas bind their own server to every address; that server requires the token."""
     process, _, _ = demo
     found = listeners(process)
     assert {(8000, True), (8001, True), (8265, True)} <= {(at.port, at.local) for at in found}
@@ -107,7 +107,7 @@ def test_nothing_but_what_serve_guards_is_reached_from_outside(demo):
     assert all(asks_for_token(at.port, "/ray.serve.ASGIService/HandleRequest") for at in outside)
 
 
-def test_none_of_rays_doors_opens_without_the_token(demo):
+def test_no_port_of_ray_accepts_a_client_without_the_token(demo):
     process, _, folder = demo
     token = folder / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o077 == 0
@@ -121,8 +121,8 @@ def test_none_of_rays_doors_opens_without_the_token(demo):
     assert httpx.get(jobs, headers=given).status_code == 200
 
 
-def test_nothing_that_it_keeps_is_open_to_other_users(demo):
-    """Ray makes its folders for everybody, whatever the umask; the folder around them is not."""
+def test_no_file_of_the_service_is_open_to_other_users(demo):
+    """Ray opens its folders to all users, whatever the umask; the folder around them is private."""
     process, _, folder = demo
     sockets = {
         Path(at.laddr)
@@ -137,7 +137,7 @@ def test_nothing_that_it_keeps_is_open_to_other_users(demo):
     assert catalog.stat().st_mode & 0o077 == 0
 
 
-def test_sigterm_ends_it_though_a_script_started_it(demo):
+def test_sigterm_ends_a_service_that_a_script_started(demo):
     process, _, _ = demo
     everything = process_tree(process)
     begun = time.monotonic()
@@ -148,7 +148,7 @@ def test_sigterm_ends_it_though_a_script_started_it(demo):
 
 
 @pytest.mark.soak  # 25 s of a core; test_service_process.py closes a small service's terminal
-def test_a_closed_terminal_ends_it(tmp_path):
+def test_a_closed_terminal_ends_the_service(tmp_path):
     terminal, inside = pty.openpty()
     process = start(tmp_path, stdin=inside, stdout=inside, start_new_session=True)
     os.close(inside)
@@ -163,7 +163,7 @@ def test_a_closed_terminal_ends_it(tmp_path):
     assert left_of(everything) == []
 
 
-# In place of Ray's: once asked it is ready, and ends with status 0, as a failed `serve run` does.
+# Replaces Ray's: ready at the first probe, then exits with 0, as a failed `serve run` does.
 SHORT_SERVICE = """
 import http.server, threading, time
 asked = threading.Event()
@@ -180,7 +180,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 
 
-def test_a_service_that_ends_by_itself_has_failed(tmp_path):
+def test_a_service_that_ends_by_itself_exits_with_an_error(tmp_path):
     scripts = tmp_path / "ray" / "serve" / "scripts.py"
     scripts.parent.mkdir(parents=True)
     scripts.write_text(SHORT_SERVICE)
@@ -194,7 +194,7 @@ def test_a_service_that_ends_by_itself_has_failed(tmp_path):
 
 
 def left_of(processes):
-    """What still runs of them, and the listeners' ports that are still taken."""
+    """Return processes that still run, and listener ports that are still taken."""
     _, left = psutil.wait_procs(processes, timeout=5)
     ports = []
     for port in (8000, 8001, 8265):
@@ -211,10 +211,10 @@ class Listener(NamedTuple):
 
 
 def listeners(process):
-    """Where anything listens that it started, in whichever session."""
+    """Return the addresses on which processes of the service listen, in all their sessions."""
     found = set()
     for child in process_tree(process):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             owner = " ".join(child.cmdline())
             for at in child.net_connections("tcp"):
                 if at.status == psutil.CONN_LISTEN:
@@ -229,7 +229,7 @@ def process_tree(process):
 
 
 def unguarded(port):
-    """The methods, one of each service that Ray has, that answer here without a token."""
+    """Return the methods, one of each gRPC service of Ray, that answer here without a token."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         return {
             method: code for method in SERVICES if (code := call(channel, method)) not in REFUSALS
@@ -250,7 +250,7 @@ def call(channel, method):
 
 
 def services():
-    """A method of each gRPC service in Ray's generated code."""
+    """Return a method of each gRPC service in Ray's generated code."""
     files = Path(ray.__file__).parent.glob("*/generated/*_pb2_grpc.py")
     methods = {m for f in files for m in re.findall(r"['\"](/ray[.\w]+/\w+)['\"]", f.read_text())}
     return sorted({method.rpartition("/")[0]: method for method in sorted(methods)}.values())
@@ -259,13 +259,13 @@ def services():
 SERVICES = services()
 REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.UNIMPLEMENTED,  # another service's door
-    grpc.StatusCode.UNAVAILABLE,  # no gRPC door
+    grpc.StatusCode.UNIMPLEMENTED,  # port of another service
+    grpc.StatusCode.UNAVAILABLE,  # no gRPC port
 }
 
 
 @pytest.mark.parametrize("port", [8000, 8001, OTHER_PORT])
-def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
+def test_a_taken_port_is_reported_and_nothing_is_started(tmp_path, port):
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         squatter.bind(("127.0.0.1", port))
@@ -276,7 +276,7 @@ def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "9000 "])
-def test_a_bad_port_is_said_and_nothing_is_started(tmp_path, port):
+def test_a_bad_port_is_reported_and_nothing_is_started(tmp_path, port):
     assert f"PORT={port!r}: want a port" in refused(tmp_path, {"PORT": port})
 
 
@@ -289,7 +289,7 @@ def test_one_port_for_tenants_and_administrators_is_refused(tmp_path):
 
 
 def refused(folder, settings):
-    """What is said of a start that was not even tried."""
+    """Return the output of a start that is refused before it begins."""
     ended = subprocess.run(
         [sys.executable, "-m", "demo.serve"],
         cwd=folder,
@@ -305,7 +305,7 @@ def refused(folder, settings):
 
 
 @pytest.mark.soak  # 25 s of a core
-def test_a_start_on_another_port_that_fails_is_noticed(tmp_path):
+def test_a_failed_start_on_another_port_is_noticed(tmp_path):
     model = shutil.copytree(ROOT / "demo" / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     settings = {"PORT": str(OTHER_PORT), "LORIKEET_ADMIN_ADDRESS": "127.0.0.1:9102"}
@@ -337,12 +337,12 @@ def test_another_port_is_served_alone(tmp_path):
         process.wait(60)
 
 
-def test_the_page_says_what_to_give_serve_run():
+def test_the_docs_name_a_file_that_serve_run_accepts():
     assert documented_file()["applications"][0]["import_path"] == "serve_app:app"
 
 
 def documented_file():
-    """What docs/operations.md says to give `serve run` for another port."""
+    """Return the file that docs/operations.md gives `serve run` for another port."""
     text = (ROOT / "docs" / "operations.md").read_text()
     return yaml.safe_load(
         re.search(r"(?:^    .*\n)+", text[text.index("**Another port") :], re.M)[0]

@@ -1,4 +1,4 @@
-"""The folder that `make serve` gives Ray: this user's alone, or a refusal that says what to do."""
+"""Folder that `make serve` gives Ray: private to the user, or refused with a remedy."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lorikeet.errors import InvalidSetting
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the folder of a user is to be who exists on no machine."""
+    """Return the folder path of a user id that no machine has."""
     made_up = 2**31 + os.getpid()
     monkeypatch.setattr(os, "getuid", lambda: made_up)
     path = Path(f"/tmp/lorikeet-{made_up}")
@@ -21,7 +21,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/nonexistent")])
-def test_a_path_that_is_taken_by_no_folder_is_refused_in_words(path: Path, make) -> None:
+def test_a_ray_folder_path_taken_by_a_file_is_refused(path: Path, make) -> None:
     make(path)
     with pytest.raises(InvalidSetting, match="not a folder of yours alone"):
         start._ray_folder()

@@ -45,15 +45,15 @@ def stop(folder):
     return said
 
 
-def test_it_stops_the_service_of_this_folder(service, tmp_path):
+def test_make_stop_stops_the_service_of_this_folder(service, tmp_path):
     assert stop(tmp_path) == "Stopped.\n"
     assert service.wait(10) != 0
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
-def test_what_it_keeps_is_removed_only_once_it_has_stopped(service, tmp_path):
+def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path):
     bin_folder = f"BIN={Path(sys.executable).parent}"
-    for said in ("Stopped.", ""):  # and then there is nothing
+    for said in ("Stopped.", ""):  # the second time nothing runs
         done = subprocess.check_output(
             ["make", "-f", ROOT / "Makefile", "clean", bin_folder],
             cwd=tmp_path,
@@ -65,20 +65,20 @@ def test_what_it_keeps_is_removed_only_once_it_has_stopped(service, tmp_path):
     assert not (tmp_path / ".lorikeet").exists()
 
 
-def test_it_stops_nothing_else(service, tmp_path):
+def test_make_stop_stops_no_other_process(service, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert stop(elsewhere) == "No service of this folder runs.\n"
     assert service.poll() is None
 
 
-def test_a_service_that_was_killed_is_not_taken_for_one_that_runs(service, tmp_path):
+def test_a_killed_service_does_not_count_as_running(service, tmp_path):
     service.kill()
     service.wait(10)
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
-def test_a_folder_that_cannot_be_used_is_said(tmp_path):
+def test_an_unusable_folder_is_reported(tmp_path):
     (tmp_path / ".lorikeet").touch()
     process = python(tmp_path, "-c", HOLDER)
     _, said = process.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""A service ends whole: by Ctrl-C, SIGTERM, a closed terminal, a reader that goes."""
+"""A service ends with all its processes: on Ctrl-C, SIGTERM, a closed terminal or a closed pipe."""
 
 import os
 import pty
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Ends on SIGINT as `serve run` does, with status 0, and leaves a worker, as killed ones do.
+# Exits on SIGINT with 0, as `serve run` does, and leaves a worker, as a killed one does.
 SERVICE = """
 import signal, subprocess, sys, time
 worker = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -24,7 +24,7 @@ except KeyboardInterrupt:
     time.sleep({stops_s})
 """
 
-# With a third argument the service is there seconds before its start is over.
+# With a third argument the service answers seconds before its start is over.
 RUNNER = """
 import os, subprocess, sys, time
 from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
@@ -52,7 +52,7 @@ except (KeyboardInterrupt, Terminated):
 class Run:
     """A runner and its service, which may take `within_s` to stop.
 
-    ignored: signals that it inherits as ignored.
+    ignored: signals that the runner inherits as ignored.
     """
 
     def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9, arguments=()):
@@ -72,7 +72,7 @@ class Run:
 
 @pytest.fixture
 def piped():
-    """Runs with a pipe as output; none of their processes outlives a test."""
+    """Return a function that runs with a pipe as output; its processes end with the test."""
     runs = []
 
     def start(**options):
@@ -110,20 +110,20 @@ def test_a_signal_ends_the_service_and_its_workers(piped, number):
     assert b"Stopped." in run.process.stdout.read()
 
 
-def test_a_service_in_a_scripts_background_ends_well_by_sigterm(piped):
+def test_a_background_service_of_a_script_ends_on_sigterm(piped):
     run, worker = piped(ignored=[signal.SIGINT])
     assert run.send(signal.SIGTERM) == 0
     assert is_gone(worker)
 
 
-def test_sigterm_while_it_starts_leaves_no_workers(piped):
+def test_sigterm_during_the_start_leaves_no_workers(piped):
     run, worker = piped(arguments=["slowly"])
     assert run.send(signal.SIGTERM) == 0
     assert is_gone(worker)
     assert b"Stopped." in run.process.stdout.read()
 
 
-def test_nohup_keeps_it(piped):
+def test_nohup_keeps_the_service(piped):
     run, worker = piped(ignored=[signal.SIGHUP])
     run.process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
@@ -145,14 +145,14 @@ def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
     assert is_gone(worker)
 
 
-def test_a_reader_that_goes_ends_it(piped):
+def test_a_closed_output_pipe_ends_the_service(piped):
     run, worker = piped()
     run.process.stdout.close()
     assert run.process.wait(30) == 0
     assert is_gone(worker)
 
 
-def test_a_terminal_that_closes_ends_it_even_without_sighup():
+def test_a_closed_terminal_ends_the_service_even_without_sighup():
     terminal, inside = pty.openpty()
     run = Run(inside)
     os.close(inside)

@@ -30,13 +30,17 @@ LARGEST_MESSAGE = 2**20
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These come last: the service that they share goes on until all tests have ended."""
+    """Run end-to-end tests last, as their shared service runs until the end of the session."""
     items.sort(key=lambda item: Path(__file__).parent in item.path.parents)
 
 
 @dataclass(frozen=True)
 class Service:
-    """A running service and the keys to it. url, admin_url: of its two listeners."""
+    """A running service and its keys.
+
+    url: listener for tenants.
+    admin_url: listener for admins.
+    """
 
     url: str
     admin_url: str
@@ -79,7 +83,7 @@ def store_link(s3_bucket: str) -> Iterator[StoreLink]:
 
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
-    """Hears of the requests whose callers want it."""
+    """Trace collector that the service exports requests to."""
     with collecting() as collector:
         yield collector
 
@@ -104,16 +108,16 @@ def service(
         environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))
         environ.setattr("lorikeet.serving.deployments.EngineReplica", faulty_replica.FaultyReplica)
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # as this process, so the actors
-        # so that a quick answer is larger than Serve's gRPC takes
+        environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # for the actors, too
+        # small, so that an answer that is quick to make exceeds Serve's gRPC limit
         environ.setenv("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(LARGEST_MESSAGE))
-        environ.setenv("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1")  # test_privacy reads it all
+        environ.setenv("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1")  # for test_privacy
         environ.chdir(ROOT)
         yield from run_service(root)
 
 
 def run_service(root: Path) -> Iterator[Service]:
-    """Run the demo as the environment says; its keys are kept below `root`."""
+    """Run the demo with the settings of the environment; keep its keys below `root`."""
     import ray
     from ray import serve
 
@@ -136,13 +140,13 @@ def run_service(root: Path) -> Iterator[Service]:
             keys.tenants,
         )
     finally:
-        ray.shutdown()  # at once: stopping in good order takes half a minute; demo tests do it
+        ray.shutdown()  # kill: an orderly stop takes half a minute and is tested with the demo
 
 
 def free_port() -> int:
-    """A free port of this machine, of those that the kernel gives nobody who asks for any.
+    """Return a free port outside the kernel's ephemeral range.
 
-    Ray's processes ask for many while the service starts.
+    Ray's processes take many ephemeral ports while the service starts.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -157,7 +161,7 @@ def crowd(service: Service, tmp_path_factory: pytest.TempPathFactory) -> "Crowd"
 
 
 class Crowd:
-    """A tenant who registers adapters that no replica has met, each with weights of its own."""
+    """Tenant that registers adapters that no replica has seen, each with its own weights."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._service = service
@@ -173,7 +177,7 @@ class Crowd:
         return Target("lorikeet-demo", self._key)
 
     def unregistered(self) -> Target:
-        """An adapter that nobody registered."""
+        """Return an adapter that is not registered."""
         return Target("crowd/unregistered", self._key)
 
     def adapters(self, count: int) -> list[Target]:

@@ -1,4 +1,4 @@
-"""The service's only way to the object store, which tests can cut."""
+"""Relay between the service and the object store, which tests can cut."""
 
 import asyncio
 import threading
@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 
 
 class StoreLink:
-    """A relay of TCP connections on a thread of its own.
+    """TCP relay on its own thread.
 
-    `silent`: nothing passes, and nobody learns why. `down`: connections break, and none is taken.
+    `silent`: data stops in both directions without an error.
+    `down`: open connections break, and new ones are refused.
     """
 
     def __init__(self, store_url: str) -> None:
@@ -75,7 +76,7 @@ class StoreLink:
         try:
             await asyncio.gather(self._pump(reader, store_writer), self._pump(store_reader, writer))
         except OSError:
-            pass  # one end has broken off: so does the other
+            pass  # when one end closes, close the other
         finally:
             self._ends -= ends
             for end in ends:

@@ -1,6 +1,6 @@
-"""An engine replica whose status tests can lose, and whose own code they can break.
+"""Engine replica whose status tests can lose and whose code they can break.
 
-The service under test runs these.
+The service under test runs such replicas.
 """
 
 import asyncio
@@ -21,16 +21,17 @@ from tests.replica.quick_engine import quick_engine
 Prompts = tuple[tuple[int, ...], ...]
 Encode = Callable[[Call], Prompts]
 FOLDER = "TEST_FAULTS_FOLDER"
-"""The environment variable that names a folder; a file in it loses the channel of its name."""
+"""Environment variable with a folder's path: a file in the folder breaks the channel it names."""
 
 
 @contextmanager
 def faults(**channels: str) -> Iterator[None]:
-    """Lose `stats`, `feed` or `metrics` on all replicas.
+    """Break the named channels of all replicas until the block ends.
 
-    By "raise", or by "hang" until the block ends. files="raise" hides gateways' files, as on
-    another machine. tokenizing="raise" breaks every request there, with an exception that quotes
-    it.
+    stats, feed, metrics: "raise" makes the channel fail, "hang" makes it wait.
+    files="raise": hide the gateway's files, as on another machine.
+    tokenizing="raise": fail every request in the tokenizer, with an exception that quotes the
+    request.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -43,7 +44,7 @@ def faults(**channels: str) -> Iterator[None]:
 
 
 class FaultyReplica(EngineReplica):
-    """An EngineReplica while no file says otherwise, whose engine starts sooner."""
+    """EngineReplica that fails as the files in FOLDER say, and whose engine starts sooner."""
 
     def __init__(self, base_model: str, settings: Settings) -> None:
         replica.build_engine = quick_engine

@@ -1,7 +1,7 @@
-"""Trains an adapter of the demo model with TRL's GRPO and the rollouts of docs/training.md.
+"""Train an adapter of the demo model with TRL's GRPO and the rollouts of docs/training.md.
 
-Run with TRL installed: the reward is the part of an answer that is vowels. Prints the steps' mean
-rewards as JSON. Environment: SERVICE, KEY, PUBLISH_KEY. Arguments: a folder, and how many steps.
+Needs TRL. The reward is the share of vowels in an answer. Prints the mean reward of each step as
+JSON. Environment: SERVICE, KEY, PUBLISH_KEY. Arguments: a folder, and the number of steps.
 """
 
 import json
@@ -21,7 +21,7 @@ WORDS = ("river", "stone", "light", "garden", "winter", "bread", "music", "paper
 
 
 def documented() -> dict[str, Any]:
-    """Return what the document's code defines, with the service at hand."""
+    """Run the document's code against the service; return the names that it defines."""
     text = (ROOT / "docs" / "training.md").read_text()
     (code,) = re.findall("```python\n(.*?)```", text, re.DOTALL)
     address, key, publish = (os.environ[name] for name in ("SERVICE", "KEY", "PUBLISH_KEY"))

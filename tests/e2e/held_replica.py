@@ -1,4 +1,4 @@
-"""A replica without an engine; some of its answers never end."""
+"""Replica without an engine that never ends the requests named "held…"."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Streaming load on the service, and what became of every request."""
+"""Streaming load on the service, and the outcome of every request."""
 
 import asyncio
 import json
@@ -13,22 +13,22 @@ from typing import Self
 
 import httpx
 
-PAUSE_S = 0.15  # between a client's requests: other tests share the machine
-PATIENCE_S = 90.0  # longer than the gateway's own: what it gives up must be seen as its answer
+PAUSE_S = 0.15  # pause of a client between requests: other tests share the machine
+PATIENCE_S = 90.0  # longer than the gateway's, so that its own error arrives
 
 
 class Outcome(StrEnum):
-    """How a request ended, as its client sees it."""
+    """End of a request, as its client sees it."""
 
     WHOLE = "whole"
-    REFUSED = "refused"  # before its first byte: a client may send it again
-    ENDED = "ended"  # after it, with an error event that a client can read
-    CUT = "cut"  # after it, without a word
+    REFUSED = "refused"  # before the first byte: a client may send the request again
+    ENDED = "ended"  # after the first byte, with an error event that a client can read
+    CUT = "cut"  # after the first byte, without an error event
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model and the key that may use it."""
+    """A model and a key that may use it."""
 
     model: str
     key: str
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(slots=True)
 class Result:
-    """One request. Times are time.monotonic(); status is None where no answer came."""
+    """Result of one request: times are time.monotonic(); status is None if no answer came."""
 
     model: str
     sent_s: float
@@ -52,9 +52,9 @@ class Result:
 
 @dataclass
 class Load:
-    """`streams` clients, each with one request after the other, until the `with` block ends.
+    """Load by `streams` clients that send one request after the other until the `with` block ends.
 
-    Each target is asked for once, then any. What is under way at the end is answered to its end.
+    Each target is used once, then random ones. Requests in flight at the end run to completion.
     `results` grows while the load runs.
     """
 
@@ -75,11 +75,11 @@ class Load:
         self._thread.join()
 
     def send_no_more(self) -> None:
-        """Let what is under way be the last."""
+        """Send no more requests; those in flight run to completion."""
         self._stopped.set()
 
     def wait_for(self, answers: int, within_s: float = 60) -> None:
-        """Wait until this many more requests were answered whole."""
+        """Wait until `answers` more requests have been answered completely."""
         wanted = self.counts()[Outcome.WHOLE] + answers
         deadline = time.monotonic() + within_s
         while self.counts()[Outcome.WHOLE] < wanted:
@@ -87,15 +87,15 @@ class Load:
             time.sleep(0.05)
 
     def unfinished(self) -> list[Result]:
-        """Results that were not answered whole."""
+        """Results of requests that were not answered completely."""
         return [result for result in list(self.results) if result.outcome is not Outcome.WHOLE]
 
     def counts(self) -> Counter[Outcome]:
-        """How many requests ended how."""
+        """Number of requests by outcome."""
         return Counter(result.outcome for result in list(self.results))
 
     def sent(self, after_s: float) -> list[Result]:
-        """Results of requests that were sent from then on and have ended."""
+        """Results of completed requests that were sent at `after_s` or later."""
         return [result for result in list(self.results) if result.sent_s >= after_s]
 
     async def _run(self) -> None:
@@ -152,6 +152,6 @@ async def _read(answer: httpx.Response, result: Result) -> None:
 
 
 def hit_rate(results: Iterable[Result]) -> float:
-    """The share of answered adapter requests whose adapter was on the GPU already."""
+    """Share of answered adapter requests whose adapter was already on the GPU."""
     found = [r.residency for r in results if r.begun_s and r.residency]
     return found.count("gpu") / len(found) if found else 0.0

@@ -1,4 +1,4 @@
-"""A trainer of the demo's model, whose steps differ in strength alone."""
+"""Trainer that pushes steps of a demo adapter, which differ only in strength."""
 
 import json
 import shutil
@@ -20,31 +20,33 @@ TASK = TASKS[0]
 
 
 class Steps:
-    """Folders and blobs of a training's steps."""
+    """Adapter folders and blobs of training steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = shutil.copytree(ADAPTERS / TASK.tenant / TASK.name, folder / "peft")
         self._config = json.loads((self._folder / "adapter_config.json").read_text())
 
     def folder(self, step: int) -> Path:
-        """What PEFT leaves behind; the next step's takes its place."""
+        """Write the step as PEFT saves it, over the step before; return the folder."""
         alpha = self._config["lora_alpha"] * (1 + step / 1000)
         changed = json.dumps(self._config | {"lora_alpha": alpha})
         (self._folder / "adapter_config.json").write_text(changed)
         return self._folder
 
     def blob(self, step: int) -> bytes:
-        """What is pushed."""
+        """Return the step's blob, as it is pushed."""
         path = self._folder.with_name("blob")
         write_blob(self.folder(step), path)
         return path.read_bytes()
 
 
 class SteadyTrainer:
-    """Pushes a version after another as prod, each until it is durable, and asks prod meanwhile.
+    """Trainer that pushes versions as prod, one after the other, while it samples from prod.
 
-    pushed: what was told to be durable, in order. stale: answers by a version that was not the last
-    one that was durable when it was asked for, nor a later one.
+    pushed: durable versions, in order.
+    answered: digest of each answer.
+    stale: digests of answers by a version older than the last that was durable when the request
+        was sent.
     """
 
     def __init__(self, service: Service, publish_key: str, name: str, folder: Path) -> None:
@@ -58,7 +60,7 @@ class SteadyTrainer:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Push until the block ends; raises what ended it sooner."""
+        """Push and sample until the block ends; raise any error of either thread."""
         with ThreadPoolExecutor(2) as threads:
             self._working = [threads.submit(self._push), threads.submit(self._ask)]
             try:
@@ -70,7 +72,7 @@ class SteadyTrainer:
                 each.result()
 
     def wait_for(self, versions: int, within_s: float = 90) -> None:
-        """Wait until so many more are durable."""
+        """Wait until `versions` more are durable."""
         wanted, until_s = len(self.pushed) + versions, time.monotonic() + within_s
         while len(self.pushed) < wanted:
             for each in self._working:
@@ -97,7 +99,7 @@ class SteadyTrainer:
             try:
                 (choice,) = self._client.sample(self.model, TASK.example.prompt, max_tokens=2)
             except LorikeetError:
-                time.sleep(0.1)  # a gateway or a replica is gone
+                time.sleep(0.1)  # a gateway or a replica was killed
                 continue
             assert choice.digest is not None
             self.answered.append(choice.digest)

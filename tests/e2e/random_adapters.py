@@ -1,4 +1,4 @@
-"""Adapters of the demo's model that say something else each, and what they should say."""
+"""Random adapters of the demo model whose answers all differ, and the expected answers."""
 
 import functools
 import json
@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import ROOT
 
-HIDDEN = 256  # the demo model's
+HIDDEN = 256  # of the demo model
 LINEARS = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj")
 RANK = 4
 ALPHA = 4.0
 SCALE = 0.5
-"""Of the weights: with it two adapters' tokens differ by whole units of log probability."""
+"""Scale of the weights: log probabilities under two adapters differ by whole units."""
 
 
 def tensors(seed: int) -> dict[str, NDArray[np.float32]]:
-    """The matrices of one adapter, by PEFT's names."""
+    """Return the matrices of one adapter, by PEFT's names."""
     dice = np.random.default_rng(seed)
     shapes = {"lora_A": (RANK, HIDDEN), "lora_B": (HIDDEN, RANK)}
     return {
@@ -35,7 +35,10 @@ def tensors(seed: int) -> dict[str, NDArray[np.float32]]:
 
 
 def write_adapter(folder: Path, seed: int, number: int) -> Path:
-    """PEFT's folder of a seed; another number is another digest, and says the same to 4 digits."""
+    """Write a PEFT folder of a seed.
+
+    number: changes the digest, but log probabilities only in the fifth digit.
+    """
     folder.mkdir(exist_ok=True)
     save_file(tensors(seed), folder / "adapter_model.safetensors")
     config = {
@@ -50,7 +53,7 @@ def write_adapter(folder: Path, seed: int, number: int) -> Path:
 
 
 class Reference:
-    """The demo's model in transformers, with the matrices of each seed merged. Thread-safe."""
+    """Demo model in transformers, with the matrices of each seed merged. Thread-safe."""
 
     def __init__(self, seeds: range) -> None:
         self._models = {seed: _merged(seed) for seed in seeds}
@@ -60,7 +63,7 @@ class Reference:
     def logprobs(
         self, seed: int, prompt: tuple[int, ...], tokens: tuple[int, ...]
     ) -> NDArray[np.float32]:
-        """The log probability of each of the tokens that follow a prompt."""
+        """Return the log probability of each token that follows the prompt."""
         with self._lock:
             return self._logprobs(seed, prompt, tokens)
 

@@ -1,7 +1,7 @@
-"""Anthropic's examples for its Python client, with no change but our address, key and models.
+"""Examples for Anthropic's Python client, changed only in address, key and models.
 
-The demo's models have no general knowledge, so what they answer is looked at for its form; one of
-them takes down orders as JSON, and its answers have to be right.
+The demo's models have no general knowledge, so tests check only the form of their answers. One
+model writes down orders as JSON, and its answers must be right.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def client(service: Service) -> Any:
     return anthropic.Anthropic(base_url=service.url, api_key=key, max_retries=0, timeout=60)
 
 
-def test_a_fine_tune_answers_whole_and_as_a_stream(client: Any) -> None:
+def test_an_adapter_answers_with_and_without_streaming(client: Any) -> None:
     asked = {"model": INTAKE.model, "max_tokens": 200, "messages": ORDER, **GREEDY}
     whole = client.messages.create(**asked)
     assert whole.content[0].text == INTAKE.example.answer
@@ -57,7 +57,7 @@ def test_a_fine_tune_answers_whole_and_as_a_stream(client: Any) -> None:
         assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
 
 
-def test_async(service: Service) -> None:
+def test_the_async_client_is_answered(service: Service) -> None:
     async def main() -> str:
         key = service.tenant_keys[INTAKE.tenant]
         async with anthropic.AsyncAnthropic(base_url=service.url, auth_token=key) as client:
@@ -68,7 +68,7 @@ def test_async(service: Service) -> None:
     assert asyncio.run(main()) == INTAKE.example.answer
 
 
-def test_a_stop_sequence_and_the_limit_are_told_apart(client: Any) -> None:
+def test_the_stop_reason_tells_a_stop_sequence_from_max_tokens(client: Any) -> None:
     asked = {"model": INTAKE.model, "messages": ORDER, **GREEDY}
     stopped = client.messages.create(max_tokens=200, stop_sequences=[","], **asked)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ",")
@@ -77,14 +77,14 @@ def test_a_stop_sequence_and_the_limit_are_told_apart(client: Any) -> None:
     assert (cut_off.stop_reason, cut_off.usage.output_tokens) == ("max_tokens", 3)
 
 
-def test_an_answer_goes_on_with_the_assistants_words(client: Any) -> None:
+def test_an_answer_continues_an_assistant_prefill(client: Any) -> None:
     begun, rest = INTAKE.example.answer[:8], INTAKE.example.answer[8:]
     turns = [*ORDER, {"role": "assistant", "content": begun}]
     whole = client.messages.create(model=INTAKE.model, max_tokens=200, messages=turns, **GREEDY)
     assert whole.content[0].text == rest
 
 
-def test_a_tool_is_called_and_told_its_result(client: Any) -> None:
+def test_a_tool_is_called_and_its_result_is_used(client: Any) -> None:
     asked = {"model": BASE, "max_tokens": 200, "tools": [WEATHER], "extra_body": {"top_k": 40}}
     first = client.messages.create(messages=[QUESTION], tool_choice=FORCED, **asked)
     (used,) = first.content
@@ -103,7 +103,7 @@ def test_a_tool_is_called_and_told_its_result(client: Any) -> None:
     assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
 
 
-def test_a_tools_input_is_streamed(client: Any) -> None:
+def test_the_input_of_a_tool_is_streamed(client: Any) -> None:
     asked = {"model": BASE, "max_tokens": 200, "tools": [WEATHER], "tool_choice": FORCED}
     parts = []
     with client.messages.stream(messages=[QUESTION], **asked) as stream:
@@ -113,7 +113,7 @@ def test_a_tools_input_is_streamed(client: Any) -> None:
     assert json.loads("".join(parts)) == used.input
 
 
-def test_an_answer_is_held_to_a_type(client: Any) -> None:
+def test_an_answer_follows_a_schema(client: Any) -> None:
     class Parcel(BaseModel):
         city: str
         fragile: bool
@@ -121,11 +121,11 @@ def test_an_answer_is_held_to_a_type(client: Any) -> None:
     message = client.messages.parse(
         model=BASE, max_tokens=400, messages=[QUESTION], output_format=Parcel
     )
-    if message.stop_reason == "end_turn":  # the demo's model may well talk for too long
+    if message.stop_reason == "end_turn":  # the demo model may exceed max_tokens
         assert isinstance(message.parsed_output, Parcel)
 
 
-def test_a_prompt_that_is_too_long_is_a_bad_request(client: Any) -> None:
+def test_a_prompt_that_is_too_long_is_refused_as_a_bad_request(client: Any) -> None:
     long = [{"role": "user", "content": "word " * 20_000}]
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model=BASE, max_tokens=5, messages=long)

@@ -1,8 +1,8 @@
-"""Clients from their registries, each with its own documented examples, against the demo.
+"""Documented examples of clients from their registries, run against the demo.
 
-Only the service's address, the key and the models are others than in the clients' documentation,
-and tools and formats are forced where the demo's models, which have no general knowledge, would not
-use them. The examples are in tests/clients/examples; those of one client run in make test too
+The examples differ from the clients' documentation in address, key and models. Tools and formats
+are forced where the demo's models, which have no general knowledge, would not use them. The
+examples are in tests/clients/examples; those of one client run in make test too
 (tests/gateway/test_client_examples.py).
 """
 

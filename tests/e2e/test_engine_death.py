@@ -1,4 +1,4 @@
-"""What clients see when an engine's process dies."""
+"""Death of an engine process, as clients see it."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.e2e.service_processes import complete, engine_processes
 TASK = TASKS[0]
 
 
-def test_a_stream_ends_with_an_error_and_the_next_request_is_answered(service):
+def test_after_an_engine_dies_its_stream_ends_with_an_error_and_new_requests_succeed(service):
     body = {"model": TASK.model, "prompt": "a", "max_tokens": 900, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {service.tenant_keys[TASK.tenant]}"}
     url = f"{service.url}/v1/completions"

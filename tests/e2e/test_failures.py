@@ -1,4 +1,4 @@
-"""Nothing is lost when parts die under load: engines, replicas, controllers, the gateway."""
+"""Death of parts under load: engines, replicas, controllers and the gateway."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from tests.e2e.service_processes import actor_named, actors_named, complete, eng
 from tests.waiting import eventually
 
 ADAPTERS = 12
-WINDOW = 60  # answers, for a rate of hits
-BACK_S = 30.0  # so long may it take until hits are as before
+WINDOW = 60  # answers over which a hit rate is measured
+BACK_S = 30.0  # time for the hit rate to recover
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def adapters(crowd):
 
 @pytest.fixture
 def load(service, crowd, adapters):
-    """Load on adapters that are resident somewhere and on the base model, not begun yet."""
+    """Load, not yet started, on the base model and on adapters that are already resident."""
     assert complete(service)
     with Load(service.url, adapters) as warm:
         warm.wait_for(2 * ADAPTERS)
@@ -33,7 +33,9 @@ def load(service, crowd, adapters):
 
 @pytest.mark.parametrize("part", ["replica", pytest.param("engine", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("seconds", [0, pytest.param(BACK_S, marks=pytest.mark.soak)])
-def test_of_a_killed_replica_only_streams_end_and_hits_come_back(service, load, part, seconds):
+def test_a_killed_replica_loses_only_its_own_streams_and_the_hit_rate_recovers(
+    service, load, part, seconds
+):
     engine, replica = next(iter(engine_processes(service).items()))
     with load:
         load.wait_for(WINDOW)
@@ -49,11 +51,11 @@ def test_of_a_killed_replica_only_streams_end_and_hits_come_back(service, load, 
     assert {r.outcome for r in unfinished} <= {Outcome.ENDED}, unfinished
     assert all("send the request again" in r.error for r in unfinished)
     assert all(r.sent_s < killed_s for r in unfinished)
-    assert len({r.replica for r in unfinished}) <= 1  # its own, and nobody else's
+    assert len({r.replica for r in unfinished}) <= 1  # those of the killed replica alone
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])
-def test_without_controllers_ours_and_serves_every_request_is_answered(service, load, seconds):
+def test_every_request_is_answered_while_our_controller_and_serves_are_dead(service, load, seconds):
     with load:
         load.wait_for(WINDOW)
         killed_s = time.monotonic()
@@ -65,7 +67,7 @@ def test_without_controllers_ours_and_serves_every_request_is_answered(service, 
     assert eventually(lambda: actors_named("default#controller#"), within_s=30)
 
 
-def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
+def test_a_killed_gateway_is_replaced_and_replicas_drop_its_requests(service, load):
     load.streams, load.tokens = 16, 800
     with load:
         assert eventually(lambda: sum(r["running"] for r in service.replicas()) > 8, within_s=20)
@@ -81,7 +83,7 @@ def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
 def has_gateway(service):
     try:
         return service.admin("GET", "/status").is_success
-    except httpx.TransportError:  # it may end with our connection in its hands
+    except httpx.TransportError:  # the gateway may end during our connection
         return False
 
 
@@ -91,7 +93,7 @@ def idle(replica):
 
 
 @pytest.mark.soak
-def test_an_engine_that_hangs_keeps_no_request_that_it_has_not_taken(service, load):
+def test_other_replicas_answer_requests_while_an_engine_hangs(service, load):
     engine, _ = next(iter(engine_processes(service).items()))
     with load:
         load.wait_for(WINDOW)

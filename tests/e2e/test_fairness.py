@@ -1,4 +1,4 @@
-"""Two tenants of a real service ask for more than their halves of it, one for ten times as much."""
+"""Two tenants of a real service each ask for more than half of it, one for ten times as much."""
 
 import asyncio
 import json
@@ -16,16 +16,16 @@ from tests.e2e.conftest import REPLICAS, Service
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]
 
-STREAMS = 8 * REPLICAS  # enough to keep some waiting on each replica
+STREAMS = 8 * REPLICAS  # enough that some requests wait on each replica
 STEP_TOKENS = 2048
-PROMPT, ANSWER = 900, 2  # tokens: the step's room for prompts is what they compete for
-ON_THE_WAY_S = 0.5  # from a client to the engine, at most
+PROMPT, ANSWER = 900, 2  # tokens: tenants compete for the prompt tokens of a step
+ON_THE_WAY_S = 0.5  # largest delay from a client to the engine
 BOUND = 2 * max(PROMPT_TOKEN * PROMPT, OUTPUT_TOKEN * STEP_TOKENS)
 
 
 @dataclass(frozen=True)
 class Served:
-    """An answered request: whose, by which replica, when it was sent and its first token came."""
+    """An answered request: tenant, replica, time sent and time of the first token."""
 
     tenant: str
     replica: str
@@ -34,7 +34,7 @@ class Served:
 
 
 class Rivals:
-    """Clients of two tenants, each with one request after the other."""
+    """Clients of two tenants; each client sends one request after the other."""
 
     def __init__(self, service: Service, streams: dict[str, int]) -> None:
         self._service, self._streams = service, streams
@@ -61,7 +61,7 @@ class Rivals:
             body = {"model": "lorikeet-demo", "prompt": prompt, "max_tokens": ANSWER}
             body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
             async with client.stream("POST", url, json=body, headers=headers) as answer:
-                if answer.status_code == 503:  # computed: it would wait longer than it may
+                if answer.status_code == 503:  # refused: it would wait too long
                     assert "overloaded" in (await answer.aread()).decode()
                     await asyncio.sleep(float(answer.headers["retry-after"]))
                     continue
@@ -77,7 +77,7 @@ class Rivals:
             self.served.append(Served(tenant, replica, sent_s, begun_s))
 
     def ahead(self, replica: str) -> list[float]:
-        """By how much the first tenant was served more, as long as both wait at this replica."""
+        """Return the first tenant's lead in service over time, while both wait at this replica."""
         here = [one for one in self.served if one.replica == replica]
         first, spans = next(iter(self._streams)), [[0.0]]
         for one in sorted(here, key=lambda one: one.begun_s):
@@ -102,7 +102,9 @@ def compete(service: Service, for_s: float, times: int) -> Rivals:
     return rivals
 
 
-def test_ten_times_the_load_gains_nothing_and_costs_the_other_little(service: Service) -> None:
+def test_a_tenant_with_ten_times_the_load_gets_no_more_and_hardly_delays_the_other(
+    service: Service,
+) -> None:
     quiet = min(service.tenant_keys)
     compete(service, for_s=5, times=1)
     alike = compete(service, for_s=60, times=1)

@@ -1,4 +1,4 @@
-"""Two gateways of one service enforce one limit together."""
+"""Two gateways of one service: one limit, one view of the fleet, one set of versions."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BODY = {"model": "lorikeet-demo", "prompt": "a", "max_tokens": 1}
 
 
 class Urls(NamedTuple):
-    """The URLs of a service for tenants and for admins."""
+    """URLs of a service for tenants and for admins."""
 
     public: str
     admin: str
@@ -26,7 +26,7 @@ class Urls(NamedTuple):
 
 @pytest.fixture(scope="module")
 def two_gateways(service: Service) -> Iterator[Urls]:
-    """A second application: two gateways before the engines of the first."""
+    """Second application: two gateways in front of the first application's engines."""
     from ray import serve
 
     from lorikeet.replica.engine_settings import adapter_memory
@@ -53,7 +53,9 @@ def two_gateways(service: Service) -> Iterator[Urls]:
     serve.delete("two")
 
 
-def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: Urls) -> None:
+def test_either_gateway_explains_a_request_that_the_other_answered(
+    service: Service, two_gateways: Urls
+) -> None:
     tenant, key = next(iter(service.tenant_keys.items()))
     asked = httpx.post(
         f"{two_gateways.public}/v1/completions",
@@ -69,7 +71,7 @@ def test_either_gateway_explains_what_one_answered(service: Service, two_gateway
         assert (told.status_code, told.json()["tenant"]) == (200, tenant)
 
 
-def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Urls) -> None:
+def test_each_gateway_shows_the_whole_fleet(service: Service, two_gateways: Urls) -> None:
     tenant, model = "kestrel", "kestrel/intake"
     httpx.post(
         f"{two_gateways.public}/v1/completions",
@@ -79,7 +81,7 @@ def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Ur
     ).raise_for_status()
     headers = {"authorization": f"Bearer {service.admin_key}"}
     for _ in range(4):
-        time.sleep(1.1)  # until the second of the request is over, and the answer is a new one
+        time.sleep(1.1)  # until the status, cached for a second, has expired
         told = httpx.get(f"{two_gateways.admin}/admin/v1/fleet", headers=headers, timeout=30).json()
         assert told["gateways"] == {"answered": 2, "silent": 0}
         shown = {told["adapters"][at][1] for each in told["replicas"] for at, *_ in each["blocks"]}
@@ -87,12 +89,14 @@ def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Ur
         assert sum(told["lines"]["requests"]) > 0
 
 
-def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: Urls) -> None:
+def test_two_gateways_admit_as_many_requests_as_one_would(
+    service: Service, two_gateways: Urls
+) -> None:
     limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
     service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()
     made = service.admin("POST", "/tenants/limited/keys", json={}).raise_for_status()
     headers = {"authorization": f"Bearer {made.json()['key']}"}
-    time.sleep(BURST_S + 1)  # the buckets of new gateways fill
+    time.sleep(BURST_S + 1)  # wait until the token buckets of new gateways are full
 
     def ask(_: int) -> httpx.Response:
         url = f"{two_gateways.public}/v1/completions"
@@ -111,7 +115,7 @@ def test_two_gateways_let_through_what_one_would(service: Service, two_gateways:
     assert 1 <= int(refused[-1].headers["retry-after"]) <= 2
 
 
-def test_either_gateway_answers_for_a_version_that_one_was_pushed(
+def test_either_gateway_answers_with_a_version_that_was_pushed_to_one(
     service: Service, two_gateways: Urls, tmp_path: Path
 ) -> None:
     tenant = "kestrel"

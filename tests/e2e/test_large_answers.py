@@ -1,15 +1,15 @@
-"""An answer may be larger than a message between replica and gateway can be."""
+"""Answers larger than the largest message between replica and gateway."""
 
 from tests.e2e.conftest import LARGEST_MESSAGE
 from tests.e2e.load import Load
 from tests.e2e.service_processes import complete
 
 
-def test_a_large_answer_is_whole_and_breaks_nobody_elses_stream(service, crowd):
+def test_a_large_answer_is_complete_and_breaks_no_other_stream(service, crowd):
     assert complete(service)
     with Load(service.url, [crowd.base()], streams=4, tokens=60) as others:
         others.wait_for(4)
-        # At the gateway's own listener: Serve's proxy has the same bound.
+        # Asked at the gateway's own listener, as Serve's proxy has the same limit.
         gateway = service.client(min(service.tenant_keys)).with_options(
             base_url=f"{service.admin_url}/v1"
         )

@@ -1,4 +1,4 @@
-"""Gateways lose the status of replicas: answers alone then say where adapters are."""
+"""Gateways without status updates of replicas, which learn adapters' locations from answers."""
 
 import time
 from collections import Counter
@@ -11,7 +11,7 @@ from tests.e2e.load import Load, hit_rate
 from tests.e2e.service_processes import complete
 
 ADAPTERS = 12
-EACH = 5  # requests for an adapter
+EACH = 5  # requests for each adapter
 FORGOTTEN_S = 4.0  # by then the last status that a gateway received is stale
 
 
@@ -25,7 +25,7 @@ FORGOTTEN_S = 4.0  # by then the last status that a gateway received is stale
     ],
     ids=str,
 )
-def test_without_status_requests_still_find_their_adapters(service, crowd, lost):
+def test_requests_find_their_adapters_though_status_updates_are_lost(service, crowd, lost):
     assert complete(service)
     adapters = crowd.adapters(ADAPTERS)
     with faults(**lost):
@@ -34,14 +34,14 @@ def test_without_status_requests_still_find_their_adapters(service, crowd, lost)
             load.wait_for(ADAPTERS * EACH)
     assert load.unfinished() == []
     places = {(result.model, result.replica) for result in load.results}
-    assert ADAPTERS <= len(places) < (ADAPTERS + places_by_chance(load.results)) / 2
+    assert ADAPTERS <= len(places) < (ADAPTERS + pairs_by_chance(load.results)) / 2
     with Load(service.url, adapters, streams=8) as after:
         after.wait_for(2 * ADAPTERS)
     assert after.unfinished() == []
     assert hit_rate(after.results) > 0.8
 
 
-def places_by_chance(results):
-    """How many replicas adapters would come to, added up, if requests went to any replica."""
+def pairs_by_chance(results):
+    """Expected number of (adapter, replica) pairs if each request went to a random replica."""
     asked = Counter(result.model for result in results)
     return sum(REPLICAS * (1 - (1 - 1 / REPLICAS) ** times) for times in asked.values())

@@ -1,8 +1,8 @@
-"""200 tenants, each with a key and an adapter of its own, ask for more than the engines can do.
+"""Overload by 200 tenants, each with its own key and adapter.
 
-Answers are long and few of them are streams, so that it is the engines that are saturated and not
-the HTTP server, which shares two cores with them and with this client.
-MANY_TENANTS_S says for how many seconds; ten minutes unless it is set.
+Answers are long and few of them are streams, so that the engines are saturated and not the HTTP
+server, which shares two cores with the engines and with this client. MANY_TENANTS_S sets the
+duration in seconds; ten minutes by default.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from tests.waiting import eventually
 
 TENANTS = 200
 SECONDS = float(os.environ.get("MANY_TENANTS_S", "600"))
-OVERLOAD = 3.0  # times what the service answers
-AT_ONCE = 200  # requests, while that is measured
+OVERLOAD = 3.0  # load as a multiple of the service's capacity
+AT_ONCE = 200  # concurrent requests while the capacity is measured
 MEASURE_S = 30.0
 TOKENS = 200
-PATIENCE_S = 300.0  # a minute in the queue, and then so many sequences share two cores
-STREAMED = 10  # every so many-th is
-STEADY = 0.05  # so far may memory stray from its mean once it is warm
-WARM = 0.3  # of the time
-WARM_RUN_S = 300  # a shorter run has no steady part
+PATIENCE_S = 300.0  # a minute in the queue, then as many sequences share two cores
+STREAMED = 10  # one request in this many is streamed
+STEADY = 0.05  # largest deviation of memory from its mean after warm-up
+WARM = 0.3  # share of the time that counts as warm-up
+WARM_RUN_S = 300  # a shorter run is never steady
 LOOK_S = 2.0
 MODEL = ROOT / "demo" / "model"
 
@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)]
 
 @pytest.fixture(scope="module")
 def tenants(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
-    """Each with its own adapter of random weights."""
+    """Tenants, each with its own adapter of random weights."""
     folder = tmp_path_factory.mktemp("tenants")
     made = []
     for number in range(TENANTS):
@@ -61,7 +61,7 @@ def tenants(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def random_blob(folder: Path, number: int) -> bytes:
-    """A random blob of rank 2 to 8, on two linears of the first layer; no two are alike."""
+    """Return a random blob of rank 2 to 8 on two linears of the first layer, unique by number."""
     shape, rank = BaseShape.from_config(read_config(MODEL)), (2, 4, 8)[number % 3]
     weights = AdapterWeights(("q_proj", "o_proj"), layers=1)
     alpha = rank * (1 + number / 4096)
@@ -72,7 +72,7 @@ def random_blob(folder: Path, number: int) -> bytes:
 
 @dataclass
 class Seen:
-    """What became of the requests, by model and status; 200: answered whole."""
+    """Number of requests by model and status; 200 only if the answer was complete."""
 
     statuses: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     retry_after: list[str | None] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Seen:
 
 
 async def capacity_per_s(url: str, targets: list[Target]) -> float:
-    """Requests that are answered in a second; every adapter is asked for meanwhile."""
+    """Measure answered requests a second while every adapter is in use."""
     seen, asked = Seen(), itertools.count()
 
     async def ask_on(client: httpx.AsyncClient) -> None:
@@ -104,7 +104,7 @@ async def capacity_per_s(url: str, targets: list[Target]) -> float:
 async def send_all(
     url: str, targets: list[Target], rate_per_s: float, seen: Seen, memory: "Memory"
 ) -> None:
-    """Open loop: each request goes out when it is due. Tenants ask in turn."""
+    """Send requests at their arrival times (open loop), from the tenants in rotation."""
     due_s = poisson(rate_per_s).times(np.random.default_rng(0), SECONDS).tolist()
     async with client_of(url) as client, asyncio.TaskGroup() as tasks:
         began_s = time.perf_counter()
@@ -138,7 +138,7 @@ async def ask(client: httpx.AsyncClient, number: int, targets: list[Target], see
 
 
 class Memory:
-    """Resident bytes of gateway, replicas and engines, each over time."""
+    """Resident bytes of the gateway, replicas and engines over time."""
 
     def __init__(self, service: Service) -> None:
         self.seen: dict[str, list[int]] = defaultdict(list)
@@ -146,7 +146,7 @@ class Memory:
         self._looked_s = 0.0
 
     def look(self) -> None:
-        """At most once in LOOK_S."""
+        """Record the sizes, at most once in LOOK_S."""
         if time.monotonic() >= self._looked_s + LOOK_S:
             self._looked_s = time.monotonic()
             for name, process in self._processes:
@@ -168,7 +168,7 @@ class Memory:
                     break
 
 
-def test_overload_by_many_tenants_refuses_some_and_breaks_nothing(
+def test_overload_by_many_tenants_refuses_some_requests_and_fails_none(
     service: Service, tenants: list[Target]
 ) -> None:
     seen, memory = Seen(), Memory(service)
@@ -193,7 +193,7 @@ def test_overload_by_many_tenants_refuses_some_and_breaks_nothing(
 
 
 def is_idle(replica: dict[str, object]) -> bool:
-    """Nothing runs or waits, no page and no lease is held."""
+    """Whether a replica runs and queues nothing, and holds no page and no lease."""
     adapters = replica["adapters"]
     assert isinstance(adapters, list)
     busy = replica["running"] or replica["waiting"] or replica["kv_pages_used"]

@@ -1,4 +1,4 @@
-"""What the running service measures is what it was asked."""
+"""Metrics of the running service, compared with the requests that were sent."""
 
 import time
 
@@ -32,13 +32,13 @@ def generate(service: Service, key: str, model: str, **body: object) -> dict[str
     return usage
 
 
-def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> None:
+def test_the_metrics_page_agrees_with_the_requests_sent(service: Service, crowd: Crowd) -> None:
     assert complete(service)
     (target,) = crowd.adapters(1)
     before = scrape(service)
     usages = [generate(service, target.key, target.model, n=2, ignore_eos=True) for _ in range(3)]
     usages.append(generate(service, target.key, crowd.base().model, ignore_eos=True))
-    time.sleep(FRESH_S)  # the page before is good for so long
+    time.sleep(FRESH_S)  # the service caches a page for this long
     page = read(service)
     check_with_promtool(page)
     after = Scraped(page.decode())
@@ -62,7 +62,7 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
     assert after.labels("lorikeet_pins", "state") == {"met", "loading", "unmet"}
 
 
-def test_a_replica_that_says_nothing_is_left_out(service: Service) -> None:
+def test_a_replica_whose_metrics_hang_is_left_out(service: Service) -> None:
     assert complete(service)
     with faults(metrics="hang"):
         time.sleep(FRESH_S)

@@ -1,7 +1,7 @@
-"""OpenAI's examples for its Python client, with no change but our address, key and models.
+"""Examples for OpenAI's Python client, changed only in address, key and models.
 
-The demo's models have no general knowledge, so what they answer is looked at for its form; one of
-them takes down orders as JSON, and its answers have to be right.
+The demo's models have no general knowledge, so tests check only the form of their answers. One
+model writes down orders as JSON, and its answers must be right.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ def test_streaming_tool_calls(client):
     assert call.function.arguments == final_tool_calls[0].function.arguments
 
 
-def test_responses_whole_and_streamed(client):
+def test_responses_with_and_without_streaming(client):
     asked = {
         "model": BASE,
         "instructions": "You are a coding assistant that talks like a pirate.",
@@ -190,7 +190,7 @@ def test_responses_whole_and_streamed(client):
     assert whole.output_text
 
 
-def test_a_response_of_a_fine_tune_is_parsed(client):
+def test_a_response_of_an_adapter_is_parsed(client):
     parsed = client.responses.parse(
         model=INTAKE.model, input=INTAKE.example.prompt, text_format=Order, temperature=0
     )
@@ -245,7 +245,7 @@ class Order(BaseModel):
     city: City
 
 
-def test_structured_outputs_of_a_fine_tune_are_right(client):
+def test_structured_outputs_of_an_adapter_are_right(client):
     completion = client.chat.completions.parse(
         model=INTAKE.model,
         messages=[{"role": "user", "content": INTAKE.example.prompt}],
@@ -268,7 +268,7 @@ def test_streaming_structured_outputs(client):
     assert stream.get_final_completion().choices[0].message.parsed.amount == 12
 
 
-def test_a_schema_that_cannot_be_held_to_is_refused(client):
+def test_an_unsupported_schema_is_refused(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model=BASE,
@@ -330,7 +330,7 @@ def test_legacy_completions(client):
     assert "".join(chunk.choices[0].text for chunk in stream) == completion.choices[0].text
 
 
-def test_usage_tells_of_cached_tokens(client):
+def test_usage_counts_cached_tokens(client):
     asked = {"model": BASE, "prompt": "cached " * 40, "max_tokens": 1}
     first = client.completions.create(**asked).usage
     assert first.prompt_tokens_details.cached_tokens in range(first.prompt_tokens)
@@ -368,7 +368,7 @@ def test_too_many_requests(client, service):
     hasty = OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
 
     def hurry() -> None:
-        for _ in range(5):  # how many pass is the limit's own business
+        for _ in range(5):  # the number that pass depends on the limit
             hasty.chat.completions.create(model=BASE, messages=HELLO, max_tokens=1)
 
     with pytest.raises(openai.RateLimitError) as refused:

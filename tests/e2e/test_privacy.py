@@ -1,8 +1,8 @@
-"""What tenants send is in their answers, and in nothing else that the service writes or says.
+"""Tenants' data appears in their own answers and in nothing else that the service writes.
 
-Markers are planted in all kinds of requests, good and bad. Then everything that was written is
-searched for them: logs of Ray, of Serve and of our processes, metrics, the store, the cache, what
-admins are told, and the errors that clients got.
+Markers are planted in all kinds of requests, good and bad. All written data is then searched for
+them: logs of Ray, of Serve and of our processes, metrics, the store, the cache, admins' answers,
+and clients' errors.
 """
 
 import json
@@ -23,14 +23,14 @@ from tests.e2e.faulty_replica import faults
 from tests.e2e.test_metrics import read
 
 IN_OWN_ERRORS = {"schema's bad type", "schema's bad reference"}
-"""What is wrong with a schema is told to who wrote it."""
+"""Markers allowed in errors: a faulty schema is quoted to its sender."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = TASKS[0].model
 TENANT = TASKS[0].tenant
 
 
 class Markers:
-    """Words that nobody says by chance, one for each place where one is planted."""
+    """Random words, one for each place in a request."""
 
     def __init__(self) -> None:
         self._planted: dict[str, str] = {}
@@ -47,12 +47,12 @@ class Markers:
 
 @pytest.fixture(scope="module")
 def planted(service: Service) -> "Planted":
-    """All requests were sent, and have ended."""
+    """Markers, after all requests have been sent and have ended."""
     return Planted(service)
 
 
 class Planted:
-    """The markers, and the errors that came back."""
+    """Markers, and the errors that the service returned."""
 
     def __init__(self, service: Service) -> None:
         self.mark = mark = Markers()
@@ -99,7 +99,7 @@ class Planted:
             next(answer.iter_bytes())
 
     def _send_keys_wrong(self, service: Service) -> None:
-        """Keys where none is looked for, and keys that are none."""
+        """Send keys in unsupported places, and unknown keys."""
         unknown = self.mark("an unknown key")
         for where in (
             {"headers": {"authorization": f"Bearer {unknown}"}},
@@ -114,7 +114,7 @@ class Planted:
 
 
 def well_formed(mark: Markers) -> Iterator[tuple[str, dict[str, object]]]:
-    """Requests that are answered, with or without what they ask for."""
+    """Requests that are answered, though some features may be refused."""
     chat = {
         "model": MODEL,
         "messages": [
@@ -135,7 +135,7 @@ def well_formed(mark: Markers) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def refused(mark: Markers) -> Iterator[tuple[str, dict[str, object]]]:
-    """Requests that cannot be right, each by one value."""
+    """Requests that each have one invalid value."""
     message = {"role": "user", "content": mark("message of a refused request")}
     chat = {"model": MODEL, "messages": [message]}
     bad = mark("bad value")
@@ -165,7 +165,7 @@ def refused(mark: Markers) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def malformed(mark: Markers) -> Iterator[tuple[str, bytes]]:
-    """Bodies that are no JSON, or none that can be read."""
+    """Bodies that are not valid JSON or not valid UTF-8."""
     word = mark("malformed body").encode()
     yield CHAT, b'{"model": "%s' % word
     yield CHAT, word
@@ -210,7 +210,7 @@ def bad_schema(mark: Markers) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
 
 
-def test_no_error_quotes_what_was_sent(planted: Planted) -> None:
+def test_no_error_quotes_the_request(planted: Planted) -> None:
     quoting = {
         text: found
         for text, data in planted.errors
@@ -219,7 +219,9 @@ def test_no_error_quotes_what_was_sent(planted: Planted) -> None:
     assert quoting == {}
 
 
-def test_nothing_that_is_written_holds_what_was_sent(service: Service, planted: Planted) -> None:
+def test_logs_cache_and_store_contain_nothing_of_the_requests(
+    service: Service, planted: Planted
+) -> None:
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     events = b"".join(file.read_bytes() for file in logs.glob("worker-*.err"))
     assert b'"event": "generate_failed"' in events, "our own events are looked for elsewhere"
@@ -238,7 +240,7 @@ def test_nothing_that_is_written_holds_what_was_sent(service: Service, planted: 
     assert found == {}
 
 
-def test_metrics_and_what_admins_are_told_hold_nothing_that_was_sent(
+def test_metrics_and_admin_answers_contain_nothing_of_the_requests(
     service: Service, planted: Planted
 ) -> None:
     said = {path: service.admin("GET", path).content for path in ("/status", "/log", "/keys")}
@@ -252,8 +254,12 @@ def test_metrics_and_what_admins_are_told_hold_nothing_that_was_sent(
     } == {}
 
 
-def test_what_was_computed_for_a_tenant_is_never_found_by_another(service: Service) -> None:
-    """Else answers to guessed prompts would come sooner, and say so. Of one adapter and prompt."""
+def test_a_tenants_cached_prompt_is_never_found_by_another_tenant(service: Service) -> None:
+    """Compare requests of two tenants with the same adapter and prompt.
+
+    With a shared cache a tenant could guess another's prompts: a hit is faster and is counted
+    in usage.
+    """
     shared = next(task for task in TASKS if task.shared)
     other = next(tenant for tenant in service.tenant_keys if tenant != shared.tenant)
     prompt = secrets.token_hex(200)

@@ -1,4 +1,4 @@
-"""Whatever ends amid pushes, each version is wholly there or not at all, and a retry is safe."""
+"""Killed parts and lost clients amid pushes: versions are complete or absent, retries safe."""
 
 import hashlib
 import os
@@ -53,7 +53,7 @@ def kill_controllers(_: Service) -> None:
         pytest.param(kill_gateway, marks=pytest.mark.soak),
     ],
 )
-def test_of_what_was_durable_nothing_is_lost_when_a_part_dies_amid_pushes(
+def test_no_durable_version_is_lost_when_a_part_dies_amid_pushes(
     service: Service, key: str, tmp_path: Path, kill: Callable[[Service], None]
 ) -> None:
     assert complete(service)
@@ -74,7 +74,7 @@ def test_of_what_was_durable_nothing_is_lost_when_a_part_dies_amid_pushes(
 
 
 @pytest.mark.parametrize("sent", [0.5, 1.0])
-def test_a_client_that_leaves_amid_a_push_leaves_a_version_or_nothing(
+def test_a_client_that_disconnects_amid_a_push_leaves_a_complete_version_or_none(
     service: Service, key: str, tmp_path: Path, sent: float
 ) -> None:
     blob = Steps(tmp_path).blob(int(10 * sent))
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_amid_a_push_leaves_a_version_or_nothing(
     def is_decided() -> bool:
         return states() in ((404, False), (200, True))
 
-    assert eventually(is_decided, within_s=30)  # others forget what a killed one carried
+    assert eventually(is_decided, within_s=30)  # gateways forget a dead gateway's uploads
     if sent < 1:
         assert states() == (404, False)
     again = httpx.put(

@@ -1,7 +1,9 @@
-"""Eight tenants push a version every two seconds: no token of a wrong one, and nothing grows.
+"""Eight tenants push a version every two seconds: no token comes of a wrong version, nothing grows.
 
-PUSH_SOAK_S says for how many seconds, half an hour unless it is set; PUSH_SOAK_REPLICAS on how many
-engines, four unless it is set. Most versions are ephemeral; every tenth is to be durable.
+PUSH_SOAK_S: duration in seconds, half an hour by default.
+PUSH_SOAK_REPLICAS: number of engines, four by default.
+
+Most versions are ephemeral; every tenth is to be durable.
 """
 
 import itertools
@@ -38,24 +40,24 @@ SEEDS = range(6)
 PROMPTS = ("Mira sends twelve parcels", "a word spelt", "lorikeet")
 TOKENS = 6
 NEAR = 0.02
-"""Of a log probability: float32 in another order, and alphas that differ in the sixth digit."""
+"""Tolerance of log probabilities: another order of float32, alphas that differ in digit six."""
 LOOK_S = 5.0
 STEADY_RUN_S = 300
-"""A shorter run has no steady part."""
+"""Seconds; a shorter run is never steady."""
 GROWTH = 1.05
 FEW_FILES = 4
-"""So many more may be open at one time than at another."""
+"""Allowed growth in the number of open files."""
 STORE_CONNECTIONS = 16
-"""And of the controller's, which keeps those in which it once read many objects at a time."""
+"""More for the controller: connections that it keeps open after many concurrent reads."""
 DISK_BYTES = 2 * 2**20
-"""Of the disk cache, which is full after some minutes; pins and new files may exceed it."""
+"""Bytes of the disk cache, full after some minutes; pins and new files may exceed the limit."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 600)]
 
 
 @pytest.fixture
 def soaked(service: Service, s3_bucket: str, tmp_path: Path) -> Iterator[tuple[Service, Path]]:
-    """An application of its own beside the session's, and its cache's folder."""
+    """Separate application beside the session's, and its cache folder."""
     from ray import serve
 
     from lorikeet.serving.deployments import controller, engine, gateway
@@ -68,7 +70,7 @@ def soaked(service: Service, s3_bucket: str, tmp_path: Path) -> Iterator[tuple[S
             "LORIKEET_ADMIN_ADDRESS": f"127.0.0.1:{free_port()}",
             "LORIKEET_REPLICAS": REPLICAS,
             "LORIKEET_ADAPTER_DISK": str(DISK_BYTES),
-            # which are full after some minutes, too: their memory grows until then
+            # full after some minutes, too: the memory in use grows until then
             "LORIKEET_ADAPTER_GPU_MEMORY": "2MiB",
             "LORIKEET_ADAPTER_HOST_MEMORY": "8MiB",
         }
@@ -85,10 +87,12 @@ def soaked(service: Service, s3_bucket: str, tmp_path: Path) -> Iterator[tuple[S
 
 @dataclass
 class Tenant:
-    """One that pushes to an adapter and asks it meanwhile.
+    """Tenant that pushes to an adapter and samples from it.
 
-    seeds: of all that was pushed, by digest. order: the same, in order; acknowledged: how many.
-    wrong: what should not be, in words.
+    seeds: seed of each pushed version, by digest.
+    order: digests in order of the pushes.
+    acknowledged: number of acknowledged pushes.
+    wrong: descriptions of errors.
     """
 
     name: str
@@ -112,7 +116,7 @@ class Tenant:
             self._push(number)
 
     def ask_on(self, stopped: threading.Event) -> None:
-        """Ask for prod until stopped, and hold each answer against the reference."""
+        """Sample from prod until stopped; compare each answer with the reference."""
         for prompt in itertools.cycle(PROMPTS):
             if stopped.is_set():
                 return
@@ -159,9 +163,10 @@ class Tenant:
 
 
 class Footprint:
-    """What the service's processes and its cache take, over time.
+    """Resources of the service's processes and of its cache over time.
 
-    The gateway without its log of requests, which holds an hour of them and grows until then.
+    The gateway is measured without its log of requests, which keeps an hour and grows until
+    then.
     """
 
     def __init__(self, service: Service, cache: Path) -> None:
@@ -169,7 +174,7 @@ class Footprint:
         self._processes = list(_processes())
         self.seen: dict[str, list[int]] = defaultdict(list)
         self.disk: list[int] = []
-        self.bodies: list[int] = []  # at the gateway
+        self.bodies: list[int] = []  # from the gateway
 
     def look(self) -> None:
         log_bytes = self._request_log_bytes()
@@ -177,7 +182,7 @@ class Footprint:
             held = log_bytes if name.startswith("gateway") else 0
             self.seen[f"{name}: memory"].append(process.memory_info().rss - held)
             self.seen[f"{name}: open files"].append(process.num_fds())
-        walked = os.walk(self._cache / "pushes")  # glob raises where a folder goes meanwhile
+        walked = os.walk(self._cache / "pushes")  # glob raises if a folder disappears meanwhile
         self.bodies.append(sum(_size(Path(at, name)) for at, _, names in walked for name in names))
         self.disk.append(sum(map(_size, self._cache.iterdir())))
 
@@ -188,7 +193,7 @@ class Footprint:
         return int(Scraped(page.text).total("lorikeet_request_log_bytes"))
 
     def grown(self) -> list[str]:
-        """What the last quarter of the time has more of than the second."""
+        """Names of sizes that grew from the second quarter of the run to the last."""
         found = []
         for name, sizes in self.seen.items():
             quarter = len(sizes) // 4
@@ -200,7 +205,7 @@ class Footprint:
         return found
 
 
-def test_tenants_push_and_ask_and_nothing_is_wrong_or_grows(
+def test_a_long_run_of_pushes_gives_no_wrong_token_and_no_growth(
     soaked: tuple[Service, Path], tmp_path: Path
 ) -> None:
     service, cache = soaked
@@ -233,7 +238,7 @@ def test_tenants_push_and_ask_and_nothing_is_wrong_or_grows(
     assert [wrong for tenant in tenants for wrong in tenant.wrong] == []
     assert all(tenant.answers > len(tenant.order) for tenant in tenants)
     assert max(footprint.disk) < 1.25 * DISK_BYTES
-    assert max(footprint.bodies) < DISK_BYTES  # sixteen of each tenant
+    assert max(footprint.bodies) < DISK_BYTES  # sixteen versions of each tenant
     if SECONDS >= STEADY_RUN_S:
         assert grown == []
 
@@ -249,7 +254,7 @@ def make_tenant(service: Service, number: int, folder: Path, reference: Referenc
 
 
 def digest_of(folder: Path) -> str:
-    """What a push of PEFT's folder is called."""
+    """Digest that a push of the PEFT folder gets."""
     blob = folder / "blob"
     digest = write_blob(folder, blob)
     blob.unlink()
@@ -257,7 +262,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _processes() -> Iterator[tuple[str, psutil.Process]]:
-    """The service's gateway, replicas and engines, and what they are."""
+    """Processes of the service's gateway, replicas and engines, with their roles."""
     for process in psutil.process_iter():
         title = _title(process)
         if f"ServeReplica:{APPLICATION}:" not in title:
@@ -271,12 +276,12 @@ def _processes() -> Iterator[tuple[str, psutil.Process]]:
 def _title(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ""
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # it has just gone
+    except FileNotFoundError:  # the file has just been deleted
         return 0

@@ -1,4 +1,4 @@
-"""A trainer pushes to a real service: every replica has the version before the store does."""
+"""Pushes to a real service, where every replica has a version before the store does."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def key(service):
 
 @pytest.fixture
 def blob(tmp_path):
-    """Make the blob of a step of training: the demo's adapter, a little stronger each time."""
+    """Make the blob of a training step: the demo adapter, a little stronger at each step."""
     folder = shutil.copytree(ADAPTERS / TASK.tenant / TASK.name, tmp_path / "peft")
     config = json.loads((folder / "adapter_config.json").read_text())
 
@@ -84,7 +84,7 @@ def ask(service, model):
     )
 
 
-def test_replicas_of_the_gateways_machine_take_its_file_and_no_copy(service, key, blob):
+def test_replicas_on_the_gateways_machine_link_to_its_file(service, key, blob):
     version = push(service, key, blob(8), name="policy-near", lifetime_s=60).json()
     cache = Path(os.environ["LORIKEET_CACHE_DIR"])
     (of_gateway,) = (
@@ -95,7 +95,7 @@ def test_replicas_of_the_gateways_machine_take_its_file_and_no_copy(service, key
     assert of_gateway.stat().st_nlink == 2
 
 
-def test_a_replica_on_another_machine_than_the_gateway_is_sent_the_blob(service, key, blob):
+def test_a_replica_on_another_machine_is_sent_the_blob(service, key, blob):
     with faults(files="raise"):
         version = push(service, key, blob(6), name="policy-far", lifetime_s=60).json()
     assert version["ready"]
@@ -104,7 +104,7 @@ def test_a_replica_on_another_machine_than_the_gateway_is_sent_the_blob(service,
 
 
 @pytest.mark.soak
-def test_a_store_that_is_down_for_a_minute_delays_no_version_from_being_ready(
+def test_versions_become_ready_though_the_store_is_down_for_a_minute(
     service, key, blob, store_link
 ):
     assert push(service, key, blob(20), name="policy-down", wait="durable").is_success
@@ -117,7 +117,7 @@ def test_a_store_that_is_down_for_a_minute_delays_no_version_from_being_ready(
             took_s.append(time.monotonic() - began_s)
             assert pushed.status_code == 201, pushed.text
             versions.append(pushed.json())
-            time.sleep(max(0.0, began_s + 4.5 - time.monotonic()))  # 16 wait at most
+            time.sleep(max(0.0, began_s + 4.5 - time.monotonic()))  # at most 16 may wait
     assert not any(version["durable"] for version in versions)
     assert max(took_s) < 3
     assert eventually(lambda: show(service, key, versions[-1]).json()["durable"], within_s=30)
@@ -127,7 +127,7 @@ def test_a_store_that_is_down_for_a_minute_delays_no_version_from_being_ready(
 
 
 @pytest.mark.soak
-def test_being_durable_takes_at_most_a_second_and_a_half_more_than_the_upload(
+def test_a_version_is_durable_within_a_second_and_a_half_beyond_the_upload(
     service, key, s3_bucket, tmp_path
 ):
     config = json.loads((ROOT / "demo" / "model" / "config.json").read_text())
@@ -151,7 +151,7 @@ def test_being_durable_takes_at_most_a_second_and_a_half_more_than_the_upload(
 def test_every_replica_answers_with_a_pushed_version_while_the_store_is_down(
     service, key, blob, store_link
 ):
-    assert push(service, key, blob(1), wait="durable").status_code == 201  # the key is known
+    assert push(service, key, blob(1), wait="durable").status_code == 201  # caches the key
     with store_link.down():
         pushed = push(service, key, blob(2), alias="prod")
         assert pushed.status_code == 201, pushed.text
@@ -176,9 +176,7 @@ def test_every_replica_answers_with_a_pushed_version_while_the_store_is_down(
     assert len(holding) == REPLICAS
 
 
-def test_a_gateway_that_dies_leaves_a_push_wholly_there_or_not_at_all(
-    service, key, blob, store_link
-):
+def test_a_push_is_complete_or_absent_after_its_gateway_dies(service, key, blob, store_link):
     version = push(service, key, blob(3), name="policy-killed", wait="durable").json()
     made = blob(4)
     with store_link.down():
@@ -194,7 +192,7 @@ def test_a_gateway_that_dies_leaves_a_push_wholly_there_or_not_at_all(
     assert (again.status_code, again.json()["version"]) == (201, 2)
 
 
-def test_a_replica_that_lost_a_passing_version_is_sent_it_again(service, key, blob):
+def test_a_restarted_replica_is_sent_ephemeral_versions_again(service, key, blob):
     pushed = push(service, key, blob(5), name="policy-passing", lifetime_s=120)
     assert pushed.status_code == 201, pushed.text
     version = pushed.json()
@@ -215,7 +213,7 @@ def test_a_replica_that_lost_a_passing_version_is_sent_it_again(service, key, bl
     assert (now["version"], now["durable"]) == (None, False)
 
 
-def test_tenants_requests_go_on_while_versions_are_pushed(service, key, blob):
+def test_tenants_requests_are_answered_while_versions_are_pushed(service, key, blob):
     push(service, key, blob(10), name="policy-moving", wait="durable")
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, service, f"{TASK.tenant}/policy-moving") for _ in range(24)]

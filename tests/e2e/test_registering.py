@@ -1,4 +1,4 @@
-"""From an admin's folder to an answer: parts into the bucket, a trial, a version, a request."""
+"""Registration from an admin's folder to an answer: parts, smoke test, version, request."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A fine-tune of its own that does the task of another; the base's embeddings lie beside it."""
+    """A new adapter with another's task, beside the base model's embeddings."""
     made = tmp_path / "peft"
     shutil.copytree(ADAPTERS / TASK.tenant / TASK.name, made)
     weights = made / "adapter_model.safetensors"
@@ -48,7 +48,7 @@ def run(service, *arguments):
     return json.loads(result.stdout)
 
 
-def test_registered_with_smoke_an_adapter_answers_and_was_tried_first(service, folder):
+def test_register_with_smoke_tries_an_adapter_before_it_answers(service, folder):
     registered = run(service, "register", str(folder), f"{TASK.tenant}/tried", "--smoke", "--json")
     assert registered["aliases"] == ["prod"]
     assert registered["smoke"]["equal_share"] < 1
@@ -68,7 +68,7 @@ def test_registered_with_smoke_an_adapter_answers_and_was_tried_first(service, f
     run(service, "retire", f"{TASK.tenant}/tried", "--json")
 
 
-def test_an_adapter_beside_trained_embeddings_is_refused_by_their_name(service, folder):
+def test_an_adapter_with_trained_embeddings_is_refused_naming_them(service, folder):
     weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
     tensors[f"base_model.model.{EMBEDDINGS}"][5] += 1
@@ -78,7 +78,7 @@ def test_an_adapter_beside_trained_embeddings_is_refused_by_their_name(service, 
     assert "embed_tokens.weight differs from lorikeet-demo" in refused.stderr.replace("\n", " ")
 
 
-def test_parts_may_also_come_through_the_gateway(service, folder, tmp_path):
+def test_parts_can_be_uploaded_through_the_gateway(service, folder, tmp_path):
     write_blob(folder, tmp_path / "blob")
     blob = (tmp_path / "blob").read_bytes()[:-4]
     digest = hashlib.sha256(blob).hexdigest()

@@ -1,4 +1,4 @@
-"""Where adapters are: affinity, pins, versions, and what survives a death."""
+"""Residency of adapters: affinity, pins, versions, and recovery after a death."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def blob_of(task, folder: Path) -> bytes:
     return (folder / "blob").read_bytes()
 
 
-def test_calls_of_one_adapter_stay_where_it_is(service):
+def test_requests_for_an_adapter_stay_on_its_replica(service):
     for task in TASKS:
         if task.tenant == UPPER.tenant:
             first = replica_of(service, task.model)
@@ -57,7 +57,7 @@ def test_a_pin_makes_an_adapter_resident_on_all_replicas_within_5_s(service):
         service.admin("DELETE", path).raise_for_status()
 
 
-def test_a_tenants_pin_is_met_where_it_fits_and_a_dry_run_moves_nothing(service):
+def test_a_tenants_pin_is_met_if_it_fits_and_a_dry_run_moves_nothing(service):
     path = f"/pins/{UPPER.tenant}"
     tried = service.admin("PUT", path, json={"tier": "host", "dry_run": True}).raise_for_status()
     assert tried.json()["unmet"] == []
@@ -74,7 +74,7 @@ def test_a_tenants_pin_is_met_where_it_fits_and_a_dry_run_moves_nothing(service)
         service.admin("DELETE", path).raise_for_status()
 
 
-def test_without_the_controller_requests_still_work_and_pins_follow_when_it_is_back(service):
+def test_requests_work_without_the_controller_and_pins_are_met_after_its_restart(service):
     ray.kill(actor_named("#controller#"))
     for task in TASKS:
         if task.tenant == UPPER.tenant:
@@ -109,7 +109,7 @@ def test_promote_and_rollback_change_the_answer_within_5_s(service, tmp_path):
     assert eventually(lambda: says("PENCIL"), within_s=5)
 
 
-def test_an_adapter_whose_blob_is_gone_fails_its_own_requests_and_no_others(service, tmp_path):
+def test_an_adapter_whose_blob_is_missing_fails_only_its_own_requests(service, tmp_path):
     folder = tmp_path / "adapter"
     shutil.copytree(ADAPTERS / UPPER.tenant / UPPER.name, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -144,7 +144,7 @@ def test_a_truncated_adapter_is_refused_at_upload(service, tmp_path):
     [b"\x80\x04pickle", b"", b"\xff" * 64],
     ids=["pickle", "empty", "noise"],
 )
-def test_what_is_no_adapter_is_refused_at_upload(service, body):
+def test_a_body_that_is_no_adapter_is_refused_at_upload(service, body):
     answer = service.admin("PUT", f"/adapters/{UPPER.tenant}/nonsense/versions", content=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["code"] == "invalid_adapter"

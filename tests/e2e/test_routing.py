@@ -1,4 +1,4 @@
-"""What a gateway knows of real replicas, and where it therefore sends requests."""
+"""A gateway's knowledge of real replicas, and its routing decisions."""
 
 import asyncio
 import time
@@ -34,11 +34,11 @@ def ref(service):
 
 
 class Second:
-    """A second gateway, in this process: its way to the engines, and what it knows of them."""
+    """Second gateway, in this process: a client of the engines, and its view of the fleet."""
 
     def __init__(self, application="default", deployment=DEPLOYMENT):
         self._loop = asyncio.new_event_loop()
-        # Never closed: Serve keeps the handle until it is shut down.
+        # The loop is never closed, as Serve keeps the handle until it is shut down.
         Thread(target=self._loop.run_forever, daemon=True).start()
         self.fleet = fleet_of(application, deployment)
         self.engines = self.run(self._start(application, deployment))
@@ -74,13 +74,13 @@ class Second:
 def second(service):
     gateway = Second()
     gateway.run(until(lambda: len(gateway.fleet.replicas) == REPLICAS, within_s=20))
-    gateway.run(asyncio.sleep(1.5))  # all have said what they hold
+    gateway.run(asyncio.sleep(1.5))  # until all replicas have reported their adapters
     yield gateway
     gateway.run(gateway.stop())
 
 
 async def until(holds, within_s):
-    """How long it took until something holds."""
+    """Wait until `holds` is true; return the seconds it took."""
     began_s = time.monotonic()
     while not holds():
         assert time.monotonic() - began_s < within_s
@@ -103,8 +103,8 @@ def a_call(request_id, ref):
     )
 
 
-def test_a_gateway_hears_within_150_ms_of_what_others_moved(service, second, ref):
-    """The gateway sends nothing itself: the controller has replicas load the adapter."""
+def test_a_gateway_learns_within_150_ms_of_loads_that_it_did_not_cause(service, second, ref):
+    """The controller, not this gateway, makes replicas load the adapter."""
     path, late_s = f"/pins/{TASK.model}", []
 
     async def follow():
@@ -120,7 +120,7 @@ def test_a_gateway_hears_within_150_ms_of_what_others_moved(service, second, ref
     assert max(late_s) < KNOWN_WITHIN_S
 
 
-def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
+def test_requests_after_the_first_find_their_adapter_on_the_gpu(second, ref):
     second.run(second.ask(a_call("first", ref)))
     rest = [second.run(second.ask(a_call(f"rest {number}", ref))) for number in range(5)]
     assert {header.residency for header in rest} == {Residency.GPU}
@@ -129,19 +129,19 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     assert not second.fleet._in_flight
 
 
-def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(service, ref):
+def test_a_queued_requests_adapter_is_prefetched_and_open_streams_delay_no_shutdown(service, ref):
     serve.run(held_deployment(places=4), name="held", route_prefix=None)
     gateway = Second("held", "held")
 
     async def scenario():
-        await asyncio.sleep(1.5)  # until its streams are open
+        await asyncio.sleep(1.5)  # until the gateway's streams are open
         holding = [asyncio.create_task(gateway.ask(a_call(f"held {i}", ref))) for i in range(2)]
         await until(
             lambda: all(gateway.fleet.accepted_by(f"held {i}") for i in range(2)), within_s=20
         )
         waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
         await asyncio.sleep(1.0)
-        assert not waiting.done()  # status feed and response stream have the other places
+        assert not waiting.done()  # status feed and response stream take the other two slots
         holding[0].cancel()
         await waiting
         assert await gateway.handle.prefetched.remote() == {ref: 1}
@@ -150,5 +150,5 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
     gateway.run(scenario())
     began_s = time.monotonic()
     serve.delete("held")
-    assert time.monotonic() - began_s < 30  # a watch lasts a minute, responses for ever
+    assert time.monotonic() - began_s < 30  # uncancelled: a minute, or forever
     gateway.run(gateway.stop())

@@ -1,4 +1,4 @@
-"""Serve's autoscaler follows what replicas say of their pressure."""
+"""Serve's autoscaler follows the pressure that replicas report."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ DOWNSCALE_S = 2.0
 
 
 class Puppet:
-    """A replica that says what a file tells it to."""
+    """Replica that reports the contents of a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -35,7 +35,7 @@ class Puppet:
 
 @pytest.fixture
 def puppets(service: Service, tmp_path: Path) -> Iterator[Path]:
-    """The file that says what they say."""
+    """The file whose contents the replicas report."""
     from ray import serve
 
     file = tmp_path / "stats"
@@ -59,7 +59,9 @@ def running() -> int:
     return serve.status().applications[NAME].deployments[NAME].replica_states.get("RUNNING", 0)
 
 
-def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets: Path) -> None:
+def test_serve_adds_replicas_under_pressure_and_removes_them_after_adapters_have_moved(
+    puppets: Path,
+) -> None:
     puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
     assert eventually(lambda: running() == 3, within_s=60)
     puppets.write_text(json.dumps(IDLE | {"sole_copies": 0.2}))

@@ -1,4 +1,4 @@
-"""One request's whole road: HTTP, gateway, router, replica, engine, and back."""
+"""Requests through the whole service: HTTP, gateway, router, replica, engine, and back."""
 
 import re
 import threading
@@ -24,12 +24,12 @@ def ask(service: Service, tenant: str, model: str, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.model)
-def test_every_fine_tune_does_its_task_and_the_base_does_not(service, task):
+def test_every_adapter_does_its_task_and_the_base_model_does_not(service, task):
     assert ask(service, task.tenant, task.model, task.example.prompt) == task.example.answer
     assert ask(service, task.tenant, BASE, task.example.prompt) != task.example.answer
 
 
-def test_many_adapters_at_once_each_answer_as_alone(service):
+def test_adapters_answer_alike_at_once_and_alone(service):
     asks = [(task, pair) for task in TASKS for pair in task.held_out_pairs(4, seed=5)]
     alone = [ask(service, task.tenant, task.model, pair.prompt) for task, pair in asks]
     with ThreadPoolExecutor(32) as pool:
@@ -39,7 +39,7 @@ def test_many_adapters_at_once_each_answer_as_alone(service):
     assert together == alone
 
 
-def test_a_stream_says_the_same_and_ends_with_usage(service):
+def test_a_streamed_answer_equals_a_whole_one_and_ends_with_usage(service):
     task = TASKS[0]
     message = {"role": "user", "content": task.example.prompt}
     chunks = list(
@@ -58,7 +58,7 @@ def test_a_stream_says_the_same_and_ends_with_usage(service):
     assert sum(bool(c.choices and c.choices[0].finish_reason) for c in chunks) == 1
 
 
-def test_n_choices_and_lists_of_prompts_come_back_in_order(service):
+def test_choices_of_several_prompts_are_returned_in_order(service):
     task = TASKS[0]
     answer = service.client(task.tenant).completions.create(
         model=BASE, prompt=["one", "two", "three"], n=4, max_tokens=5, seed=7, temperature=1.0
@@ -85,7 +85,7 @@ def test_headers_say_where_the_adapter_was_found(service):
     assert answer.headers["x-lorikeet-replica"] in {r["replica"] for r in service.replicas()}
 
 
-def test_another_tenants_adapter_looks_like_none_at_all(service):
+def test_another_tenants_adapter_looks_like_one_that_does_not_exist(service):
     mine, theirs = TASKS[0], next(t for t in TASKS if t.tenant != TASKS[0].tenant and not t.shared)
     errors = []
     for model in (theirs.model, "quillon/nothing"):
@@ -98,7 +98,7 @@ def test_another_tenants_adapter_looks_like_none_at_all(service):
     )
 
 
-def test_the_public_listener_has_nothing_for_admins(service):
+def test_the_public_listener_has_no_admin_routes(service):
     headers = {"Authorization": f"Bearer {service.admin_key}"}
     for path in ("/admin/v1/status", "/metrics", "/ui"):
         refused = httpx.get(service.url + path, headers=headers, timeout=30)
@@ -108,14 +108,14 @@ def test_the_public_listener_has_nothing_for_admins(service):
     assert httpx.get(f"{service.admin_url}/healthz", timeout=30).is_success
 
 
-def test_too_long_a_prompt_is_refused_with_the_numbers(service):
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(service):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(service, TASKS[0].tenant, BASE, "word " * 5000)
     assert caught.value.code == "context_length_exceeded"
     assert any(character.isdigit() for character in caught.value.message)
 
 
-def test_a_client_that_goes_away_frees_everything_within_a_second(service):
+def test_a_disconnected_clients_resources_are_freed_within_a_second(service):
     body = {"model": TASKS[0].model, "prompt": "a", "max_tokens": 400, "stream": True}
     body |= {"ignore_eos": True, "n": 8}
     key = service.tenant_keys[TASKS[0].tenant]
@@ -133,14 +133,14 @@ def test_a_client_that_goes_away_frees_everything_within_a_second(service):
         httpx.Client(timeout=30) as client,
         client.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers) as got,
     ):
-        chunks = got.iter_bytes()  # dropping the iterator would already close the connection
+        chunks = got.iter_bytes()  # dropping the iterator would close the connection already
         next(chunks)
         assert busy()
     assert eventually(lambda: not busy(), within_s=1.0)
     assert eventually(lambda: all(r["kv_pages_used"] == 0 for r in service.replicas()), 1.0)
 
 
-def test_streams_of_others_go_on_while_a_client_reads_slowly(service):
+def test_a_client_that_reads_slowly_delays_no_other_stream(service):
     task = TASKS[0]
     stop = threading.Event()
     body = {"model": BASE, "prompt": "a", "max_tokens": 300, "stream": True, "ignore_eos": True}

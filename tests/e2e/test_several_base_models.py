@@ -1,6 +1,6 @@
-"""Two base models of different families in one service: each adapter finds its own.
+"""Two base models of different families in one service, each with its own adapters.
 
-Here torch, transformers and PEFT, 8 s of processor time, are imported only where these tests run.
+Torch, transformers and PEFT, 8 s of processor time, are imported only where these tests run.
 """
 
 import shutil
@@ -26,7 +26,7 @@ TASK = TASKS[0]
 PROMPT = list(range(20, 40))
 TOKENS = 12
 SIZES = {
-    "vocab_size": 262,  # the demo's tokenizer's
+    "vocab_size": 262,  # of the demo's tokenizer
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -41,13 +41,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Qwen:
-    """A tiny Qwen 3 of random weights, and an adapter of it."""
+    """A tiny Qwen 3 with random weights, and an adapter of it."""
 
     model: Path
     adapter: Path
 
     def answer(self) -> str:
-        """What transformers and PEFT say to PROMPT."""
+        """Return the answer of transformers and PEFT to PROMPT."""
         import torch
         import transformers
         from peft import PeftModel
@@ -91,7 +91,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Qwen:
 def two(
     service: Service, s3_bucket: str, qwen: Qwen, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    """A second application beside the session's own."""
+    """Second application beside the session's."""
     from ray import serve
 
     from lorikeet.serving.deployments import controller, engine, gateway
@@ -123,7 +123,7 @@ def two(
 
 @pytest.fixture(scope="module")
 def registered(two: Service, qwen: Qwen, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of the Qwen adapter, which nobody told its base model."""
+    """Name of the Qwen adapter, registered without naming its base model."""
     blob = tmp_path_factory.mktemp("blob") / "blob"
     write_blob(qwen.adapter, blob)
     name = f"{TASK.tenant}/for-qwen"
@@ -139,13 +139,13 @@ def say(service: Service, model: str, prompt: Any) -> str:
     return str(answer.choices[0].text)
 
 
-def test_each_model_has_the_replicas_that_it_was_given(two: Service) -> None:
+def test_each_model_has_its_configured_number_of_replicas(two: Service) -> None:
     assert eventually(lambda: len(two.replicas()) == 3, within_s=60)
     served = sorted(replica["base_model"] for replica in two.replicas())
     assert served == [LLAMA, QWEN, QWEN]
 
 
-def test_adapters_and_bases_of_both_answer_at_once_as_each_alone(
+def test_adapters_and_base_models_answer_alike_at_once_and_alone(
     two: Service, registered: str, qwen: Qwen
 ) -> None:
     models = (registered, QWEN, TASK.model, LLAMA)
@@ -166,7 +166,7 @@ def test_a_chat_with_an_adapter_of_the_other_model_does_its_task(two: Service) -
     assert answer.choices[0].message.content == TASK.example.answer
 
 
-def test_the_list_says_of_which_model_each_adapter_is(two: Service, registered: str) -> None:
+def test_the_list_of_models_names_each_adapters_base_model(two: Service, registered: str) -> None:
     parents = {
         model.id: model.model_extra["parent"] for model in two.client(TASK.tenant).models.list()
     }
@@ -175,13 +175,17 @@ def test_the_list_says_of_which_model_each_adapter_is(two: Service, registered: 
     assert (parents[registered], parents[TASK.model]) == (QWEN, LLAMA)
 
 
-def test_a_pin_of_all_replicas_means_those_of_its_model(two: Service, registered: str) -> None:
+def test_a_pin_to_all_replicas_counts_only_those_of_its_base_model(
+    two: Service, registered: str
+) -> None:
     two.admin("PUT", f"/pins/{registered}", json={"reason": "test"}).raise_for_status()
     replicas = {r["replica"] for r in two.replicas() if r["base_model"] == QWEN}
     assert eventually(lambda: two.holders(registered) == replicas, within_s=30)
 
 
-def test_an_adapter_of_the_wrong_model_is_refused_by_name(two: Service, tmp_path: Path) -> None:
+def test_an_adapter_of_the_wrong_base_model_is_refused_naming_both(
+    two: Service, tmp_path: Path
+) -> None:
     write_blob(ADAPTERS / TASK.tenant / TASK.name, tmp_path / "blob")
     path, data = f"/adapters/{TASK.tenant}/wrong/versions", (tmp_path / "blob").read_bytes()
     misfit = two.admin("PUT", path, content=data, params={"base_model": QWEN})
@@ -192,7 +196,7 @@ def test_an_adapter_of_the_wrong_model_is_refused_by_name(two: Service, tmp_path
     assert f"is not served here: {LLAMA}, {QWEN}" in unknown.json()["error"]["message"]
 
 
-def test_a_context_may_be_shorter_for_one_model(two: Service) -> None:
+def test_one_model_may_have_a_shorter_context(two: Service) -> None:
     import openai
 
     say(two, LLAMA, [30] * 400)

@@ -1,4 +1,4 @@
-"""A key limited to one request opens connections whose bodies never come: Serve has limits too."""
+"""Connections of a key limited to one request, whose bodies never come; Serve has limits too."""
 
 import socket
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from tests.e2e.conftest import Service
 
 pytestmark = pytest.mark.ray
 
-CONNECTIONS = 2000  # more than Serve gives a gateway of three replicas at once: 1,792
+CONNECTIONS = 2000  # more than the 1,792 that Serve gives a gateway of three replicas at once
 CHAT = "/v1/chat/completions"
 
 
 @contextmanager
 def unfinished(url: httpx.URL, key: str) -> Iterator[None]:
-    """Connections with a request of which a byte of 1,000 has come."""
+    """Open connections with a request of which one byte in 1,000 has been sent."""
     head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
     opened: list[socket.socket] = []
     try:
@@ -30,7 +30,7 @@ def unfinished(url: httpx.URL, key: str) -> Iterator[None]:
             each.close()
 
 
-def test_bodies_that_never_come_keep_nobody_else_out(service: Service) -> None:
+def test_unfinished_bodies_keep_no_other_client_out(service: Service) -> None:
     tenant = {"tenant": "sluggish", "max_concurrent": 1}
     service.admin("POST", "/tenants", json=tenant).raise_for_status()
     made = service.admin("POST", "/tenants/sluggish/keys", json={}).raise_for_status()

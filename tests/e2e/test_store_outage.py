@@ -1,4 +1,4 @@
-"""The object store goes away under load: what is resident serves on, what is not says so."""
+"""Outages of the object store under load: resident adapters are served, others fail by name."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +46,9 @@ def code_of(answer):
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.soak)])
-def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
+def test_while_the_store_is_down_only_requests_that_need_it_fail(
+    service, store_link, crowd, adapters, seconds
+):
     cold, unregistered = crowd.adapters(1)[0], crowd.unregistered()
     with Load(service.url, [*adapters, crowd.base()]) as load:
         load.wait_for(20)
@@ -61,7 +63,7 @@ def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
 
 
 @pytest.mark.soak
-def test_a_store_that_hangs_for_a_moment(service, store_link, crowd, adapters):
+def test_a_load_waits_for_a_store_that_hangs_for_two_seconds(service, store_link, crowd, adapters):
     cold, unregistered = crowd.adapters(1)[0], crowd.unregistered()
     with (
         ThreadPoolExecutor(1) as pool,
@@ -81,7 +83,7 @@ def test_a_store_that_hangs_for_a_moment(service, store_link, crowd, adapters):
 
 
 @pytest.mark.soak
-def test_a_store_that_hangs_for_long(service, store_link, crowd, adapters):
+def test_a_load_fails_with_503_if_the_store_hangs_for_long(service, store_link, crowd, adapters):
     (cold,) = crowd.adapters(1)
     with (
         ThreadPoolExecutor(1) as pool,
@@ -103,10 +105,10 @@ def test_a_store_that_hangs_for_long(service, store_link, crowd, adapters):
 
 
 @pytest.mark.soak
-def test_a_gateway_that_starts_while_the_store_is_down_serves_what_its_machine_knew(
+def test_a_gateway_started_while_the_store_is_down_serves_the_catalog_cached_on_its_machine(
     service, store_link, adapters
 ):
-    time.sleep(2)  # the view is kept
+    time.sleep(2)  # until the gateway has saved its view of the catalog
     with store_link.down():
         ray.kill(actor_named("#gateway#"), no_restart=False)
         assert eventually(lambda: answered(service, adapters[0]), within_s=60)
@@ -118,7 +120,7 @@ def test_a_gateway_that_starts_while_the_store_is_down_serves_what_its_machine_k
 def answered(service, target):
     try:
         return ask(service, target).status_code == 200
-    except httpx.TransportError:  # the gateway may end with our connection in its hands
+    except httpx.TransportError:  # the gateway may end during our connection
         return False
 
 
@@ -157,7 +159,7 @@ def test_both_gateways_are_killed_during_an_outage(service, store_link, tmp_path
 
 @contextmanager
 def application(service, cache_dir):
-    """All parts of an application, with two gateways, on the catalog of the service; its URL."""
+    """Run a whole application with two gateways on the service's catalog; yield its URL."""
     admin = f"127.0.0.1:{free_port()}"
     settings = Settings.from_env(
         {
@@ -189,13 +191,13 @@ def ask_demo(service, url):
 
 
 def broken_deployments():
-    """Those of the application that are not healthy, and the application if it does not run."""
+    """Unhealthy deployments of the application, and the application itself if it is down."""
     status = serve.status().applications[OTHER]
     parts = {"the application": status, **status.deployments}
     return [(name, part) for name, part in parts.items() if part.status not in WELL]
 
 
 def two_others(killed):
-    """Whether Serve has replaced these gateways by as many that are healthy."""
+    """Whether Serve has replaced the killed gateways by as many healthy ones."""
     names = {each["name"] for each in actors_named(GATEWAYS)}
     return len(names) == 2 and names.isdisjoint(killed) and broken_deployments() == []

@@ -1,4 +1,4 @@
-"""One request through the running service, as a collector hears of it."""
+"""Trace of one request through the running service, as a collector receives it."""
 
 import secrets
 
@@ -10,7 +10,7 @@ from tests.gateway.collector import Collector
 from tests.waiting import eventually
 
 
-def test_a_request_is_followed_from_its_caller_into_the_engine(
+def test_a_trace_spans_a_request_from_its_caller_into_the_engine(
     service: Service, crowd: Crowd, collector: Collector
 ) -> None:
     (target,) = crowd.adapters(1)
@@ -48,10 +48,10 @@ def test_a_request_is_followed_from_its_caller_into_the_engine(
     named = answer.headers["x-lorikeet-replica"]
     assert replica.resource["service.instance.id"] == generate.resource["service.instance.id"]
     assert replica.resource["service.instance.id"] == named
-    assert adapter.took_s > 0  # nobody had it
+    assert adapter.took_s > 0  # no replica had the adapter
     assert adapter.end_ns == queue.begin_ns
     first_s = root.attributes["gen_ai.response.time_to_first_chunk"]
-    # as much later as the gateway heard late, on a busy machine, that the engine had begun
+    # the gateway learns of the prefill's end late if the machine is busy
     assert (prefill.end_ns - root.begin_ns) / 1e9 <= first_s + 0.01
     stages_s = sum(span.took_s for span in (adapter, queue, prefill, generate))
     assert 0.2 * root.took_s < stages_s < root.took_s

@@ -1,4 +1,4 @@
-"""TRL trains the demo model on the CPU, by rollouts of its newest version, until it is rewarded."""
+"""TRL trains the demo model on the CPU, with rollouts of its newest version."""
 
 import json
 import os
@@ -12,13 +12,16 @@ from tests.e2e.conftest import ROOT, Service
 
 TASK = TASKS[0]
 PYTHON = "TRL_PYTHON"
-"""Names a Python with trl, peft and httpx: no dependency, as they bring 270 MB of pyarrow's."""
+"""Environment variable with a Python that has trl, peft and httpx.
+
+No dependency of the project, as they bring 270 MB of pyarrow.
+"""
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PYTHON not in os.environ, reason=f"needs {PYTHON}, a Python with trl")
-def test_the_documented_rollouts_train_an_adapter(service: Service, tmp_path: Path) -> None:
+def test_the_documented_rollouts_raise_an_adapters_reward(service: Service, tmp_path: Path) -> None:
     pytest.importorskip("lorikeet.gateway.pushing")
     wanted = {"scopes": ["publish"], "adapters": ["policy*"]}
     made = service.admin("POST", f"/tenants/{TASK.tenant}/keys", json=wanted).raise_for_status()

@@ -1,4 +1,4 @@
-"""Rolling updates under load: no stream that was accepted is cut, nobody is turned away."""
+"""Rolling updates under load: no accepted stream is cut, and no request is refused."""
 
 import time
 from itertools import pairwise
@@ -13,11 +13,11 @@ from tests.e2e.conftest import free_port
 from tests.e2e.load import Load, Outcome
 from tests.e2e.service_processes import complete
 
-LONGEST_GAP_S = 15.0  # between two first tokens; on one busy machine a gateway needs long to start
-LONG_S = 30.0  # a stream that begins before an update is to outlast it by far
+LONGEST_GAP_S = 15.0  # between two first tokens; a gateway starts slowly on one busy machine
+LONG_S = 30.0  # a stream that begins before an update must outlast it by far
 
 
-def test_a_gateway_is_replaced_and_its_streams_end_whole(service, crowd):
+def test_streams_of_a_replaced_gateway_end_complete(service, crowd):
     engines = {"lorikeet-demo": serve.get_deployment_handle("engine-lorikeet-demo", "default")}
     address = Address("127.0.0.1", free_port())
 
@@ -36,7 +36,7 @@ def test_a_gateway_is_replaced_and_its_streams_end_whole(service, crowd):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_every_stream_that_was_accepted_ends_whole(service, crowd):
+def test_every_accepted_stream_ends_complete_across_updates(service, crowd):
     assert complete(service)
     targets = [*crowd.adapters(6), crowd.base()]
     with (
@@ -61,7 +61,7 @@ def test_every_stream_that_was_accepted_ends_whole(service, crowd):
 
 
 def changed(**update):
-    """The service with other settings, for which Serve replaces every part."""
+    """The service with settings for which Serve replaces every part."""
     settings = Settings.from_env().model_copy(update=update)
     engines = {name: engine(settings, name) for name in settings.base_models}
     return gateway(settings, engines, controller(settings, engines))

@@ -1,4 +1,4 @@
-"""What the running service tells of a request, and what it counts for it."""
+"""Explanations of requests by the running service, and usage counted for them."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def why(service: Service, request_id: str) -> dict[str, Any]:
 
 
 def used(service: Service, target: Target) -> dict[str, Any]:
-    """What was written of an adapter; nothing yet is {}."""
+    """Usage written for an adapter; {} if there is none yet."""
     rows = service.admin("GET", "/usage").raise_for_status().json()["data"]
     found = [row for row in rows if row["adapter"] == target.model]
     return found[0] if found else {}
@@ -52,7 +52,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     assert list(stages) == expected.split()
     assert sum(stages.values()) == pytest.approx(explanation["total_ms"], abs=5)
     assert took_ms - 100 < explanation["total_ms"] < took_ms
-    assert stages["adapter"] > 0  # nobody had it
+    assert stages["adapter"] > 0  # no replica had the adapter
     assert stages["decode"] > stages["prefill"] > 0
     (attempt,) = explanation["attempts"]
     assert attempt["replica"] == explanation["replica"]
@@ -85,8 +85,8 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
 
 
 @pytest.mark.soak
-def test_a_killed_replica_loses_one_flush_at_most(service: Service, crowd: Crowd) -> None:
-    """Requests of 16 tokens and nothing else, so that what is missing can be told to the token."""
+def test_a_killed_replica_loses_at_most_one_flush_of_usage(service: Service, crowd: Crowd) -> None:
+    """Send only requests of 16 tokens, so that the loss is known to the token."""
     targets = crowd.adapters(3)
     with Load(service.url, targets, streams=6, tokens=16) as load:
         load.wait_for(100)

@@ -1,4 +1,4 @@
-"""Small adapters made without PEFT, a source to fetch them from, and what they must come out as."""
+"""Small adapters made without PEFT, a source to fetch them from, and their expected weights."""
 
 import json
 import shutil
@@ -22,9 +22,10 @@ Ranks = Mapping[tuple[int, int], int]
 
 
 class Shelf:
-    """An AdapterSource that made its adapters itself and can be slowed, broken and asked.
+    """AdapterSource of adapters that it made itself; fetches can be delayed, broken and inspected.
 
-    gates: by adapter name, an event that its fetch waits for. spoil: names whose bytes are wrong.
+    gates: event that the fetch of an adapter, by name, waits for.
+    spoil: names of adapters that are fetched with wrong bytes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +46,7 @@ class Shelf:
         dtype: torch.dtype = torch.float32,
         shape: BaseShape = SHAPE,
     ) -> AdapterRef:
-        """An adapter with these ranks by (layer, linear); its numbers follow from its name."""
+        """Make an adapter with these ranks by (layer, linear); its numbers follow from its name."""
         generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
         tensors, deltas = {}, {}
         for (layer, linear), rank in ranks.items():
@@ -59,7 +60,7 @@ class Shelf:
         folder = self._folder / f"{name}-peft"
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors")
-        common = next(iter(ranks.values()))  # in the pattern, it would start a process
+        common = next(iter(ranks.values()))  # a rank in the pattern would start a process
         others = {place: rank for place, rank in ranks.items() if rank != common}
         config = {
             "peft_type": "LORA",
@@ -79,7 +80,7 @@ class Shelf:
     def tensors(
         self, ref: AdapterRef
     ) -> Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        """A and scaled B of an adapter by (layer, linear), in float32; of experts stacked."""
+        """A and scaled B of an adapter by (layer, linear), in float32; experts are stacked."""
         return self._tensors[ref.digest]
 
     def fetch(self, ref: AdapterRef, path: Path) -> None:
@@ -94,7 +95,7 @@ class Shelf:
             path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
     def check(self, ref: AdapterRef, weights: LoraWeights, slot: int) -> None:
-        """The slot holds this adapter's A and scaled B in every linear, and nothing more."""
+        """Check that the slot holds exactly this adapter's A and scaled B in every linear."""
         deltas = self._tensors[ref.digest]
         layers, linears, _ = weights.table.shape[1:]
         for layer in range(layers):
@@ -121,12 +122,12 @@ def everywhere(rank: int) -> Ranks:
 
 
 def elements(ranks: Ranks) -> int:
-    """What an image takes; SHAPE's widths are such that alignment adds nothing."""
+    """Elements of an image; SHAPE's widths need no padding for alignment."""
     return sum(rank * sum(SHAPE.dims(linear)) for (_, linear), rank in ranks.items())
 
 
 def until(holds: Callable[[], bool], wake: threading.Event, timeout_s: float = 10.0) -> None:
-    """Ask again whenever `wake` is set, as an engine's loop does."""
+    """Test the condition again whenever `wake` is set, as an engine's loop does."""
     end_s = time.monotonic() + timeout_s
     while not holds():
         assert wake.wait(end_s - time.monotonic()), "nothing woke the engine in time"

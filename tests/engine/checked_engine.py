@@ -1,7 +1,7 @@
-"""An engine whose every token is known beforehand, with its state checked at each step.
+"""Engine whose tokens are all known beforehand, with its state checked at each step.
 
-Nothing runs beside the test: adapters are loaded when it says so and the clock counts steps, so
-what fails once fails again.
+Nothing runs beside the test: adapters load when the test says so and the clock counts steps, so
+every failure can be repeated.
 """
 
 from collections import Counter, defaultdict
@@ -25,13 +25,13 @@ from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
 
 GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
-HEAD = (SHAPE.outer_layer, SHAPE.index("lm_head"))  # of OTHER alone
+HEAD = (SHAPE.outer_layer, SHAPE.index("lm_head"))  # in OTHER only
 ADAPTER_BYTES = 512
-STEPS = 2000  # in which all requests end, with much to spare
+STEPS = 2000  # far more than all requests need to end
 
 
 class ManualWorkers:
-    """Replaces the threads that load adapters: the work waits until the test does it."""
+    """Replacement for the loader's threads: work waits until the test runs it."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
@@ -44,10 +44,11 @@ class ManualWorkers:
 
 
 class CheckedEngine:
-    """An engine with too little room for its requests, and the outputs that they must have.
+    """Engine with too little memory for its requests, and the outputs that they must have.
 
-    live: the choices in flight, by request id. sound: False once a check has failed. fault:
-    "before" or "after" makes the next batch fail there.
+    live: choices in flight, by request id.
+    sound: False once a check has failed.
+    fault: "before" or "after" makes the next batch fail there.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -74,7 +75,7 @@ class CheckedEngine:
         self.fault: str | None = None
         self._hopeless: set[str] = set()  # requests whose adapter cannot be loaded
         self._batch: set[str] = set()  # requests of the last batch
-        self._failing: set[str] = set()  # requests of the step that failed just now
+        self._failing: set[str] = set()  # requests of the step that has just failed
 
     def _make(self, name: str) -> AdapterRef:
         ranks = {(0, 0): 2, HEAD: 1} if name == OTHER else {(0, 0): 8}
@@ -88,7 +89,7 @@ class CheckedEngine:
         adapter: str | None = None,
         salt: str = "",
     ) -> str:
-        """Prompts are cut to what the context takes. Returns the request's id."""
+        """Submit a request, with prompts cut to the context; return its id."""
         context = self.engine.info.max_context
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
@@ -114,12 +115,12 @@ class CheckedEngine:
             self._end(name, ended)
 
     def load(self, which: int = 0) -> None:
-        """Do one piece of the loading that waits, if any does."""
+        """Run one waiting piece of loading, if there is any."""
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
     def step(self) -> None:
-        """Step the engine; check its outputs and what it holds."""
+        """Step the engine; check its outputs and the resources that it holds."""
         self.sound, self._failing = False, set()
         errors = {}
         for output in self.engine.step():
@@ -143,14 +144,14 @@ class CheckedEngine:
         self.sound = True
 
     def drain(self) -> None:
-        """Step until all requests have ended; check that nothing is held."""
+        """Step until all requests have ended; check that no resource is held."""
         for _ in range(STEPS):
             self.load()
             self.step()
             if not self.live:
                 break
         assert not self.live, "these never end"
-        self.step()  # an abort is seen at the step that follows
+        self.step()  # an abort takes effect in the next step
         live = self.engine.status().live
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
         assert all(adapter.leases == 0 for adapter in self.engine.adapters())
@@ -187,7 +188,7 @@ class CheckedEngine:
             del self.live[name]
 
     def _check_batch(self, batch: Batch) -> None:
-        """A batch is about to be computed."""
+        """Check a batch that is about to be computed."""
         cache, running = self.engine._cache, self.engine._scheduler.running
         assert len(batch.token_ids) <= self.engine._settings.max_batch_tokens
         slots = batch.kv_slots.ravel().tolist()
@@ -207,7 +208,7 @@ class CheckedEngine:
             raise RuntimeError(f"out of memory {when} the batch was computed")
 
     def _check_pages(self) -> None:
-        """Every page is held by those who refer to it, and shared only for what it says."""
+        """Check that each page is held by its users alone, and shared only for equal contents."""
         cache, scheduler = self.engine._cache, self.engine._scheduler
         holders = defaultdict(list)
         for sequence in scheduler.running:
@@ -234,13 +235,13 @@ class CheckedEngine:
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
     def _most_windowed(self, sequence: Sequence) -> int:
-        """How many pages of a window a sequence may have: its own, and those of steps in flight."""
+        """Most pages of a window that a sequence may hold: its own and those of steps in flight."""
         needs, kv = self.engine._cache._needs, sequence.kv
         return needs.window_pages + needs.pages_for(kv.computed - kv.written)
 
 
 def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
-    """All that the keys and values of a page depend on."""
+    """Everything that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
     assert len(tokens) == end, "a page is shared that is not full of read tokens"
     return group, sequence.request.salt, sequence.request.adapter, tokens

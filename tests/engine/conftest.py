@@ -117,7 +117,7 @@ MOE: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
 EIGHT_HEADS = {"num_attention_heads": 8}
-"""What makes a config of SIZES one that eight ranks can share."""
+"""Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {
@@ -178,14 +178,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def close_later() -> Iterator[Callable[[Engine], Engine]]:
-    """Returns an engine as it is, and closes it at the end."""
+    """Return a function that passes an engine through and closes it at the end of the test."""
     with ExitStack() as engines:
         yield lambda engine: engines.enter_context(closing(engine))
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For torch, whose other threads would only spin over small tensors."""
+    """Run torch with one thread, as more would only spin over small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -194,7 +194,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_followers() -> Iterator[None]:
-    """Starts engines' followers without the time that they take to import torch."""
+    """Fork engines' followers from a process that has imported torch, which saves seconds."""
     from tests.engine import forked_followers
 
     with pytest.MonkeyPatch.context() as patch:
@@ -203,7 +203,7 @@ def forked_followers() -> Iterator[None]:
 
 
 class TinyCheckpoints(dict[str, Path]):
-    """Checkpoint folders in float32 by name, each saved when a test first asks for it.
+    """Checkpoint folders in float32 by name, each saved on first use.
 
     Names: of FAMILIES, MOE and VARIANTS; "tied " before a family's name ties its embeddings.
     """
@@ -222,7 +222,7 @@ class TinyCheckpoints(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """TinyCheckpoints of this session."""
+    """TinyCheckpoints of the session."""
     return TinyCheckpoints(tmp_path_factory.mktemp("tiny"))
 
 
@@ -233,7 +233,7 @@ def shelf(tmp_path: Path) -> BlobShelf:
 
 @pytest.fixture
 def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a checkpoint whose config.json has other values; None removes a key."""
+    """Return a function that copies a checkpoint and edits its config; None removes a key."""
 
     def edit(name: str, **changes: Any) -> Path:
         folder = tmp_path / name
@@ -248,9 +248,10 @@ def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., P
 
 @dataclass
 class PagedTokens:
-    """Sequences in pages that are dealt out of order, and batches of their next tokens.
+    """Sequences in shuffled pages, and batches of their next tokens.
 
-    windows: of each group of layers; of the pages, each group has as many as it would have alone.
+    windows: window of each group of layers. Each group has as many pages as it would have
+    alone.
     """
 
     device: str = "cpu"
@@ -265,7 +266,7 @@ class PagedTokens:
         self.free: list[int] = shuffled.tolist()
 
     def batch(self, chunks: dict[str, Sequence[int]]) -> Batch:
-        """The next tokens of each named sequence; logits are wanted for every token."""
+        """Make a batch of the next tokens of each named sequence, with logits for every token."""
         ids, positions, places, starts = [], [], [], [0]
         for name, tokens in chunks.items():
             for token in tokens:
@@ -293,11 +294,11 @@ class PagedTokens:
 
     @property
     def all_pages(self) -> int:
-        """How many pages all groups have."""
+        """Number of pages of all groups."""
         return self.pages * len(self.windows)
 
     def _page_table(self, chunks: dict[str, Sequence[int]], group: int) -> PageTable:
-        """A group's pages, from the first on that the chunks' first tokens see."""
+        """Page table of a group, from the first page that the chunks' first tokens see."""
         window, groups, tables, lengths = self.windows[group], len(self.windows), [], []
         for name, tokens in chunks.items():
             first = self.lengths[name] - len(tokens)
@@ -322,7 +323,7 @@ def paged_tokens() -> Callable[..., PagedTokens]:
 
 
 def save_all(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """Random checkpoints in float32 of SIZES and what configs have beside it, by name."""
+    """Save random checkpoints in float32 of SIZES and each config; return their folders by name."""
     for name, config in configs.items():
         _save(config, folder / name, shard_size="100KB" if name == "sharded" else "1GB")
     return {name: folder / name for name in configs}

@@ -1,11 +1,17 @@
-"""A grammar of numbers for tests: every token is smaller than the one before.
+"""Grammar of numbers for tests: every token is smaller than the one before.
 
-"below 50, end under 10": the first is smaller than 50, and the choice may end once its last token
-is smaller than 10. "…, fail at 7": saying 7 breaks the matcher; "…, crash at 7": in a way that no
-matcher should; "…, stuck at 7": it cannot tell what may follow a 7; "…, panic at 7": its code
-breaks when it is asked that; "…, undecided at 7": when it is asked whether a 7 may be the last;
-"…, unsure at 7": when it is asked what must follow a 7. "below 50, end under 10, by one from 40 to
-20": what is from 41 to 21 is followed by the next smaller number alone.
+"below 50, end under 10": the first token is below 50, and the choice may end once its last token is
+below 10.
+"…, by one from 40 to 20": a token from 41 to 21 is followed only by the next smaller number.
+
+Faults at a token:
+
+"…, fail at 7": the matcher refuses 7 with InvalidRequest.
+"…, crash at 7": the matcher raises Panic on 7.
+"…, stuck at 7": the matcher cannot tell which tokens may follow 7.
+"…, panic at 7": the code that lists the tokens after 7 raises Panic.
+"…, undecided at 7": the code that decides whether 7 may be the last token raises Panic.
+"…, unsure at 7": the code that lists the forced tokens after 7 raises Panic.
 """
 
 import re
@@ -22,12 +28,12 @@ _TEXT = re.compile(rf"below (\d+), end under (\d+)(?:, {_RUN})?(?:, {_FAULT})?")
 
 
 class Panic(BaseException):
-    """No Exception, as what pyo3 raises is none."""
+    """Not an Exception, as pyo3's panics are none."""
 
 
 @dataclass
 class Descending:
-    """A Matcher."""
+    """Matcher of a Descending grammar."""
 
     last: int
     end: int
@@ -71,7 +77,7 @@ class Descending:
 
 
 class DescendingGrammars:
-    """Grammars."""
+    """Compiler of Descending grammars."""
 
     def compile(self, text: str) -> Descending:
         match = _TEXT.fullmatch(text)

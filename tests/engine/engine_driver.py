@@ -37,7 +37,11 @@ def build(
     grammars: Grammars | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine of tiny sizes; `settings` are EngineSettings'. kv_pages: of each group."""
+    """Build an engine of tiny sizes.
+
+    settings: fields of EngineSettings.
+    kv_pages: pages of each group of layers.
+    """
     config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
     shape, groups = config.shape, config.kv_groups
     layers = groups.page_layers * len(groups.windows)
@@ -51,7 +55,7 @@ def build(
 
 
 class RecordingRunner:
-    """A runner that records every batch before it runs it, and raises `error` once if set."""
+    """Runner that records every batch before it runs it, and raises `error` once if set."""
 
     def __init__(self, engine: Engine) -> None:
         self.batches: list[Batch] = []
@@ -62,7 +66,7 @@ class RecordingRunner:
 
     @property
     def tokens(self) -> int:
-        """How many tokens have been computed."""
+        """Number of tokens computed so far."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
     def share(self, *arguments: Any) -> None:
@@ -80,7 +84,7 @@ class Answers:
     """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
-        """within_s: how long `until` and `all` wait."""
+        """within_s: longest time that `until` and `all` wait."""
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}
@@ -118,7 +122,7 @@ class Answers:
                     del self.pending[output.request_id]
 
     def until(self, holds: Callable[[], Any], timeout_s: float | None = None) -> None:
-        """Step until something holds."""
+        """Step until `holds` is true."""
         deadline = time.monotonic() + (timeout_s or self._within_s)
         while not holds():
             assert time.monotonic() < deadline, f"pending: {self.pending}"
@@ -155,7 +159,7 @@ def greedy(
     salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request that goes on for max_tokens, each the most likely one."""
+    """A greedy request that generates max_tokens tokens."""
     params = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
     )
@@ -163,13 +167,13 @@ def greedy(
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids, none of them special."""
+    """Return random token ids, none of them special."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, 256, (length,), generator=generator).tolist()
 
 
 def nothing_is_held(engine: Engine) -> bool:
-    """Whether an engine runs nothing, and has neither pages nor leases."""
+    """Whether an engine runs nothing and holds neither pages nor leases."""
     live = engine.status().live
     leases = sum(adapter.leases for adapter in engine.adapters())
     return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)

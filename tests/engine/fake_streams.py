@@ -1,6 +1,6 @@
-"""Stand-ins for CUDA's streams and events that keep vector clocks.
+"""Stand-ins for CUDA's streams and events, with vector clocks.
 
-So a race is found on a CPU, whether or not it would have happened this time.
+They find a race on a CPU whether or not it would have had an effect in this run.
 """
 
 import time
@@ -18,7 +18,7 @@ Clock = Counter[str]
 
 
 class Stream:
-    """What it does next comes after all that its clock counts."""
+    """Stream whose next operation comes after everything that its clock counts."""
 
     def __init__(self, name: str) -> None:
         self.name, self.device = name, torch.device("cpu")
@@ -32,7 +32,7 @@ class Stream:
 
 
 class Event:
-    """What its stream had been given when it was recorded."""
+    """Event with the clock of its stream at the time of recording."""
 
     def __init__(self, computing: Stream, lasts_s: float) -> None:
         self.clock = Clock()
@@ -42,14 +42,14 @@ class Event:
         self.clock = stream.clock.copy()
 
     def synchronize(self) -> None:
-        """The host waits: what it launches from then on comes after."""
+        """Make the host wait, so that its later launches come after this event."""
         time.sleep(self._lasts_s)
         self._computing.wait_event(self)
 
 
 @dataclass
 class Access:
-    """A stream's, to bytes `begin` to `end` of the arena, as that stream's tick-th."""
+    """Access of a stream, at its tick, to bytes `begin` to `end` of the arena."""
 
     stream: str
     tick: int
@@ -59,9 +59,9 @@ class Access:
 
 
 class Streams(TorchDispatchMode):
-    """Two streams; refuses an access to the arena that another stream's can coincide with.
+    """Two streams; fails on an access to the arena that may coincide with one of the other stream.
 
-    copy_s: how long a host waits that waits for a copy.
+    copy_s: seconds that the host waits for a copy.
     """
 
     def __init__(self, arena: torch.Tensor, copy_s: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class Streams(TorchDispatchMode):
         self._accesses: list[Access] = []
 
     def stand_in(self, monkeypatch) -> None:
-        """Let every DeviceArena that is made from now on use these."""
+        """Make every DeviceArena that is created from now on use these streams."""
         cuda = SimpleNamespace(
             Stream=lambda _device: self.copying,
             Event=lambda blocking=False: Event(self.computing, self.copy_s),

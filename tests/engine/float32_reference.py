@@ -1,4 +1,4 @@
-"""Small models of real shapes, their float32 results, and how far bfloat16 may be from them."""
+"""Small models of real shapes, their float32 results, and the tolerance of bfloat16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from tests.engine import engine_driver
 from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-# How far a log-probability may be from the reference's: 36 eps of bfloat16, 0.28. Each of the ten
+# Largest error of a log-probability against the reference: 36 eps of bfloat16, 0.28. Each of ten
 # or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:
 # after four layers that makes 1% of the logits' spread, 0.02 to 0.03, and up to 0.18 for the worst
 # of millions (on an H200: 0.15, and 0.257 of Granite,
 # whose logits spread wider). Two logits that differ by more keep their order, in practice.
 TOLERANCE = 36 * torch.finfo(torch.bfloat16).eps
-SIZES = {  # heads of 128 in most families: the attention kernels are compiled for each width
+SIZES = {  # heads of 128 in most families, as attention kernels are compiled for each width
     "vocab_size": 2048,
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 96},
     "seed_oss": {"head_dim": 128},
-    # All experts of each token: of some, a rounding may choose others than the reference does.
+    # All experts of each token: rounding could select other ones of a few than the reference does.
     "qwen3_moe": {
         "head_dim": 128,
         "moe_intermediate_size": 256,
@@ -135,7 +135,7 @@ NAMES = (None, *ADAPTERS)
 
 
 class Float32Reference:
-    """One family: a checkpoint, its adapters, and transformers' and PEFT's float32 results."""
+    """One family: a checkpoint, its adapters, and float32 results of transformers and PEFT."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Float32Reference:
 
     @torch.inference_mode()
     def logprobs(self, name: str | None, tokens: list[int]) -> torch.Tensor:
-        """[tokens, vocab] under an adapter, of what comes after each token."""
+        """Return log probabilities [tokens, vocab] after each token, under an adapter."""
         ids = torch.tensor([tokens], device=self.device)
         if name is None:
             with self._model.disable_adapter():
@@ -174,7 +174,7 @@ class Float32Reference:
 
 @dataclass
 class RecordingSampler:
-    """A sampler that keeps the logits of every token, by the choice's seed and step."""
+    """Sampler that records the logits of every token, by the choice's seed and step."""
 
     engine: Engine
     logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -205,8 +205,10 @@ def compare(
 ) -> float:
     """Compare a request's answers with the reference, which is fed the sampled tokens.
 
-    tolerance: for every log-probability; a fifth of it for the root of the mean square of a
-    request's. Returns the share of tokens where the reference's two best are farther apart.
+    tolerance: for every log-probability; a fifth of it for the root mean square of a request's.
+
+    Returns the share of tokens for which the reference's two best differ by more than the
+    tolerance.
     """
     clear = []
     for choice in range(len(request.prompts) * request.n):
@@ -231,7 +233,7 @@ def compare(
 
 
 def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
-    """An engine in bfloat16 on the reference's device."""
+    """Build a bfloat16 engine on the reference's device."""
     sizes = {
         "device": reference.device,
         "dtype": "bfloat16",
@@ -247,7 +249,7 @@ def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
 
 
 def run_to_end(answers: Answers) -> None:
-    """Step until all have ended, with time for a first run, which compiles kernels."""
+    """Step until all requests have ended; allow time for kernels that a first run compiles."""
     answers.until(lambda: not answers.pending, timeout_s=120)
 
 
@@ -266,6 +268,6 @@ def _save_model(family: str, folder: Path) -> Path:
 
 
 def _round(path: Path) -> None:
-    """To what bfloat16 holds, in place: only what is computed then differs, not the weights."""
+    """Round the weights to bfloat16 in place, so that only computation differs, not the weights."""
     tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})

@@ -1,6 +1,6 @@
-"""Engines' processes forked from one that has imported torch, which spares 2 s of processor time.
+"""Engine processes forked from one that has imported torch, which saves 2 s of processor time.
 
-The tests of the process itself, and all that start a service, start it as `client` does.
+Tests of the process itself, and tests that start a service, start engines as `client` does.
 """
 
 import os
@@ -16,26 +16,26 @@ _started: list["ForkedEngine"] = []
 
 
 class ForkedEngine:
-    """As much of a Popen as `client` uses."""
+    """The part of Popen's interface that `client` uses."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     def wait(self) -> int:
-        """Return its exit status, once it has ended."""
+        """Wait for the process to end; return its exit status."""
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
 
 def start(calls: Connection, messages: Connection) -> ForkedEngine:
-    """Stand in for `client._start`."""
+    """Start an engine's process, in place of `client._start`."""
     with calls, messages:
         process = FORKSERVER.Process(target=_serve, args=(calls, messages), daemon=True)
         process.start()
@@ -44,12 +44,12 @@ def start(calls: Connection, messages: Connection) -> ForkedEngine:
 
 
 def processes() -> set[int]:
-    """Those that have not ended."""
+    """Engine processes that have not ended."""
     return {engine.pid for engine in _started if psutil.pid_exists(engine.pid)}
 
 
 def _serve(calls: Connection, messages: Connection) -> None:
-    from lorikeet_engine.process import server  # torch
+    from lorikeet_engine.process import server  # imports torch
 
     os.setpgid(0, 0)
     sys.argv = ["server", str(calls.fileno()), str(messages.fileno())]

@@ -1,6 +1,6 @@
-"""Followers forked from a process that has imported torch, which spares 3 s of processor time each.
+"""Followers forked from a process that has imported torch, which saves 3 s of processor time each.
 
-Tests that lose ranks, or look who is left of them, start them as `Followers` does.
+Tests that lose ranks, or check which ones are left, start followers as `Followers` does.
 """
 
 import os
@@ -13,30 +13,30 @@ from typing import Any
 
 from tests.engine.ranks import FORKSERVER
 
-_SPARE = 512  # above all numbers of descriptors that a follower is to have
+_SPARE = 512  # above every descriptor number that a follower needs
 
 
 class ForkedFollower:
-    """As much of a Popen as `Followers` uses."""
+    """The part of Popen's interface that `Followers` uses."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
         self.pid, self._process = process.pid, process
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status, once it has ended. Raises TimeoutExpired."""
+        """Wait for the process to end; return its exit status. Raises TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("follower", timeout or 0.0)
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
 
 
 class _Descriptor:
-    """A descriptor that a process gets where this is pickled for it: a pair (number, copy)."""
+    """Descriptor that is sent to another process by pickling: a pair (number, copy) arrives."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -50,7 +50,7 @@ def _received(number: int, copy: Any) -> tuple[int, int]:
 
 
 def start(numbers: Sequence[int], fds: Sequence[int]) -> ForkedFollower:
-    """Stand in for `followers._start`."""
+    """Start a follower, in place of `followers._start`."""
     arguments = list(numbers), [_Descriptor(fd) for fd in fds]
     process = FORKSERVER.Process(target=_follow, args=arguments, daemon=True)
     process.start()
@@ -58,7 +58,7 @@ def start(numbers: Sequence[int], fds: Sequence[int]) -> ForkedFollower:
 
 
 def _follow(numbers: Sequence[int], inherited: Sequence[tuple[int, int]]) -> None:
-    from lorikeet_engine.process import follower  # torch
+    from lorikeet_engine.process import follower  # imports torch
 
     copies = [_moved(copy, _SPARE + at) for at, (_, copy) in enumerate(inherited)]
     for (number, _), copy in zip(inherited, copies, strict=True):

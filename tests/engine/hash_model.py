@@ -1,7 +1,7 @@
-"""A model whose every token can be predicted: a hash of all it reads back from its KV pages.
+"""Model with predictable tokens: each is a hash of all that the model reads from its KV pages.
 
-It takes the place of Model under the real engine. Whatever goes wrong on the way, a page given to
-another, a token lost or taken twice, an adapter in the wrong slot, comes out as a wrong token.
+It takes the place of Model under the real engine. Any fault on the way, a page given to another
+sequence, a token lost or taken twice, an adapter in the wrong slot, becomes a wrong token.
 """
 
 import zlib
@@ -46,20 +46,21 @@ CONFIG = {
 }
 SHAPE = BaseShape.from_config(CONFIG)
 WHOLE = (None,)
-WINDOWED = (None, 6, 6)  # of three groups of layers, two keep the pages of a window alone
+WINDOWED = (None, 6, 6)  # of three groups of layers, two keep only the pages of a window
 
 
 class HashModel:
     """Keeps (token, position, mark) as a token's key; the mark is a number of its adapter's.
 
-    Groups of layers with a window keep them too, and must have what the others have.
-    before: called with every batch that is about to be computed; after: once it is. Both may raise.
+    Groups of layers with a window keep the same keys, and must agree with the group without.
+    before: called with every batch before it is computed; may raise.
+    after: called after every batch; may raise.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.shape = config, config.shape
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.tokens = 0  # computed so far
+        self.tokens = 0  # tokens computed so far
         self.started = False  # at an engine's start sequences share pages as they never do later
         self.before: Callable[[Batch], None] = lambda batch: None
         self.after: Callable[[], None] = lambda: None
@@ -100,7 +101,10 @@ def build(
     windows: tuple[int | None, ...] = WHOLE,
     **settings: Any,
 ) -> tuple[Engine, HashModel]:
-    """An engine over a HashModel of its own. windows: of its groups of layers."""
+    """Build an engine over a new HashModel.
+
+    windows: of its groups of layers.
+    """
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
     config = ModelConfig.from_folder(folder / "model")
@@ -110,7 +114,7 @@ def build(
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
     engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
-    model.tokens = 0  # the start has computed some, to see what they cost
+    model.tokens = 0  # the start has computed tokens to measure their cost
     model.started = True
     return engine, model
 
@@ -124,9 +128,11 @@ def predict(
     mark: float = 0.0,
     shift: float = 0.0,
 ) -> tuple[list[int], FinishReason]:
-    """What a choice must say, and how it must end.
+    """Return the expected tokens of a choice and its finish reason.
 
-    seed: the choice's own. context: the engine's. mark and shift: its adapter's, 0 without one.
+    seed: the choice's seed.
+    context: the engine's context length.
+    mark, shift: the adapter's, 0 without one.
     """
     eos = () if sampling.ignore_eos else (CONFIG["eos_token_id"],)
     stops, said = (*sampling.stop_token_ids, *eos), list[int]()
@@ -148,7 +154,7 @@ def predict(
 
 
 def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.0) -> list[float]:
-    """How likely each token of a prompt but its first is. mark and shift: as `predict` has them."""
+    """Return log probabilities of a prompt's tokens but the first; mark, shift as in `predict`."""
     tokens = np.array(prompt, np.float32)
     read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
     hashes = torch.tensor(_hashes(read, 0)[:-1])
@@ -157,7 +163,7 @@ def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.
 
 
 def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:
-    """What may follow, under a Descending grammar or none."""
+    """Tokens that may follow, under a Descending grammar or none."""
     text, may_end = set(range(VOCAB)), True
     if sampling.grammar is not None:
         matcher = DescendingGrammars().compile(sampling.grammar)
@@ -170,12 +176,12 @@ def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set
 
 
 def _logits(hashes: torch.Tensor) -> torch.Tensor:
-    """Of hashes [rows, 1]: each is the likeliest token, then come those after it, and so around."""
+    """Logits that fall from each row's hash upwards, modulo VOCAB. hashes: [rows, 1]."""
     return -0.5 * torch.remainder(torch.arange(VOCAB) - hashes, VOCAB)
 
 
 def _read(keys: torch.Tensor, table: PageTable, sequence: int) -> npt.NDArray[np.generic]:
-    """What a sequence has in its pages. keys [slots, head_dim]."""
+    """Read a sequence's entries from its pages. keys: [slots, head_dim]."""
     pages = torch.from_numpy(table.pages[table.starts[sequence] : table.starts[sequence + 1]])
     at = pages.long().repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
     return keys[at[: table.kv_lengths[sequence]], :3].numpy()
@@ -186,7 +192,7 @@ def _hash(read: npt.NDArray[np.generic]) -> float:
 
 
 def _hashes(read: npt.NDArray[np.generic], first: int) -> list[float]:
-    """_hash(read[: row + 1]) of each row from `first` on."""
+    """Return _hash(read[: row + 1]) of each row from `first` on."""
     rows = np.ascontiguousarray(read, np.float32)
     whole, found = zlib.crc32(rows[:first]), list[float]()
     for row in rows[first:]:
@@ -196,12 +202,12 @@ def _hashes(read: npt.NDArray[np.generic], first: int) -> list[float]:
 
 
 def shift_of(first: float) -> float:
-    """By how much an adapter shifts the hash: a whole number made of lm_head's first number."""
+    """Shift of the hash by an adapter: a whole number made from the first number of its lm_head."""
     return float(int(100 * first))
 
 
 def _shifts(rows: int, lora: LoraWeights, segments: Segments | None) -> torch.Tensor:
-    """[rows, 1]: each row's shift, as its adapter's matrix of lm_head has it in the arena."""
+    """Return [rows, 1]: the shift of each row's adapter, read from its lm_head in the arena."""
     shifts = torch.zeros(rows, 1)
     if segments is not None:
         place = SHAPE.outer_layer, SHAPE.index("lm_head"), 0
@@ -213,7 +219,7 @@ def _shifts(rows: int, lora: LoraWeights, segments: Segments | None) -> torch.Te
 
 
 def _marks(batch: Batch, lora: LoraWeights) -> torch.Tensor:
-    """For each token the first number of its adapter's first matrix, read from the arena."""
+    """Return for each token the first number of its adapter's first matrix, read from the arena."""
     marks = torch.zeros(len(batch.token_ids))
     if batch.segments is not None:
         s = batch.segments

@@ -1,10 +1,11 @@
-"""Whether this process runs Triton's kernels in Triton's interpreter, on a CPU.
+"""Devices and dtypes of kernel tests: a GPU's, or those of Triton's interpreter on a CPU.
 
-The interpreter must be chosen before Triton is first imported, so it gets a process of its own:
-kernels/test_in_interpreter.py starts it.
+The interpreter must be chosen before Triton is first imported, so it runs in a process of its own,
+which kernels/test_in_interpreter.py starts.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,17 @@ KINDS = (
 )
 
 
+def slow(*cases: object) -> list[Any]:
+    """Mark cases as soak: they take the interpreter long, and a GPU no longer than others.
+
+    A case that is a tuple has a value for each of several parameters.
+    """
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=pytest.mark.soak) for value in values]
+
+
 def random(kind: tuple[str, torch.dtype], *shape: int) -> torch.Tensor:
-    """Numbers that follow from the shape, on a device and of a dtype."""
+    """Draw numbers with a seed made of the shape. kind: device and dtype."""
     device, dtype = kind
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)

@@ -1,7 +1,7 @@
-"""Judges the adapters of a folder in a process of its own: `judge_adapters.py FOLDER`.
+"""Validation of a folder's adapters in a process of its own: `judge_adapters.py FOLDER`.
 
-Each subfolder holds a blob or a PEFT folder. Prints a line of JSON for each: the refusal if any,
-CPU seconds and the bytes by which the process grew at most.
+Each subfolder holds a blob or a PEFT folder. Prints a line of JSON for each: the refusal if there
+is one, CPU seconds, and the peak growth of the process in bytes.
 """
 
 import json
@@ -20,8 +20,8 @@ BASE_MODELS = {"tiny": ServedModel(SHAPE)}
 
 
 def judge(folder: Path) -> dict[str, object]:
-    """What register and the gateway do with it, one after the other."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
+    """Validate an adapter as register and then the gateway do; measure time and memory."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory in use
     held, began_s = _status("VmRSS"), time.process_time()
     said = _refusal(folder)
     cost_s, peak = time.process_time() - began_s, _status("VmHWM")

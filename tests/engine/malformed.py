@@ -1,4 +1,4 @@
-"""Drafts of good adapters and what makes bad ones of them, each the same on every run."""
+"""Good adapters, and builders of bad ones from them; every run makes the same ones."""
 
 import json
 import random
@@ -16,7 +16,7 @@ BLOB, CONFIG, WEIGHTS = "blob", "adapter_config.json", "adapter_model.safetensor
 Q = "model.layers.0.self_attn.q_proj"
 
 Files = dict[str, bytes]
-Tensors = dict[str, Any]  # an array, or (dtype, shape, bytes) for what numpy has no name for
+Tensors = dict[str, Any]  # an array, or (dtype, shape, bytes) for dtypes that numpy lacks
 Json = dict[str, Any]
 
 
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 class Case:
     """A bad adapter: a blob, or the two files of a PEFT folder.
 
-    says: a regular expression for what must be said of it.
+    says: regular expression for the refusal.
     """
 
     name: str
@@ -40,7 +40,7 @@ def tensor(side: str, module: str = Q) -> str:
 
 
 def tensors(draw: random.Random) -> Tensors:
-    """All seven linears at rank 2."""
+    """Tensors of all seven linears at rank 2."""
     numbers = np.random.default_rng(draw.randrange(2**32))
     found: Tensors = {}
     for index, linear in enumerate(SHAPE.linears):
@@ -90,16 +90,16 @@ def file_of(header: Any, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-# What cases are made with.
+# Builders of cases.
 
 
 def raw(name: str, says: str, spoil: Callable[[bytes, random.Random], bytes]) -> Case:
-    """The blob's bytes, changed."""
+    """Case with changed bytes of the blob."""
     return Case(name, says, lambda draw: {BLOB: spoil(file_of(*good_blob(draw)), draw)})
 
 
 def header(name: str, says: str, spoil: Callable[[Json, random.Random], Any]) -> Case:
-    """The blob's header, changed in place or replaced; the data stays."""
+    """Case with the blob's header changed in place or replaced; the data stays."""
 
     def make(draw: random.Random) -> Files:
         made, data = good_blob(draw)
@@ -110,7 +110,7 @@ def header(name: str, says: str, spoil: Callable[[Json, random.Random], Any]) ->
 
 
 def entry(name: str, says: str, change: Mapping[str, Any], drop: str = "") -> Case:
-    """One tensor's entry in the header, changed."""
+    """Case with one tensor's entry in the header changed."""
 
     def spoil(made: Json, draw: random.Random) -> None:
         victim = draw.choice([key for key in made if key != "__metadata__"])
@@ -122,7 +122,7 @@ def entry(name: str, says: str, change: Mapping[str, Any], drop: str = "") -> Ca
 def weights(
     name: str, says: str, spoil: Callable[[Tensors, random.Random], object], **config: Any
 ) -> Case:
-    """The tensors, changed before they are laid out."""
+    """Case with tensors changed before they are written."""
 
     def make(draw: random.Random) -> Files:
         given = tensors(draw)
@@ -134,7 +134,7 @@ def weights(
 
 
 def renamed(name: str, says: str, old: str, new: str) -> Case:
-    """A part of every tensor's name, changed."""
+    """Case with a part of every tensor's name changed."""
 
     def spoil(given: Tensors, draw: random.Random) -> None:
         for key in list(given):
@@ -144,7 +144,7 @@ def renamed(name: str, says: str, old: str, new: str) -> Case:
 
 
 def metadata(name: str, says: str, made: Callable[[Json], Any]) -> Case:
-    """The blob's config, changed or replaced by a text."""
+    """Case with the blob's config changed, or replaced by a text."""
 
     def make(draw: random.Random) -> Files:
         config = made(blob_config())
@@ -160,7 +160,7 @@ def folder(
     config: Mapping[str, Any] | None = None,
     spoil: Callable[[Files], object] | None = None,
 ) -> Case:
-    """A PEFT folder with other keys in its config, or other files."""
+    """Case of a PEFT folder with other keys in its config, or other files."""
 
     def make(draw: random.Random) -> Files:
         files = {

@@ -1,4 +1,4 @@
-"""Bad blobs: what a server may be sent by anyone who has an admin's key."""
+"""Bad blobs that any holder of an admin's key may send to a server."""
 
 import json
 import random
@@ -133,7 +133,7 @@ def _json(value: Any) -> bytes:
 
 
 def _bomb(count: int, *, hidden: bool = False) -> Any:
-    """Empty tensors, whose keys may be written so that counting them as text misses them."""
+    """Add empty tensors; hidden: write their keys so that counting them as text misses them."""
     dtype = "\\u0064type" if hidden else "dtype"
     size = f'{{"{dtype}":"F32","shape":[0],"data_offsets":[0,0]}}'
 

@@ -1,4 +1,4 @@
-"""Blobs that are good files of bad adapters."""
+"""Valid files that contain bad adapters."""
 
 import json
 import random

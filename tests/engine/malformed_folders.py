@@ -1,4 +1,4 @@
-"""Bad PEFT folders: what an admin may be handed, refused before anything is sent."""
+"""Bad PEFT folders that an admin may register; they are refused before any upload."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Adapters on experts in the forms that they come in, and what PEFT makes of them."""
+"""Adapters on experts in each form that trainers save, and PEFT's deltas of them."""
 
 import json
 from pathlib import Path
@@ -44,9 +44,10 @@ def save_numbered(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """A folder with matrices for each expert's linears, as PEFT wrote before transformers 5.
+    """Save a folder with matrices for each expert's linears, as PEFT did before transformers 5.
 
-    old_names: Mixtral's. config: more of adapter_config.json.
+    old_names: use Mixtral's names w1, w2 and w3.
+    config: further keys of adapter_config.json.
     """
     shape = BaseShape.from_config(json.loads((checkpoint / "config.json").read_text()))
     block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if old_names else ("mlp", None)
@@ -65,7 +66,7 @@ def save_numbered(
 
 
 def save_shared(checkpoint: Path, folder: Path, rank: int) -> Path:
-    """A folder whose experts share A of gate and up, and B of down; the rest is stacked."""
+    """Save a folder whose experts share A of gate and up, and B of down; the rest is stacked."""
     shape = BaseShape.from_config(json.loads((checkpoint / "config.json").read_text()))
     generator, tensors = torch.Generator().manual_seed(5), {}
     for layer in range(shape.layers):
@@ -108,14 +109,14 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path
 
 
 def save_again(checkpoint: Path, folder: Path, out: Path) -> Path:
-    """What PEFT saves of an adapter that it has loaded: it converts old forms."""
+    """Load an adapter with PEFT, which converts old forms, and save it to `out`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     peft.PeftModel.from_pretrained(model, folder).save_pretrained(out)
     return out
 
 
 def peft_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """What an adapter adds to each matrix of the model, merged by PEFT, by the parameter's name."""
+    """Merge an adapter with PEFT; return the change of each parameter of the model, by name."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     before = {name: weight.clone() for name, weight in base.named_parameters()}
     merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
@@ -123,7 +124,7 @@ def peft_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def shared_deltas(folder: Path, scaling: float) -> dict[str, torch.Tensor]:
-    """What save_shared's adapter adds to each linear of experts [experts, d_out, d_in]."""
+    """Return the deltas [experts, d_out, d_in] of save_shared's adapter, by linear."""
     tensors = load_file(folder / "adapter_model.safetensors")
     return {
         name.removesuffix(".lora_A.weight"): tensors[name.replace("lora_A", "lora_B")] @ a * scaling

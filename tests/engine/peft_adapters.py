@@ -1,4 +1,4 @@
-"""Adapters made with PEFT, their blobs, and the source an engine fetches them from."""
+"""Adapters made with PEFT, their blobs, and a source that engines fetch the blobs from."""
 
 import re
 import shutil
@@ -25,9 +25,9 @@ _BESIDE_EXPERTS = {"gate_proj": "q_proj", "up_proj": "v_proj", "down_proj": "o_p
 
 
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
-    """A PEFT folder of a random adapter that changes what the checkpoint's model says.
+    """Save a PEFT folder of a random adapter that changes the answers of a checkpoint's model.
 
-    lora: LoraConfig's arguments; linears that the model stores as one are named as one.
+    lora: LoraConfig's arguments; names of linears that the model stores as one become its name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,9 +63,9 @@ def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
 
 
 class BlobShelf:
-    """An AdapterSource over a folder of blobs.
+    """AdapterSource over a folder of blobs.
 
-    Digests in `held` are not handed out before `release`; those in `broken` raise.
+    Fetches of an adapter block between `hold` and `release`; digests in `broken` raise OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,7 @@ class BlobShelf:
         self._held: dict[str, threading.Event] = {}
 
     def add(self, peft_folder: Path, name: str, tenant: str = "acme") -> AdapterRef:
-        """Write the folder's blob here."""
+        """Write the blob of a PEFT folder to this source."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f"{name}.tmp"
         digest = write_blob(peft_folder, temporary)
@@ -83,11 +83,11 @@ class BlobShelf:
         return AdapterRef(tenant, name, 1, digest)
 
     def hold(self, ref: AdapterRef) -> None:
-        """Let fetches of an adapter hang."""
+        """Block fetches of an adapter."""
         self._held[ref.digest] = threading.Event()
 
     def release(self, ref: AdapterRef) -> None:
-        """Let them go on."""
+        """Let the fetches of an adapter continue."""
         self._held.pop(ref.digest).set()
 
     def fetch(self, ref: AdapterRef, path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.engine.engine_driver import build, greedy, prompt
 
 
 class Blobs:
-    """An AdapterSource over a BlobShelf's folder."""
+    """AdapterSource over the folder of a BlobShelf."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,13 +35,13 @@ class Blobs:
 
 
 def working(checkpoint: Path, folder: Path) -> Engine:
-    """An engine that works, with its cache and its adapters' blobs in `folder`."""
+    """A working engine with its cache and its adapters' blobs in `folder`."""
     log_to_stderr()
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
 
 
 def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
-    """An engine that works, in two processes."""
+    """A working engine in two processes."""
     log_to_stderr()
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
@@ -49,9 +49,9 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
 
 
 def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
-    """An engine of two processes; the second gets a signal once the first comes to a stage.
+    """Engine of two processes, the second of which gets a signal when the first reaches a stage.
 
-    The file `lost` in the folder is as old as the signal, and names the process.
+    The file `lost` in the folder is written just before the signal, and has the process's id.
     """
     owner, name = _STAGES[stage]
     unharmed = getattr(owner, name)
@@ -77,17 +77,17 @@ _STAGES: dict[str, tuple[type, str]] = {
 
 
 def hanging(checkpoint: Path, folder: Path) -> Engine:
-    """Its steps hang in C without the interpreter lock."""
+    """Engine whose steps hang in C without the interpreter lock."""
     return _stepping(lambda: time.sleep(600), checkpoint, folder)
 
 
 def hanging_with_the_gil(checkpoint: Path, folder: Path) -> Engine:
-    """Its steps hang in C and keep the interpreter lock."""
+    """Engine whose steps hang in C and keep the interpreter lock."""
     return _stepping(lambda: ctypes.PyDLL(None).sleep(600), checkpoint, folder)
 
 
 def without_device(checkpoint: Path, folder: Path) -> Engine:
-    """Its first step finds that the device is lost."""
+    """Engine whose first step raises DeviceLost."""
 
     def fail() -> None:
         raise DeviceLost("cuda:0 failed and stays so: an illegal memory access")
@@ -96,7 +96,7 @@ def without_device(checkpoint: Path, folder: Path) -> Engine:
 
 
 def unable_to_reset(checkpoint: Path, folder: Path) -> Engine:
-    """Its first step fails in the engine's own code, and it cannot reset itself either."""
+    """Engine whose first step fails in its own code, and which cannot reset itself either."""
 
     def fail(_error: Exception | None = None) -> Any:
         raise AssertionError("the accounts do not add up")
@@ -119,17 +119,17 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
 
 
 def processes() -> set[int]:
-    """The engines' processes that this one has started and that have not ended."""
+    """Ids of the engine processes that this process has started and that have not ended."""
     return {child.pid for child in psutil.Process().children() if _runs(child, "server")}
 
 
 def followers() -> list[psutil.Process]:
-    """The followers of this process's engines, in whichever process these run."""
+    """Followers of this process's engines, in whichever process the engines run."""
     return [p for p in psutil.Process().children(recursive=True) if _runs(p, "follower")]
 
 
 def has_ended(pid: int, within_s: float = 5.0) -> bool:
-    """Whether a process ends in time, which `followers` does not tell once its parent has ended."""
+    """Whether a process ends in time; `followers` cannot tell once its parent has ended."""
     try:
         return not psutil.wait_procs([psutil.Process(pid)], within_s)[1]
     except psutil.NoSuchProcess:
@@ -139,12 +139,12 @@ def has_ended(pid: int, within_s: float = 5.0) -> bool:
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
         return f"lorikeet_engine.process.{module}" in process.cmdline()
-    except psutil.NoSuchProcess:  # it has just ended
+    except psutil.NoSuchProcess:  # the process has just ended
         return False
 
 
 def main() -> None:
-    """Run a client whose engine hangs in a step; print so and go on until killed."""
+    """Run a client whose engine hangs in a step; print a line and go on until killed."""
     client = EngineProcessClient(
         partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _status: None
     )

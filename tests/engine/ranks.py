@@ -12,7 +12,7 @@ from lorikeet_engine.parallel.shard import Shard
 
 CPU = torch.device("cpu")
 FORKSERVER = multiprocessing.get_context("forkserver")
-# Each process would import these by itself: 3 s. A test run has one list of them, the last.
+# Modules that each process would import by itself, in 3 s. A test run has one such list: the last.
 FORKSERVER.set_forkserver_preload(
     [
         "lorikeet_engine.process.server",
@@ -26,10 +26,10 @@ FORKSERVER.set_forkserver_preload(
 def run_ranks(
     world: int, work: Callable[..., Any], folder: Path, *arguments: Any, device: str = "cpu"
 ) -> list[Any]:
-    """What work(group, *arguments) returns in each of `world` processes, by rank.
+    """Run `work` in `world` processes that form a rank group; return their results by rank.
 
-    work: a function of a module, since other processes import it. device: cuda, and each process
-    has a GPU of its own.
+    work: module-level function, called as work(group, *arguments); other processes import it.
+    device: if "cuda", each process has its own GPU.
     """
     torch.multiprocessing.start_processes(
         _run, (world, work, folder, arguments, device), nprocs=world, start_method="forkserver"

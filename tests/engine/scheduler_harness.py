@@ -17,12 +17,12 @@ from lorikeet_engine.scheduling.step_budget import PromptBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 
 PAGE = 4
-COSTS = StepCosts(prompt_seen_s=0.0, pieces_s=0.0)  # a prompt costs as many as its tokens
+COSTS = StepCosts(prompt_seen_s=0.0, pieces_s=0.0)  # a prompt's cost is its number of tokens
 SCHEDULING = SchedulingParams()
 
 
 class FakeTiers:
-    """Adapters on a GPU of `places` slots; at `advance` wanted ones come in, unless remote."""
+    """Adapters on a GPU of `places` slots; `advance` loads requested ones unless remote."""
 
     def __init__(self, places=100):
         self.places = places
@@ -79,7 +79,7 @@ class FakeLease:
 
 
 class FixedBudget(NamedTuple):
-    """A StepBudget whose limit of ranks does not change."""
+    """StepBudget with a constant limit of ranks."""
 
     ranks: float
 
@@ -91,11 +91,12 @@ class FixedBudget(NamedTuple):
 
 
 class SchedulerHarness:
-    """A scheduler, and a model that samples tokens by hashing what the sequence has so far.
+    """Scheduler, and a model that samples each token as a hash of the sequence so far.
 
-    ranks: what Σ rank may become when an adapter begins; may be changed at any time.
-    overlap: a step is read when the next has been launched. window: of all layers. forced: what
-    must follow the tokens that are sampled in the next step, by sequence.
+    ranks: limit of Σ rank when an adapter begins; may be changed at any time.
+    overlap: each step is read after the next has been launched.
+    window: window of all layers.
+    forced: tokens forced after those sampled in the next step, by sequence.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class SchedulerHarness:
         self.computed_tokens = 0
         self.steps = 0
         self.served = Counter()  # tenant → cost
-        self.reached = Counter()  # sequence → of its prompt, tokens that were computed or cached
+        self.reached = Counter()  # sequence → prompt tokens that were computed or cached
         self.overlap = overlap
         self.in_flight = []
         self.forced = {}
-        self.present = set()  # the last step's adapters
+        self.present = set()  # adapters of the last step
 
     def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=(), scheduling=SCHEDULING):
         if isinstance(prompt, int):
@@ -158,7 +159,8 @@ class SchedulerHarness:
         self.check(plan.chunks)
         self.count(plan.chunks)
         before, self.in_flight = self.in_flight, plan.chunks
-        if any(chunk.sequence.forced for chunk in plan.chunks):  # as where a grammar has to know
+        # as for a grammar, which must know the tokens before
+        if any(chunk.sequence.forced for chunk in plan.chunks):
             self.read(before)
             before = []
         completed = [chunk.sequence for chunk in plan.chunks if chunk.completes]

@@ -1,7 +1,7 @@
-"""Aborts and failures at every step of a set of requests, and what shared prefixes save.
+"""Aborts and failures at every step of a set of requests, and work saved by shared prefixes.
 
-The requests pass through everything that can be waited for: an adapter, KV pages, another's
-prefix, room in a batch, the tokens of a step in flight.
+The requests wait at some time for each resource: an adapter, KV pages, another's prefix, capacity
+in a batch, the tokens of a step in flight.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def make_checked(tmp_path):
 
     def make(**settings):
         sizes = {"kv_pages": 8, "max_running": 4, "max_batch_tokens": 12}
-        sizes["adapter_gpu_bytes"] = ADAPTER_BYTES  # one must make room for the next
+        sizes["adapter_gpu_bytes"] = ADAPTER_BYTES  # each adapter must be evicted for the next
         made.append(CheckedEngine(tmp_path / f"{len(made)}", **{**sizes, **settings}))
         return made[-1]
 
@@ -33,7 +33,7 @@ def make_checked(tmp_path):
 
 
 def fill(checked):
-    """Seven requests; returns their ids."""
+    """Submit seven requests; return their ids."""
     long = SamplingParams(10, temperature=1.0, seed=5, frequency_penalty=1.5)
     cold = SamplingParams(5, temperature=0.0, repetition_penalty=3.0)
     stops = SamplingParams(10, 4, 0.0, stop_token_ids=tuple(range(20)), logit_bias=((7, 2.0),))
@@ -50,7 +50,7 @@ def fill(checked):
 
 
 def run(checked, until=2000):
-    """Step until all have ended, `until` steps at most; returns how many there were."""
+    """Step until all have ended, `until` steps at most; return the number of steps."""
     for step in range(until):
         if not checked.live:
             return step
@@ -69,7 +69,7 @@ def steps(make_checked, request):
     return run(checked), settings
 
 
-def test_the_requests_pass_every_stage(make_checked):
+def test_the_set_of_requests_passes_every_stage(make_checked):
     checked, stages = make_checked(), set()
     fill(checked)
     while checked.live:
@@ -84,7 +84,7 @@ def test_the_requests_pass_every_stage(make_checked):
     assert len(stages) == 6, stages
 
 
-def test_an_abort_at_any_step_leaves_the_others_as_they_are(make_checked, steps):
+def test_an_abort_at_any_step_changes_no_other_request(make_checked, steps):
     count, settings = steps
     for step in range(count):
         checked = make_checked(**settings)
@@ -95,7 +95,7 @@ def test_an_abort_at_any_step_leaves_the_others_as_they_are(make_checked, steps)
         checked.drain()
 
 
-def test_a_failure_at_any_step_fails_that_step_alone(make_checked, steps):
+def test_a_failure_at_any_step_fails_only_the_requests_of_that_step(make_checked, steps):
     count, settings = steps
     for step in range(count):
         checked = make_checked(**settings)
@@ -149,11 +149,11 @@ def test_another_tenant_or_adapter_never_hits_a_cached_prefix(make_checked, othe
     assert checked.model.tokens == 2 * 1000 + PAGE
 
 
-def test_an_abort_that_comes_too_late_does_not_end_the_next_request_of_that_id(make_checked):
+def test_a_late_abort_does_not_end_a_later_request_with_the_same_id(make_checked):
     checked = make_checked(overlap=False)
     engine, request = checked.engine, Request("r", ((7,),), SamplingParams(1, temperature=0.0))
     engine.submit(request)
-    checked.model.after = lambda: engine.abort("r")  # from another thread, while its last step runs
+    checked.model.after = lambda: engine.abort("r")  # from another thread, in its last step
     (last,) = engine.step()
     assert last.finish is not None
     checked.model.after = lambda: None

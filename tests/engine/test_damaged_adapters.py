@@ -1,7 +1,7 @@
-"""Weights that change in memory under requests: these fail, and what comes after them is right.
+"""Weights that change in memory while requests use them: those requests fail, later ones are right.
 
-The model (hash_model) says tokens that follow from the first number of the adapter's weights, which
-it reads back from the KV pages.
+The tokens of the model (hash_model) depend on the first number of the adapter's weights, which the
+model reads from the KV pages.
 """
 
 import pytest
@@ -25,7 +25,7 @@ LONG = SamplingParams(1000, temperature=0.0, ignore_eos=True)
 
 
 class Served(Answers):
-    """An engine with a few adapters, and what each must say."""
+    """Engine with a few adapters, and the expected tokens of each."""
 
     def __init__(self, folder, **settings):
         self.shelf = Shelf(folder / "blobs")
@@ -142,7 +142,7 @@ def test_a_request_that_only_waited_gets_the_adapter_loaded_again(make_served):
 
 
 def test_a_waiting_request_gives_its_lease_of_a_damaged_adapter_back(make_served):
-    """It waits for KV pages, since the first request has too many of them."""
+    """Let the request wait for KV pages, as the first request holds too many of them."""
     served = make_served(kv_pages=1030, max_running=2)
     for name, length, sampling in (("spoilt", 200, LONG), ("waiting", 4000, SHORT)):
         prompt = tuple((i + length) % 60 + 3 for i in range(length))

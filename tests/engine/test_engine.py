@@ -1,4 +1,4 @@
-"""Requests in, tokens out: the same tokens however the work is cut, and nothing held afterwards."""
+"""Whole engine: the same tokens however the work is split, and no resource held afterwards."""
 
 import time
 
@@ -32,7 +32,7 @@ from tests.engine.peft_adapters import save_adapter
 
 @pytest.fixture(scope="module")
 def peft_folders(tiny_checkpoints, tmp_path_factory):
-    """Adapters of Llama's tiny checkpoint by name."""
+    """Adapters of Llama's tiny checkpoint, by name."""
     lora = {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     folder = tmp_path_factory.mktemp("adapters")
     return {
@@ -57,7 +57,7 @@ def make(tiny_checkpoints, shelf, tmp_path, close_later):
 
 
 def blow_up(folder):
-    """Make an adapter's finite weights so large that their products are not."""
+    """Make an adapter's finite weights so large that products with them overflow."""
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.full_like(t, 3e38) for name, t in tensors.items()}, path)
@@ -65,7 +65,7 @@ def blow_up(folder):
 
 class TestTokens:
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-    def test_a_mixed_batch_of_base_requests_says_what_transformers_says(
+    def test_base_model_requests_in_a_mixed_batch_equal_transformers(
         self, make, tiny_checkpoints, family
     ):
         answers = Answers(make(family, max_batch_tokens=24, max_running=8))
@@ -130,7 +130,7 @@ class TestTokens:
         assert answers.of("hit") == answers.of("first") == answers.of("salt")
         assert answers.of("adapter") != answers.of("first") != answers.of("base")
 
-    def test_prompts_times_choices_share_and_keep_their_numbers(self, make, refs):
+    def test_choices_of_several_prompts_share_prefixes_and_number_seeds_in_order(self, make, refs):
         engine = make()
         witness, answers = RecordingRunner(engine), Answers(engine)
         prompts = [prompt(2 * PAGE + 3), prompt(2 * PAGE + 3, seed=1)]
@@ -146,7 +146,7 @@ class TestTokens:
             answers.all()
             assert answers.of(f"{choice}") == answers.of("both", choice)
 
-    def test_without_a_seed_no_two_answers_are_alike(self, make):
+    def test_sampled_answers_differ_without_a_seed(self, make):
         answers = Answers(make())
         for name in "xy":
             answers.submit(greedy(name, prompt(5), temperature=1.5, max_tokens=30))
@@ -179,7 +179,7 @@ class TestEnds:
         assert answers.of("cut") == tokens[: tokens.index(tokens[6])]
         assert answers.finish["cut", 0] is FinishReason.STOP
 
-    def test_the_models_own_end_ends_a_choice_unless_ignored(self, make):
+    def test_the_models_eos_token_ends_a_choice_unless_ignored(self, make):
         engine = make()
         answers = Answers(engine)
         asked = [prompt(6, seed) for seed in range(40)]
@@ -194,7 +194,7 @@ class TestEnds:
             assert answers.of(f"on {i}")[: length + 1] == [*answers.of(f"{i}"), 2]
         assert all(answers.finish[f"on {i}", 0] is FinishReason.LENGTH for i in range(40))
 
-    def test_nothing_ends_a_choice_before_min_tokens(self, make):
+    def test_no_stop_token_ends_a_choice_before_min_tokens(self, make):
         engine = make()
         answers = Answers(engine)
         everything = tuple(range(3, 256))
@@ -205,13 +205,13 @@ class TestEnds:
 
 
 class TestRefusals:
-    def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(self, make):
+    def test_a_prompt_as_long_as_the_context_is_refused_with_the_numbers(self, make):
         engine = make(max_context=64)
         with pytest.raises(InvalidRequest, match=r"is 64 tokens\. However, the prompt has 64"):
             engine.submit(greedy("r", prompt(64)))
         engine.submit(greedy("r", prompt(63)))
 
-    def test_the_context_is_no_more_than_the_kv_cache_holds(self, make):
+    def test_the_context_is_limited_by_the_kv_cache(self, make):
         engine = make(kv_pages=3)
         assert engine.info.max_context == 3 * PAGE
         answers = Answers(engine)
@@ -221,7 +221,7 @@ class TestRefusals:
         with pytest.raises(InvalidRequest, match=r"is 48 tokens\. However, the prompt has 48"):
             engine.submit(greedy("longer", prompt(3 * PAGE)))
 
-    def test_no_room_for_one_sequence_is_said_at_the_start(self, make):
+    def test_a_kv_cache_too_small_for_one_sequence_is_refused_at_the_start(self, make):
         with pytest.raises(SettingsError, match="one sequence of 128 needs"):
             make(kv_pages=7, max_context=128)
 
@@ -235,7 +235,7 @@ class TestRefusals:
             engine.submit(greedy("r", [1], stop_token_ids=tuple(ids)))
         assert caught.value.param == "stop_token_ids"
 
-    def test_a_request_id_is_used_once_at_a_time(self, make):
+    def test_a_request_id_in_flight_is_refused(self, make):
         answers = Answers(make())
         answers.submit(greedy("r", [5]))
         with pytest.raises(InvalidRequest, match="in flight"):
@@ -251,7 +251,7 @@ class TestRefusals:
         with pytest.raises(SettingsError, match="want seconds above 0"):
             make(inter_token_goal_s=0.0)
 
-    def test_a_closed_engine_takes_nothing_and_fails_what_it_had(self, make):
+    def test_a_closed_engine_fails_open_requests_and_refuses_new_ones(self, make):
         engine = make()
         engine.submit(greedy("r", [5]))
         (failed,) = engine.close()
@@ -263,16 +263,16 @@ class TestRefusals:
 
 
 class TestAborts:
-    """After an abort the next step has freed everything, and nothing more is said of it."""
+    """The step after an abort has freed everything, and returns no more output of the request."""
 
-    def test_before_the_first_step(self, make, refs):
+    def test_an_abort_before_the_first_step_frees_everything(self, make, refs):
         engine = make()
         engine.submit(greedy("r", prompt(20), adapter=refs["a"]))
         engine.abort("r")
         assert engine.step() == []
         assert nothing_is_held(engine)
 
-    def test_while_its_adapter_is_on_its_way(self, make, shelf, refs):
+    def test_an_abort_during_the_adapters_load_frees_everything(self, make, shelf, refs):
         engine = make()
         shelf.hold(refs["a"])
         engine.submit(greedy("r", prompt(20), adapter=refs["a"]))
@@ -284,7 +284,7 @@ class TestAborts:
         assert nothing_is_held(engine)
         shelf.release(refs["a"])
 
-    def test_in_the_middle_of_its_prompt(self, make):
+    def test_an_abort_in_the_middle_of_a_prompt_frees_everything(self, make):
         engine = make(max_batch_tokens=8, max_running=8)
         engine.submit(greedy("r", prompt(30)))
         assert engine.step() == []
@@ -293,7 +293,7 @@ class TestAborts:
         assert engine.step() == []
         assert nothing_is_held(engine)
 
-    def test_in_the_middle_of_its_answer(self, make, refs):
+    def test_an_abort_in_the_middle_of_an_answer_frees_everything(self, make, refs):
         answers = Answers(make())
         answers.submit(greedy("r", prompt(30), adapter=refs["a"], max_tokens=100))
         answers.until(lambda: answers.tokens)
@@ -302,7 +302,7 @@ class TestAborts:
         assert answers.engine.step() == []
         assert nothing_is_held(answers.engine)
 
-    def test_while_preempted(self, make):
+    def test_an_abort_of_a_preempted_request_frees_everything(self, make):
         answers = Answers(make(kv_pages=4, max_context=64))
         for name in ("old", "young"):
             answers.submit(greedy(name, prompt(20), max_tokens=40))
@@ -313,7 +313,7 @@ class TestAborts:
         assert len(answers.of("old")) == 40
         assert nothing_is_held(answers.engine)
 
-    def test_of_one_choice_leaves_the_others(self, make):
+    def test_an_abort_of_one_choice_leaves_the_others(self, make):
         answers = Answers(make())
         answers.submit(greedy("r", prompt(20), n=3, temperature=1.0, max_tokens=20))
         answers.until(lambda: len(answers.tokens) == 3)
@@ -324,7 +324,7 @@ class TestAborts:
         answers.submit(greedy("r", prompt(20)))  # the id is free again
         answers.engine.abort("r")
 
-    def test_of_what_has_ended_or_never_was_does_nothing(self, make):
+    def test_an_abort_of_an_ended_or_unknown_request_does_nothing(self, make):
         answers = Answers(make())
         answers.submit(greedy("r", [5]))
         answers.all()
@@ -335,7 +335,7 @@ class TestAborts:
 
 
 class TestFailures:
-    def test_a_forward_pass_that_raises_fails_its_own_requests_alone(self, make, refs):
+    def test_a_forward_pass_that_raises_fails_only_its_own_requests(self, make, refs):
         engine = make(max_running=2)
         witness, answers = RecordingRunner(engine), Answers(engine)
         for name in ("one", "two", "later"):
@@ -350,7 +350,7 @@ class TestFailures:
         assert len(answers.of("later")) == 6
         assert nothing_is_held(engine)
 
-    def test_all_choices_of_a_failed_request_go_at_once(self, make):
+    def test_all_choices_of_a_failed_request_end_together(self, make):
         engine = make(max_running=2)
         witness, answers = RecordingRunner(engine), Answers(engine)
         witness.error = RuntimeError("device-side assert")
@@ -360,7 +360,7 @@ class TestFailures:
         assert nothing_is_held(engine)
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_an_adapter_that_overflows_fails_its_requests_by_name(
+    def test_an_adapter_that_overflows_fails_its_requests_with_its_name(
         self, make, shelf, tiny_checkpoints, refs, tmp_path, overlap
     ):
         folder = save_adapter(
@@ -383,14 +383,14 @@ class TestFailures:
         assert nothing_is_held(answers.engine)
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_tokens_come_one_step_later_with_overlap_and_no_others(self, make, overlap):
+    def test_overlap_delays_tokens_by_exactly_one_step(self, make, overlap):
         answers = Answers(make(overlap=overlap))
         answers.submit(greedy("r", prompt(5), max_tokens=3))
         for expected in [0, 1, 2, 3] if overlap else [1, 2, 3]:
             answers.step()
             assert len(answers.tokens.get(("r", 0), [])) == expected
 
-    def test_an_adapter_that_cannot_be_fetched_fails_its_requests_alone(self, make, shelf, refs):
+    def test_an_adapter_that_cannot_be_fetched_fails_only_its_requests(self, make, shelf, refs):
         answers = Answers(make())
         shelf.broken.add(refs["a"].digest)
         answers.submit(greedy("bad", prompt(5), adapter=refs["a"], n=2))
@@ -407,7 +407,7 @@ class TestFailures:
 
 
 class TestAdapters:
-    def test_one_on_its_way_blocks_nobody(self, make, shelf, refs):
+    def test_an_adapter_that_is_loading_blocks_no_other_request(self, make, shelf, refs):
         answers = Answers(make(max_running=1))
         shelf.hold(refs["a"])
         answers.submit(greedy("slow", prompt(5), adapter=refs["a"]))
@@ -418,7 +418,7 @@ class TestAdapters:
         shelf.release(refs["a"])
         answers.all()
 
-    def test_a_step_holds_no_more_of_them_than_the_bound_and_one_segment_each(self, make, refs):
+    def test_a_step_has_at_most_max_batch_adapters_with_one_segment_each(self, make, refs):
         engine = make(max_batch_adapters=2)
         witness, answers = RecordingRunner(engine), Answers(engine)
         for i in range(12):
@@ -429,7 +429,9 @@ class TestAdapters:
         for batch in witness.batches:
             check_segments(batch)
 
-    def test_a_goal_out_of_reach_changes_no_token_and_lets_one_run_at_a_time(self, make, refs):
+    def test_an_unreachable_goal_changes_no_token_and_lets_one_adapter_run_at_a_time(
+        self, make, refs
+    ):
         said = []
         for goal_s in (None, 1e-9):
             engine = make(inter_token_goal_s=goal_s, max_running=12)
@@ -442,7 +444,7 @@ class TestAdapters:
         assert said[0] == said[1]
         assert {len(b.segments) for b in witness.batches if b.segments is not None} == {1}
 
-    def test_its_residency_and_pins_are_reported(self, make, refs):
+    def test_residency_and_pins_of_an_adapter_are_reported(self, make, refs):
         engine = make()
         answers = Answers(engine)
         assert engine.residency(refs["a"]) is Residency.REMOTE
@@ -458,14 +460,14 @@ class TestAdapters:
         engine.step()
         assert not engine.adapters()[0].pinned
 
-    def test_one_evicted_before_its_request_could_run_is_brought_back(self, make, refs):
-        """It waits for a place, and meanwhile another adapter takes its adapter's room."""
+    def test_an_adapter_evicted_before_its_request_runs_is_loaded_again(self, make, refs):
+        """While the request waits for its turn, another adapter takes the space of its adapter."""
         # a has 6,144 elements and b 12,288
         engine = make(max_running=1, adapter_gpu_bytes=4 * 13_000)
         answers, a, b = Answers(engine), refs["a"], refs["b"]
 
         def on_gpu(ref):
-            time.sleep(0.02)  # in each step, or what runs might end before a slow load
+            time.sleep(0.02)  # in each step, so that the requests outlast a slow load
             return engine.residency(ref) is Residency.GPU
 
         answers.submit(greedy("runs", prompt(5), max_tokens=500))
@@ -478,7 +480,7 @@ class TestAdapters:
         for name in ("runs", "gone"):
             engine.abort(name)
             del answers.pending[name]
-        engine._wake.clear()  # whoever sleeps from here on must be woken by what brings a back
+        engine._wake.clear()  # from here on, only the load of a may wake the engine
         answers.all()
 
     def test_a_new_version_never_sees_the_old_ones_cache(self, make, shelf, refs, peft_folders):
@@ -493,7 +495,7 @@ class TestAdapters:
 
 
 def check_segments(batch):
-    """Neighbours, in order, none overlapping, each adapter once."""
+    """Check that segments are adjacent and in order, with each adapter once."""
     if batch.segments is None:
         return
     slots = batch.segments.slots.tolist()

@@ -19,7 +19,7 @@ from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.peft_world import PeftWorld, ask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# The first has biased keys, the second normed ones, the third windows.
+# The first family has biased keys, the second normed keys, the third windows.
 FAMILIES = ("qwen2", "qwen3", "olmo3")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
@@ -27,13 +27,13 @@ ADAPTERS = {
     "rank16_kv": {"r": 16, "lora_alpha": 32, "target_modules": ["k_proj", "v_proj"]},
 }
 TOKENS = 40
-SHORTFALL = 0.01  # of the largest logit
-LAYER_SCALES = ((0.02, 0.5), (1.7, 0.03))  # of each layer: of its keys, of its values
+SHORTFALL = 0.01  # as a share of the largest logit
+LAYER_SCALES = ((0.02, 0.5), (1.7, 0.03))  # of each layer: (keys, values)
 NAMES = (
     *("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale"),
     "self_attn.{}_proj.output_scale",
 )
-# quantization_config of compressed-tensors for keys and values alone.
+# compressed-tensors' quantization_config for keys and values only.
 KV_ALONE = {
     "quant_method": "compressed-tensors",
     "config_groups": {},
@@ -44,7 +44,10 @@ KV_ALONE = {
 
 
 class RoundedCache(transformers.DynamicCache):
-    """Keeps what E4M3 makes of keys and values. scales: of each layer's, (keys', values')."""
+    """KV cache of transformers that rounds keys and values to E4M3.
+
+    scales: of each layer, (keys', values').
+    """
 
     def __init__(self, scales):
         super().__init__()
@@ -62,13 +65,13 @@ def rounded(x, scale):
 
 @torch.inference_mode()
 def reference_logits(world, name, ids, scales):
-    """The logits behind each token of a prompt with its answer."""
+    """Return the logits after each token of a prompt with its answer."""
     cache = RoundedCache(scales)
     return world.model(name)(torch.tensor([ids]), past_key_values=cache).logits[0]
 
 
 def assert_most_likely(world, answers, scales=((1.0, 1.0),) * 2):
-    """Every token is the reference's most likely one, or as good as that."""
+    """Check that every token's logit reaches the reference's largest one, up to SHORTFALL."""
     for name, tokens in answers.items():
         assert len(tokens) == TOKENS
         ids = world.prompts[name] + tokens
@@ -85,7 +88,7 @@ def world(request, tiny_checkpoints, tmp_path_factory):
 
 @pytest.fixture
 def start(world, tmp_path):
-    """Start the engine of a checkpoint, the world's if none is named."""
+    """Return a function that starts the engine of a checkpoint, by default the world's."""
     started = []
 
     def start(checkpoint=world.checkpoint, **settings):
@@ -110,7 +113,7 @@ def test_prompts_are_scored_with_the_rounded_keys_and_values(start, world):
 
 
 def with_scales(checkpoint, folder, pattern, scales=LAYER_SCALES):
-    """A copy of a checkpoint that has scales, under names such as this; its config says so."""
+    """Copy a checkpoint, with scales under names of this pattern and declared in its config."""
     shutil.copytree(checkpoint, folder)
     tensors = load_file(folder / "model.safetensors")
     for layer, of_layer in enumerate(scales):
@@ -131,15 +134,13 @@ def test_scales_of_the_checkpoint_are_used(start, world, tmp_path):
         assert_most_likely(world, answered)
 
 
-def test_scales_of_the_checkpoint_are_left_unused_where_the_cache_is_not_fp8(
-    start, world, tmp_path
-):
+def test_scales_of_the_checkpoint_are_ignored_if_the_cache_is_not_fp8(start, world, tmp_path):
     checkpoint = with_scales(world.checkpoint, tmp_path / "scaled", NAMES[0])
     assert ask(world, Answers(start(checkpoint))) == world.expected
 
 
 @pytest.mark.parametrize("pattern", NAMES)
-def test_scales_are_found_under_each_of_their_names(tiny_checkpoints, tmp_path, pattern):
+def test_scales_are_found_under_each_known_name(tiny_checkpoints, tmp_path, pattern):
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", pattern)
     rehearse_load(folder, torch.float32)
     model = load_model(folder, torch.device("cpu"), torch.float32)
@@ -177,7 +178,7 @@ def test_the_largest_scale_of_all_heads_is_used(tiny_checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_above_0_is_refused(tiny_checkpoints, tmp_path, scale):
+def test_a_scale_that_is_not_above_0_is_refused(tiny_checkpoints, tmp_path, scale):
     scales = ((1.0, 1.0), (1.0, scale))
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", NAMES[0], scales)
     with pytest.raises(ModelError, match="want numbers above 0") as refused:

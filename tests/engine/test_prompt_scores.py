@@ -1,4 +1,4 @@
-"""A prompt's tokens are as likely as PEFT says, each told once, however the work is cut."""
+"""Scores of prompts: each token once, with PEFT's log probability, however the work is split."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """A checkpoint with adapters, and what transformers and PEFT say of them."""
+    """Checkpoint with adapters, and the log probabilities that transformers and PEFT compute."""
 
     def __init__(self, checkpoint, folder):
         self.checkpoint, self.shelf = checkpoint, BlobShelf(folder / "blobs")
@@ -53,7 +53,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, name, tokens):
-        """[tokens, vocab] of what comes after each token."""
+        """Return log probabilities [tokens, vocab] of the next token after each token."""
         return self._models[name](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
@@ -119,7 +119,7 @@ def test_a_scored_prompt_is_computed_despite_the_cache_and_cached_afterwards(eng
 
 
 def test_tokens_scored_before_a_preemption_are_not_scored_again(tmp_path):
-    """Once preempted, a prompt finds its own pages as far as it was scored."""
+    """A preempted prompt finds its own pages again, up to the last scored token."""
     engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, max_batch_tokens=256)
     answers, ids = Answers(engine), tuple(range(3, 43))
     answers.submit(Request("r", (ids,), SamplingParams(4, ignore_eos=True, prompt_logprobs=0)))
@@ -133,7 +133,7 @@ def test_tokens_scored_before_a_preemption_are_not_scored_again(tmp_path):
     engine.close()
 
 
-def test_prompts_of_one_token_have_nothing_to_score(engine):
+def test_a_prompt_of_one_token_has_no_scores(engine):
     answers = Answers(engine)
     answers.submit(greedy("r", [5], prompt_logprobs=2, max_tokens=2))
     answers.all()

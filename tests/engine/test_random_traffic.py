@@ -1,7 +1,7 @@
 """Random traffic through a whole engine: every token as predicted, every page accounted for.
 
-The model (hash_model) reads all it knows back from the KV pages, there are too few of those, and
-requests come, share, fail and are aborted at any moment (checked_engine.py says what must hold).
+The model (hash_model) reads all its input from the KV pages, which are too few for the requests.
+Requests arrive, share, fail and are aborted at any moment; checked_engine.py has the checks.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MOST = 12  # choices in flight, above which nothing more is submitted
+MOST = 12  # choices in flight above which no request is submitted
 TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
 HEADS = (0, PAGE, 2 * PAGE + 1, 4 * PAGE, 8 * PAGE)
 PROMPTS = [(7,) * head + tail for head in HEADS for tail in TAILS]
@@ -102,7 +102,8 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "checked"):
             return
         try:
-            if self.checked.sound:  # else the error says more than what follows from it
+            # otherwise the first error says more than those that follow from it
+            if self.checked.sound:
                 self.checked.drain()
         finally:
             self.checked.engine.close()

@@ -1,4 +1,4 @@
-"""A seed gives the same tokens whatever happens beside it, on a CPU in float32."""
+"""A seed gives the same tokens whatever runs beside it, on a CPU in float32."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def seeded(way, name="", tokens=TOKENS):
 
 
 def other(i):
-    """A request with a prompt and a seed of its own."""
+    """Request with its own prompt and seed."""
     way = WAYS[i % len(WAYS)]
     sampling = SamplingParams(max_tokens=2 * TOKENS, seed=i, ignore_eos=True, **way)
     return Request(f"other {i}", (tuple(prompt(3 + i % 7, i)),), sampling)
@@ -39,7 +39,7 @@ def make(tmp_path_factory):
 
     def make(**settings):
         folder = tmp_path_factory.mktemp("engine")
-        sizes = {"max_batch_tokens": 256, **settings}  # a start measures such steps
+        sizes = {"max_batch_tokens": 256, **settings}  # such steps are measured at the start
         engines.append(tiny_engine(folder, settings=replace(SETTINGS, **sizes)))
         return engines[-1]
 
@@ -82,7 +82,7 @@ def in_a_batch_of_256(make):
 
 
 def after_a_preemption(make):
-    engine = make(kv_bytes=7 * PAGE_BYTES)  # the first needs 6, the second 3 others
+    engine = make(kv_bytes=7 * PAGE_BYTES)  # the first needs 6 pages, the second 3 others
     answers = Answers(engine)
     for way in range(len(WAYS)):
         before = engine.status().preemptions

@@ -1,4 +1,4 @@
-"""Models with windows say what transformers and PEFT say, in the pages that their windows need."""
+"""Models with windows equal transformers and PEFT, with only the pages that their windows need."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.engine.peft_world import PeftWorld, ask, check_prefix_hits
 
 WINDOW = 24
 WORLDS = (
-    "mistral",  # in all layers; in the others in some
+    "mistral",  # in all layers; in the others only in some
     "ministral",
     "qwen2_window",
     "smollm3_window",
@@ -56,12 +56,12 @@ def needs(engine):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_adapters_in_one_batch_answer_as_peft_does(make, world, mode):
+def test_adapters_in_one_batch_give_pefts_answers(make, world, mode):
     engine = make(**MODES[mode])
     witness, answers = RecordingRunner(engine), Answers(engine)
     load_adapters(answers, world.refs.values())
     assert ask(world, answers) == world.expected
-    if mode == "preempted" and len(engine._runner.kv_windows) == 2:  # windows alone do not grow
+    if mode == "preempted" and len(engine._runner.kv_windows) == 2:  # windows alone stop growing
         assert engine.status().preemptions > 0
     for batch in witness.batches:
         for table, window in zip(batch.page_tables, engine._runner.kv_windows, strict=True):
@@ -71,7 +71,7 @@ def test_adapters_in_one_batch_answer_as_peft_does(make, world, mode):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_sequence_has_no_more_pages_than_it_needs(make, world, overlap):
+def test_a_sequence_holds_no_more_pages_than_it_needs(make, world, overlap):
     engine = make(max_batch_tokens=CHUNK, max_running=CHUNK, overlap=overlap)
     answers, used = Answers(engine), []
     answers.submit(greedy("long", world.prompts[None], max_tokens=TOKENS))
@@ -85,18 +85,18 @@ def test_a_sequence_has_no_more_pages_than_it_needs(make, world, overlap):
     assert of.between_steps(SHORTEST + TOKENS) < len(of.windows) * of.pages_for(SHORTEST + TOKENS)
 
 
-def test_prefix_hits_answer_as_peft_does(make, world):
+def test_prefix_hits_give_pefts_answers(make, world):
     check_prefix_hits(world, make())
 
 
-def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):
-    """Long answers in few pages drive out the oldest pages of windows."""
+def test_a_prefix_is_found_up_to_the_cached_pages_of_its_windows(make, world):
+    """Drop one page of a window, as long answers in few pages would."""
     engine = make()
     witness, answers = RecordingRunner(engine), Answers(engine)
     ask(world, answers)
     cache, groups = engine._cache, len(engine._runner.kv_windows)
     keys = engine._input_processor.process(greedy("x", world.prompts[None]))[0].kv.full_keys()
-    gone = 3  # page; a hit ends before it, or after all that see it
+    gone = 3  # page; a hit ends before this page, or after all pages that see it
     cache.forget([cache._pages_of[groups - 1][keys[gone]]])
     before = witness.tokens
     short, long = world.prompts[None][: 5 * PAGE - 2], world.prompts[None]
@@ -108,6 +108,7 @@ def test_a_prefix_is_found_up_to_where_a_windows_pages_are(make, world):
     assert answers.of("long") == world.expected[None]
 
 
-def test_two_ranks_answer_as_peft_does(make, world):
+@pytest.mark.usefixtures("one_thread", "forked_followers")
+def test_two_ranks_give_pefts_answers(make, world):
     engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)
     assert ask(world, Answers(engine)) == world.expected

@@ -1,4 +1,4 @@
-"""Keys and values that led to logits which are not finite are shared with nobody."""
+"""Pages with keys and values that led to logits which are not finite are never shared."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(12, temperature=0.0, ignore_eos=True)
 
 @pytest.mark.parametrize("windows", [hash_model.WHOLE, hash_model.WINDOWED], ids=["", "windows"])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("good_steps", [2, 3, 9])  # until its prompt's last; the first decode; on
+@pytest.mark.parametrize("good_steps", [2, 3, 9])  # prompt, first decode, later
 def test_pages_of_a_request_that_overflows_are_computed_again(
     tmp_path, overlap, good_steps, windows
 ):

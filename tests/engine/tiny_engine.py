@@ -1,4 +1,4 @@
-"""A tiny random engine on the CPU, as the benchmarks build theirs."""
+"""Tiny random engine on the CPU, built as the benchmarks build theirs."""
 
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,6 @@ SETTINGS = EngineSettings(Path(), Path(), max_rank=16, max_running=4)
 
 
 def tiny_engine(folder: Path, *, settings: EngineSettings = SETTINGS, **arguments: Any) -> Engine:
-    """random_engine's arguments, but for the config."""
-    torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
+    """Build an engine; takes random_engine's arguments except the config."""
+    torch.set_num_threads(1)  # two threads would mostly wait for each other over tensors this small
     return random_engine(folder, config=CONFIG, settings=settings, **arguments)

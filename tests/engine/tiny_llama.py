@@ -1,4 +1,4 @@
-"""A tiny Llama, and adapters of it that PEFT made."""
+"""Tiny Llama, and adapters of it made by PEFT."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LINEARS = [linear.name for linear in SHAPE.linears]
 
 
 def trained(**options: Any) -> peft.PeftModel:
-    """An adapter whose B is random, so that it does something; options: LoraConfig's."""
+    """Return an adapter whose random B gives it an effect; options: LoraConfig's."""
     torch.manual_seed(0)
     model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(**options))
     for name, weight in model.named_parameters():

@@ -1,5 +1,6 @@
 """An answer can be sent back as a turn with everything that client libraries add to it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,42 @@ def test_a_call_without_arguments_may_have_empty_text(
     turns = [TURN, called, {"role": "tool", "tool_call_id": "c", "content": "done"}]
     assert gateway.post(CHAT, {"model": "tiny", "messages": turns}).is_success
     assert '{"name": "Order", "arguments": {}}' in replica.prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"amount": 7, "city": "Ly', '{"amount": 7, "city": "Ly"}'),
+        ('{"amount": 7, "ci', '{"amount": 7}'),
+        ("{", "{}"),
+        ("[1, 2]", r'"[1, 2]"'),
+        ("seven", '"seven"'),
+        ('{"a":' * 500 + "1" + "}" * 500, None),
+    ],
+    ids=["cut in a value", "cut in a key", "cut at once", "a list", "no JSON", "nested deeply"],
+)
+def test_a_call_whose_arguments_are_no_object_can_be_sent_back(
+    gateway: Gateway, replica: ScriptedReplica, sent: str, shown: str | None
+) -> None:
+    function = {"name": "Order", "arguments": sent}
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    turns = [TURN, called, {"role": "tool", "tool_call_id": "c", "content": "invalid JSON"}]
+    assert gateway.post(CHAT, {"model": "tiny", "messages": turns}).is_success
+    written = shown or json.dumps(sent)
+    assert f'{{"name": "Order", "arguments": {written}}}' in replica.prompts[0]
+
+
+def test_a_response_call_that_was_cut_off_can_be_sent_back(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    called = {"type": "function_call", "call_id": "c", "name": "Order", "arguments": '{"amount": 7'}
+    output = {"type": "function_call_output", "call_id": "c", "output": "invalid JSON"}
+    body = {"model": "tiny", "input": [TURN, called, output]}
+    assert gateway.post("/v1/responses", body).is_success
+    assert '{"name": "Order", "arguments": {"amount": 7}}' in replica.prompts[0]
 
 
 def test_vllms_field_reasoning_is_accepted(gateway: Gateway) -> None:

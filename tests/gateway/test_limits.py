@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -98,6 +99,31 @@ def test_a_request_over_a_limit_is_refused_before_its_body_is_read(gateway: Gate
     add(gateway, "small", requests_per_min=1)
     gateway.post(CHAT, b"{not json", tenant="small")  # counts, as it used the limit of requests
     assert gateway.post(CHAT, b"{not json", tenant="small").status_code == 429
+
+
+def test_clients_do_not_sleep_through_a_retry_after_of_minutes(gateway: Gateway) -> None:
+    add(gateway, "small", tokens_per_min=6000)
+    gateway.engines.replay = used(40, 200_000)
+    assert gateway.post(CHAT, BODY, tenant="small").is_success
+    assert eventually(lambda: gateway.post(CHAT, BODY, tenant="small").status_code == 429)
+    refused = gateway.post(CHAT, BODY, tenant="small")
+    assert int(refused.headers["retry-after"]) > 60
+    assert refused.headers["x-should-retry"] == "false"
+    began_s = time.monotonic()
+    with pytest.raises(openai.RateLimitError):
+        gateway.openai("small").with_options(max_retries=2).chat.completions.create(**BODY)
+    with pytest.raises(anthropic.RateLimitError):
+        gateway.anthropic("small", max_retries=2).messages.create(**BODY)
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_short_retry_after_leaves_the_decision_to_the_client(gateway: Gateway) -> None:
+    gateway.catalog.create_tenant("brief", actor="test", requests_per_min=2, burst_s=30.0)
+    gateway.keys["brief"] = gateway.catalog.create_key("brief", {Scope.INFER}, actor="test")[1]
+    answers = [gateway.post(CHAT, BODY, tenant="brief") for _ in range(4)]
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) <= 60
+    assert "x-should-retry" not in refused.headers
 
 
 def test_tokens_are_reserved_until_their_usage_is_known(gateway: Gateway) -> None:

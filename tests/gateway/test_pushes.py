@@ -35,6 +35,15 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
     assert trainer.show(digest_of(blob)).json() == version
 
 
+def test_a_version_that_is_ready_is_listed_before_it_is_durable(trainer: Trainer) -> None:
+    gateway = trainer.gateway
+    before = gateway.catalog.reader.refresh().seq
+    trainer.push(trainer.blob(), alias="prod", lifetime_s=60)
+    listed = gateway.request("GET", "/v1/models", gateway.keys["acme"]).json()["data"]
+    assert "acme/policy" in [model["id"] for model in listed]
+    assert gateway.catalog.reader.refresh().seq == before
+
+
 def test_the_same_push_again_changes_nothing(trainer: Trainer) -> None:
     blob = trainer.blob()
     first = trainer.push(blob, wait="durable")

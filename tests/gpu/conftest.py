@@ -1,4 +1,4 @@
-"""One service for the tests of a model: up to two replicas, of one GPU each or of two together."""
+"""One service for all tests of a model: at most two replicas, of one or two GPUs each."""
 
 import os
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from lorikeet_engine.adapter_format import BaseShape
 from tests.gpu.fleet import TENANT, Fleet
 
 GPUS = torch.cuda.device_count()
-ADAPTERS = {  # rank, linears; large models' largest ones touch the attention alone
+ADAPTERS = {  # rank and linears; the largest adapters of large models change attention only
     "qwen3-0.6b": {8: LINEARS, 16: LINEARS, 32: LINEARS, 64: LINEARS},
     "llama-3.1-8b": {8: LINEARS, 16: LINEARS, 32: LINEARS[:4], 64: LINEARS[:4]},
     "tiny": {8: LINEARS, 16: LINEARS, 32: LINEARS, 64: LINEARS[:2]},
 }
 ON_ONE = pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")
 ON_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
-SERVED = [  # a model's shape, and the GPUs of each replica; on a CPU, its processes
+SERVED = [  # model shape, and the GPUs of each replica (on a CPU, its processes)
     pytest.param(("tiny", 1), id="tiny", marks=pytest.mark.soak),
     pytest.param(("tiny", 2), id="tiny-tp2", marks=pytest.mark.soak),
     pytest.param(("qwen3-0.6b", 1), id="qwen3-0.6b", marks=[pytest.mark.gpu, ON_ONE]),
@@ -56,14 +56,14 @@ def device(shape: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """TEST_MODELS keeps the models, which take some time to write, for the next run."""
+    """Folder of models; TEST_MODELS, if set, keeps them for the next run, as writing is slow."""
     kept = os.environ.get("TEST_MODELS")
     return Path(kept) if kept else tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="module")
 def adapters(shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """PEFT's folders by name."""
+    """PEFT folders by adapter name."""
     root, base = tmp_path_factory.mktemp("adapters"), BaseShape.from_config(SHAPES[shape])
     return {
         f"r{rank}": save_adapter(root / f"r{rank}", base, rank, 2 * rank, AdapterWeights(linears))

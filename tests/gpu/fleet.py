@@ -1,4 +1,4 @@
-"""A service of a random model with real shapes, its catalog on S3, and how to talk to it."""
+"""Service of a random model with real shapes, its catalog on S3, and requests to it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ TENANT = "acme"
 
 @dataclass(frozen=True)
 class Said:
-    """A greedy answer: its tokens with the logarithm of their probability, and the headers."""
+    """Greedy answer: tokens, their log probabilities, and the HTTP headers."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -36,7 +36,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A running service of so many replicas. tensor_parallel: each one's GPUs, or processes."""
+    """Running service.
+
+    count: number of replicas.
+    tensor_parallel: GPUs (or processes) of each replica.
+    """
 
     running: RunningService
     shape: str
@@ -47,7 +51,7 @@ class Fleet:
     key: str
 
     def lorikeet(self, *arguments: str) -> str:
-        """What an administrator types, and what it prints."""
+        """Run the admin CLI; return its output."""
         environment = {
             "LORIKEET_SERVER": self.running.admin_url,
             "LORIKEET_ADMIN_KEY": self.admin_key,
@@ -64,7 +68,7 @@ class Fleet:
         return done.stdout
 
     def holders(self, adapter: str) -> set[str]:
-        """The replicas that have it on their GPU."""
+        """Return the replicas that hold the adapter on their GPU."""
         return {
             replica["replica"]
             for replica in self.running.replicas(self.admin_key)
@@ -73,7 +77,7 @@ class Fleet:
         }
 
     def ask(self, model: str, prompt: list[int], tokens: int) -> Said:
-        """Greedily, past any end, with the tokens' logprobs."""
+        """Decode greedily beyond any end token; return the tokens with their log probabilities."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -81,7 +85,7 @@ class Fleet:
             "temperature": 0,
             "ignore_eos": True,
             "logprobs": 1,
-            "return_token_ids": True,  # else special tokens have no logprobs
+            "return_token_ids": True,  # without ids, special tokens have no logprobs
         }
         answer = httpx.post(
             f"{self.running.url}/v1/completions",
@@ -95,12 +99,12 @@ class Fleet:
         return Said(said, logprobs, answer.headers)
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
-        """Random ids."""
+        """Return random token ids."""
         vocabulary = SHAPES[self.shape]["vocab_size"]
         return np.random.default_rng([seed, tokens]).integers(0, vocabulary, tokens).tolist()
 
 
 def replica_processes() -> list[int]:
-    """The service's replica processes that have started an engine."""
+    """Return the service's replica processes that have started an engine."""
     started = psutil.Process().children(recursive=True)
     return [one.ppid() for one in started if "lorikeet_engine.process.server" in one.cmdline()]

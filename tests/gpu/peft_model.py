@@ -1,4 +1,4 @@
-"""What transformers and PEFT say in float32 of a model and its adapters."""
+"""Float32 reference of a model and its adapters: transformers with PEFT."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import transformers
 
 
 class Reference:
-    """The base model, and adapters from PEFT's folders by name."""
+    """Base model and named adapters, loaded from PEFT folders."""
 
     def __init__(self, model: Path, adapters: dict[str, Path], device: str) -> None:
         self._device = device
@@ -22,7 +22,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, adapter: str | None, prompt: list[int], said: list[int]) -> torch.Tensor:
-        """[said, vocabulary] of each token that was said, given those before it."""
+        """Return log probabilities [said, vocabulary] of each said token, given those before."""
         ids = torch.tensor([prompt + said[:-1]], device=self._device)
         if adapter is None:
             with self._model.disable_adapter():

@@ -1,6 +1,6 @@
-"""The whole service with models of real shapes: register, pin, ask, kill a replica, ask again.
+"""Whole service with models of real shapes: register, pin, ask, kill a replica, ask again.
 
-Over HTTP, with the catalog on S3. Its small form runs on a CPU.
+Over HTTP, with the catalog on S3. A small form runs on a CPU.
 """
 
 import os
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.timeout(900)
 TOKENS = 24
 LENGTHS = (5, 300)
 PINNED, COLD = "r64", "r8"
-ENDED_S = 5.0  # a client hears of a lost rank by then
+ENDED_S = 5.0  # time for a client to learn of a lost rank
 EXACT = 1e-3  # on a CPU all is float32, and only the order of sums differs
 
 
 @pytest.fixture(scope="module")
 def registered(fleet, adapters):
-    """The adapters' names, all in the catalog and one of them pinned to every replica."""
+    """Names of the registered adapters, one of which is pinned to every replica."""
     for name, folder in adapters.items():
         options = ("--base-model", fleet.shape)
         fleet.lorikeet("register", str(folder), f"{TENANT}/{name}", *options)
@@ -40,24 +40,26 @@ def reference(fleet, adapters, device):
     return Reference(fleet.model, adapters, device)
 
 
-def test_a_pinned_adapter_comes_to_every_gpu_and_is_found_there(fleet, registered):
+def test_a_pinned_adapter_is_loaded_on_every_gpu_and_used_from_there(fleet, registered):
     pinned = f"{TENANT}/{PINNED}"
     assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=60)
     assert fleet.ask(pinned, fleet.prompt(5, 1), 4).residency == "gpu"
 
 
-def test_one_that_nobody_pinned_is_fetched_once_and_stays(fleet, registered):
+def test_an_unpinned_adapter_is_fetched_once_and_stays(fleet, registered):
     cold = f"{TENANT}/{COLD}"
     first = fleet.ask(cold, fleet.prompt(5, 2), 4)
     assert first.residency == "remote"
     assert eventually(lambda: first.replica in fleet.holders(cold), within_s=10)
-    assert eventually(  # as soon as both gateways have heard of it
+    assert eventually(  # once both gateways know
         lambda: fleet.ask(cold, fleet.prompt(5, 3), 4).residency == "gpu", within_s=10
     )
 
 
-def test_greedy_answers_of_all_ranks_at_once_are_pefts(fleet, registered, reference, device):
-    """Each token is judged given those before it, so an early difference is not counted twice."""
+def test_concurrent_greedy_answers_under_all_adapter_ranks_equal_pefts(
+    fleet, registered, reference, device
+):
+    """Judge each token given those before it, so that an early difference is not counted twice."""
     tolerance = TOLERANCE if device == "cuda" else EXACT
     asked = [(name, fleet.prompt(length, 4)) for name in (None, *registered) for length in LENGTHS]
 
@@ -84,7 +86,7 @@ def test_greedy_answers_of_all_ranks_at_once_are_pefts(fleet, registered, refere
             assert change.square().mean().sqrt() > tolerance / 5, "this adapter does nothing"
 
 
-def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet, registered):
+def test_a_killed_replica_cuts_only_its_own_streams_and_the_other_continues(fleet, registered):
     if fleet.count < 2:
         pytest.skip("needs two replicas")
     pinned = f"{TENANT}/{PINNED}"
@@ -104,7 +106,7 @@ def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet
     assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=240)
 
 
-def test_a_killed_follower_cuts_its_replicas_streams_alone_and_the_replica_is_replaced(
+def test_a_killed_follower_cuts_only_its_replicas_streams_and_the_replica_is_replaced(
     fleet, registered
 ):
     if fleet.tensor_parallel < 2:
@@ -116,7 +118,7 @@ def test_a_killed_follower_cuts_its_replicas_streams_alone_and_the_replica_is_re
     load = Load(fleet.running.url, [Target(pinned, fleet.key)], streams=24, tokens=400)
     with load:
         load.wait_for(24)
-        time.sleep(2 * PAUSE_S)  # all may have ended together: the next have begun
+        time.sleep(2 * PAUSE_S)  # or all ended together and the next have begun
         killed_s = time.monotonic()
         started[0].kill()
         load.wait_for(24, within_s=240)
@@ -126,7 +128,7 @@ def test_a_killed_follower_cuts_its_replicas_streams_alone_and_the_replica_is_re
     assert all("send the request again" in result.error for result in ended)
     assert all(result.sent_s < killed_s + ENDED_S for result in ended)
     assert all(result.ended_s < killed_s + ENDED_S for result in ended)
-    # Where no replica is left, requests are refused until another one has started.
+    # While no replica is left, requests are refused until a new one has started.
     refused = [result for result in unfinished if result.outcome is Outcome.REFUSED]
     assert len(ended) + len(refused) == len(unfinished), load.counts()
     assert all(result.status == 503 and result.retry_after for result in refused), refused[:3]

@@ -1,4 +1,4 @@
-"""Rendered manifests, and the parts of them that tests look at."""
+"""Rendered manifests, and the parts of them that tests check."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = Path(__file__).parent / "schemas"
-# The last is no overlay for use: `gpu` with every component.
+# The last is for tests only: `gpu` with every component.
 OVERLAYS = ("local", "gpu", "eks", "gke", "../../tests/k8s/every-component")
 CUSTOM = ("Gateway", "HTTPRoute", "PrometheusRule", "RayService", "ScrapeConfig")
 DIGEST = "@sha256:[0-9a-f]{64}"
@@ -24,7 +24,7 @@ Manifest = dict[str, Any]
 
 @cache
 def render(overlay: str) -> tuple[Manifest, ...]:
-    """What `kubectl apply -k` would send."""
+    """Return the objects that `kubectl apply -k` would send."""
     kustomize = [["kubectl", "kustomize"], ["kustomize", "build"]]
     command = next((words for words in kustomize if shutil.which(words[0])), None)
     if command is None:
@@ -46,7 +46,7 @@ def ray_service(overlay: str) -> Manifest:
 
 
 def groups(overlay: str) -> dict[str, Manifest]:
-    """The worker groups, and the head as `head`."""
+    """Return the worker groups by name, and the head as `head`."""
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     return {"head": cluster["headGroupSpec"], **workers}
@@ -66,7 +66,7 @@ def settings(overlay: str) -> dict[str, str]:
 
 
 def problems(manifest: Manifest) -> list[str]:
-    """What Kubernetes would refuse: unknown and missing fields, wrong types."""
+    """Return the errors that Kubernetes would report: unknown and missing fields, wrong types."""
     validator = Draft202012Validator(_schema(manifest["kind"]))
     return [
         f"{'/'.join(map(str, error.absolute_path))}: {error.message}"
@@ -85,7 +85,7 @@ def _schema(kind: str) -> Manifest:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with every object closed to fields that it does not name."""
+    """Return the schema with every object closed to unnamed fields."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -106,7 +106,7 @@ def selects(selector: Manifest, labels: Manifest) -> bool:
 
 
 def peers(policy: Manifest, direction: str) -> Iterator[Manifest]:
-    """Everything a NetworkPolicy lets in (`from`) or out (`to`)."""
+    """Return all peers that a NetworkPolicy lets in (`from`) or out (`to`)."""
     rules, side = {"from": ("ingress", "from"), "to": ("egress", "to")}[direction]
     for rule in policy["spec"].get(rules, []):
         yield from rule[side]

@@ -1,4 +1,4 @@
-"""While KubeRay switches clusters, budgets and the admin Service select the one that serves."""
+"""While KubeRay switches clusters, budgets and the admin Service select the serving cluster."""
 
 import json
 import re
@@ -39,7 +39,7 @@ Failure = Callable[[httpx.Request], httpx.Response]
 
 
 class ApiServer:
-    """Kubernetes' API with an overlay's objects, for who has an overlay's Role."""
+    """Kubernetes' API with an overlay's objects, for an account with an overlay's Role."""
 
     def __init__(self, overlay: str) -> None:
         self._overlay = overlay
@@ -121,7 +121,7 @@ def allowed(overlay: str, group: str, resource: str, name: str, verb: str) -> bo
 
 
 def upgrade(server: ApiServer) -> list[dict[str, set[str]]]:
-    """What is selected before an upgrade, in it before and after the switch, and afterwards."""
+    """Return the selected clusters before an upgrade, around its switch, and after its end."""
     seen = []
     stages = ((["old"], "old"), (["old", "new"], "old"), (["old", "new"], "new"), (["new"], "new"))
     for server.clusters, serving in stages:
@@ -131,14 +131,14 @@ def upgrade(server: ApiServer) -> list[dict[str, set[str]]]:
     return seen
 
 
-def test_an_upgrade_leaves_budgets_and_admin_service_with_the_cluster_that_serves() -> None:
+def test_during_an_upgrade_budgets_and_admin_service_select_the_serving_cluster() -> None:
     seen = upgrade(ApiServer("gpu"))
     assert seen == [{path: {each} for path in FOLLOWING} for each in ("old", "old", "new", "new")]
     assert {selector.path for selector in SELECTORS} == set(FOLLOWING)
 
 
 @both
-def test_selectors_name_no_cluster_while_there_is_one(overlay: str) -> None:
+def test_selectors_name_no_cluster_while_only_one_exists(overlay: str) -> None:
     server = ApiServer(overlay)
     before = json.dumps({path: server.objects[path] for path in FOLLOWING})
     upgrade(server)
@@ -155,14 +155,14 @@ def test_nothing_is_written_where_nothing_changes() -> None:
 
 
 def test_no_cluster_is_named_before_one_serves() -> None:
-    """A first start that was corrected has two clusters, and no Service of KubeRay's yet."""
+    """A corrected first start has two clusters, and no Service of KubeRay yet."""
     server = ApiServer("gpu")
     server.clusters = ["wrong", "right"]
     update_selectors(server.client(), "lorikeet")
     assert server.patches == 0
 
 
-def test_a_service_of_a_cluster_that_is_gone_names_none() -> None:
+def test_a_service_of_a_deleted_cluster_names_none() -> None:
     server = ApiServer("gpu")
     server.clusters = ["one", "other"]
     server.serves("gone")
@@ -170,7 +170,7 @@ def test_a_service_of_a_cluster_that_is_gone_names_none() -> None:
     assert server.patches == 0
 
 
-def test_a_budget_that_an_overlay_leaves_out_is_not_missed() -> None:
+def test_a_missing_budget_is_no_error() -> None:
     server = ApiServer("gpu")
     del server.objects["poddisruptionbudgets/gateways"]
     server.clusters = ["old", "new"]
@@ -180,7 +180,7 @@ def test_a_budget_that_an_overlay_leaves_out_is_not_missed() -> None:
 
 
 @both
-def test_the_role_allows_what_is_asked_and_no_more(overlay: str) -> None:
+def test_the_role_allows_exactly_the_requests(overlay: str) -> None:
     server = ApiServer(overlay)
     upgrade(server)
     (role,) = of_kind(overlay, "Role")
@@ -203,7 +203,7 @@ def test_the_role_allows_what_is_asked_and_no_more(overlay: str) -> None:
     }
 
 
-def test_a_refusal_says_what_was_asked_and_what_to_look_at() -> None:
+def test_a_refusal_names_the_request_and_kubernetes_message() -> None:
     server = ApiServer("gpu")
     client = server.client(lambda _: httpx.Response(403, text="rayclusters.ray.io is forbidden"))
     with pytest.raises(
@@ -237,7 +237,7 @@ PASSING = (refused(429), refused(503), broken(httpx.ReadError), broken(httpx.Con
 @pytest.mark.parametrize("failure", [refused(403), *PASSING])
 @pytest.mark.parametrize("method", ["GET", "PATCH"])
 @pytest.mark.parametrize("failing", FOLLOWING)
-def test_an_object_that_fails_keeps_no_other_from_following_and_is_tried_again(
+def test_a_failing_object_delays_no_other_and_is_retried(
     failing: str, method: str, failure: Failure, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = ApiServer("gpu")
@@ -260,9 +260,7 @@ def test_an_object_that_fails_keeps_no_other_from_following_and_is_tried_again(
 
 @pytest.mark.parametrize("failure", PASSING)
 @pytest.mark.parametrize("failing", ["rayclusters", "services/lorikeet"])
-def test_clusters_that_cannot_be_read_for_a_while_change_nothing_and_are_read_again(
-    failing: str, failure: Failure
-) -> None:
+def test_unreadable_clusters_change_nothing_and_are_retried(failing: str, failure: Failure) -> None:
     server = ApiServer("gpu")
     server.clusters = ["old", "new"]
     server.serves("new")
@@ -305,7 +303,7 @@ def deployment(overlay: str) -> Manifest:
 
 
 @both
-def test_its_pod_is_as_restricted_as_the_others(overlay: str) -> None:
+def test_the_active_cluster_pod_is_as_restricted_as_the_others(overlay: str) -> None:
     (container,) = deployment(overlay)["containers"]
     other = pods(overlay)["gateways"]["spec"]
     assert container["securityContext"] == other["containers"][0]["securityContext"]
@@ -319,7 +317,7 @@ def test_its_pod_is_as_restricted_as_the_others(overlay: str) -> None:
 
 
 @both
-def test_its_pod_reaches_kubernetes_and_nobody_reaches_it(overlay: str) -> None:
+def test_the_active_cluster_pod_reaches_kubernetes_and_is_unreachable(overlay: str) -> None:
     (found,) = of_kind(overlay, "Deployment")
     labels = found["spec"]["template"]["metadata"]["labels"]
     assert selects(found["spec"]["selector"], labels)

@@ -1,4 +1,4 @@
-"""The Helm chart: by default the overlay `gpu`, with its values in their places."""
+"""Helm chart: equal to the overlay `gpu` by default, with its values at their paths."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.k8s.manifests import Manifest, containers, problems, render
 
 DIGEST = "sha256:" + 64 * "a"
 ADDRESSES = [{"ipBlock": {"cidr": "10.0.0.0/24"}}]
-# By component, the values that bring it as it is.
+# Component → values that enable it unchanged.
 VALUES: dict[str, Manifest] = {
     "autoscaling": {"autoscaling": {"enabled": True}},
     "gateway-api": {"gateway": {"host": "lorikeet.example.com"}},
@@ -26,7 +26,7 @@ needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl 
 
 
 def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
-    """What `helm install` would send, by kind and name."""
+    """Return the objects that `helm install` would send, by kind and name."""
     with Chart.load(HERE) as loaded:
         loaded.validate_schema(values)
         texts = loaded.render(values, name="release", namespace="ours").values()
@@ -35,7 +35,7 @@ def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
 
 
 def settings(objects: dict[tuple[str, str], Manifest]) -> tuple[str, dict[str, str]]:
-    """The name of the settings' ConfigMap, and what is in it."""
+    """Return the name of the settings' ConfigMap, and its data."""
     (config,) = (m for (kind, name), m in objects.items() if name.startswith("settings-"))
     return config["metadata"]["name"], config["data"]
 
@@ -51,14 +51,14 @@ def pods(objects: dict[tuple[str, str], Manifest]) -> list[Manifest]:
 
 
 @needs_kubectl
-def test_what_is_made_of_manifests_is_up_to_date() -> None:
+def test_generated_files_of_the_chart_are_up_to_date() -> None:
     for name, text in made().items():
         assert (HERE / name).read_text() == text, "run python -m k8s.chart.make"
 
 
 @needs_kubectl
 @pytest.mark.parametrize("components", [(), *((each,) for each in COMPONENTS), tuple(COMPONENTS)])
-def test_it_is_the_overlay_with_the_components_that_values_bring(
+def test_the_chart_equals_the_overlay_with_the_enabled_components(
     components: tuple[str, ...],
 ) -> None:
     values = {key: value for each in components for key, value in VALUES[each].items()}
@@ -93,7 +93,7 @@ def test_every_object_fits_its_schema() -> None:
     assert {key: found for key, found in wrong.items() if found} == {}
 
 
-def test_helm_lints_it() -> None:
+def test_helm_lint_accepts_the_chart() -> None:
     found = lint(HERE, {}, strict=True)["messages"]
     assert [each["error"] for each in found] == ["icon is recommended"]
 
@@ -124,8 +124,8 @@ def test_a_changed_setting_changes_the_ray_service() -> None:
     assert cluster(one) != cluster(other)
 
 
-def test_settings_stay_for_the_cluster_that_an_upgrade_replaces() -> None:
-    """Helm deletes what a release has no longer: pods of that cluster could not start again."""
+def test_old_settings_stay_for_the_replaced_cluster() -> None:
+    """Helm deletes objects that a release no longer has: pods of that cluster could not restart."""
     objects = chart()
     config = objects["ConfigMap", settings(objects)[0]]
     assert config["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -142,7 +142,7 @@ def test_the_image_and_its_registrys_login_are_everywhere() -> None:
     assert ours == 5 * [f"acme/lorikeet@{DIGEST}"]
 
 
-def test_annotations_of_all_are_on_every_object_and_pod_beside_their_own() -> None:
+def test_common_annotations_are_on_every_object_and_pod_beside_their_own() -> None:
     role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/engines"}
     ours = {"team": "inference"}
     objects = chart(
@@ -168,7 +168,7 @@ def test_annotations_of_all_are_on_every_object_and_pod_beside_their_own() -> No
     assert job["helm.sh/hook"] == "pre-install"
 
 
-def test_pods_go_where_values_say() -> None:
+def test_pods_are_placed_by_values() -> None:
     here = {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}]}
     objects = chart(engines={**here, "replicas": 5}, gateways={"replicas": 3})
     _, gateways, engines = (pod["spec"] for pod in pods(objects))
@@ -184,9 +184,7 @@ def test_pods_go_where_values_say() -> None:
     assert counts == [{3}, {5}]
 
 
-def test_what_follows_the_active_cluster_may_in_the_releases_namespace_and_lies_by_gateways() -> (
-    None
-):
+def test_active_cluster_has_its_role_in_the_release_namespace_and_is_placed_like_gateways() -> None:
     here = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"operator": "Exists"}]}
     objects = chart(gateways=here)
     (subject,) = objects["RoleBinding", "active-cluster"]["subjects"]
@@ -195,14 +193,14 @@ def test_what_follows_the_active_cluster_may_in_the_releases_namespace_and_lies_
     assert {field: pod[field] for field in here} == here
 
 
-def test_pods_have_the_priority_that_values_name() -> None:
+def test_pods_have_the_priority_of_the_values() -> None:
     groups = ("head", "gateways", "engines")
     objects = chart(**{group: {"priorityClassName": f"{group}-class"} for group in groups})
     named = [pod["spec"]["priorityClassName"] for pod in pods(objects)]
     assert named == [f"{group}-class" for group in groups]
 
 
-def test_the_autoscaler_may_start_as_many_engines_as_values_say() -> None:
+def test_the_autoscaler_may_start_as_many_engines_as_the_values_allow() -> None:
     scaled = {"enabled": True, "maxReplicas": 7}
     objects = chart(engines={"replicas": 3}, autoscaling=scaled)
     _, engines = cluster(objects)["workerGroupSpecs"]
@@ -212,7 +210,7 @@ def test_the_autoscaler_may_start_as_many_engines_as_values_say() -> None:
     assert account["metadata"]["name"] == "lorikeet-head"
 
 
-def test_the_state_of_ray_lies_in_the_redis_that_values_name() -> None:
+def test_rays_state_is_in_the_redis_of_the_values() -> None:
     redis = {"redisAddress": "rediss://redis.acme.com:6380", "redisPeers": ADDRESSES}
     objects = chart(gcsFaultTolerance={"enabled": True, "secret": "acme", **redis})
     options = cluster(objects)["gcsFaultToleranceOptions"]
@@ -222,7 +220,7 @@ def test_the_state_of_ray_lies_in_the_redis_that_values_name() -> None:
     assert rule == {"to": ADDRESSES, "ports": [{"port": 6380, "protocol": "TCP"}]}
 
 
-def test_the_catalog_is_made_before_the_first_start_as_gateways_may() -> None:
+def test_the_catalog_is_created_before_the_first_start_with_gateways_role() -> None:
     role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/gateways"}
     objects = chart(gateways={"serviceAccountAnnotations": role}, s3={"secret": "keys"})
     job, account = objects["Job", "lorikeet-init"], objects["ServiceAccount", "lorikeet-init"]
@@ -241,7 +239,7 @@ def test_the_catalog_is_made_before_the_first_start_as_gateways_may() -> None:
     assert ("Job", "lorikeet-init") not in chart(catalog={"create": False})
 
 
-def test_a_host_brings_a_gateway() -> None:
+def test_a_host_enables_the_gateway() -> None:
     assert not {"Gateway", "HTTPRoute"} & {kind for kind, _ in chart()}
     objects = chart(gateway={"host": "lorikeet.acme.com", "tlsSecret": "acme-tls"})
     (listener,) = objects["Gateway", "lorikeet"]["spec"]["listeners"]
@@ -250,7 +248,7 @@ def test_a_host_brings_a_gateway() -> None:
     assert objects["HTTPRoute", "lorikeet"]["spec"]["hostnames"] == ["lorikeet.acme.com"]
 
 
-def test_monitors_are_those_of_the_kustomization_with_labels() -> None:
+def test_monitors_equal_the_kustomization_with_labels() -> None:
     objects = chart(monitoring={"enabled": True, "labels": {"release": "prometheus"}})
     theirs = {(m["kind"], m["metadata"]["name"]): m for m in render("../monitoring")}
     rules = ("PrometheusRule", "lorikeet")
@@ -284,7 +282,7 @@ def test_wrong_values_are_refused_by_name(values: Manifest, named: str) -> None:
 
 
 def _bare(manifest: Manifest, settings_name: str) -> Manifest:
-    """A manifest without what is empty, without a namespace, and with the settings' plain name."""
+    """Return a manifest without empty values and namespace, with the settings' plain name."""
     bare: Manifest = _without_empty(
         json.loads(json.dumps(manifest).replace(settings_name, "settings"))
     )

@@ -1,4 +1,4 @@
-"""The components, which an overlay may add: all at once, on the overlay `gpu`."""
+"""Components that an overlay may add: all at once, on the overlay `gpu`."""
 
 import re
 
@@ -31,7 +31,7 @@ def cluster() -> Manifest:
 
 
 def ports_out(labels: Manifest) -> set[int]:
-    """Where pods with these labels may go, outside of the cluster's own."""
+    """Return the ports that policies let pods with these labels connect to, outside the cluster."""
     return {
         port["port"]
         for policy in of_kind(EVERY, "NetworkPolicy")
@@ -41,7 +41,7 @@ def ports_out(labels: Manifest) -> set[int]:
     }
 
 
-def test_every_component_is_tried_and_told_of() -> None:
+def test_every_component_is_tested_and_in_the_readme() -> None:
     tried = yaml.safe_load((ROOT / "tests/k8s/every-component/kustomization.yaml").read_text())
     there = {path.name for path in (ROOT / "k8s/components").iterdir()}
     assert {path.rpartition("/")[2] for path in tried["components"]} == there
@@ -67,7 +67,7 @@ def test_the_autoscaler_is_on_and_restricted_admits_it() -> None:
 
 
 def test_the_autoscaler_alone_has_a_token_for_kubernetes() -> None:
-    """KubeRay binds a role to the head's account, which gateways therefore do not share."""
+    """KubeRay binds a role to the head's account, so gateways have another account."""
     pod = pods(EVERY)["head"]["spec"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {
@@ -105,14 +105,14 @@ def test_the_autoscaler_may_start_as_many_engines_as_the_settings_ask_for() -> N
     assert engines["minReplicas"] < engines["maxReplicas"] == parsed.most_engines
 
 
-def test_an_engine_has_the_gpus_that_its_base_model_is_shared_by() -> None:
+def test_an_engine_has_as_many_gpus_as_ranks() -> None:
     shared = Settings.from_env(settings(EVERY)).tensor_parallel
     resources = pods(EVERY)["engines"]["spec"]["containers"][0]["resources"]
     for each in ("requests", "limits"):
         assert {int(resources[each]["nvidia.com/gpu"])} == set(shared.values()) == {2}
 
 
-def test_the_gateway_ends_tls_and_leaves_streams_their_time() -> None:
+def test_the_gateway_terminates_tls_and_allows_long_streams() -> None:
     (gateway,), (route,) = of_kind(EVERY, "Gateway"), of_kind(EVERY, "HTTPRoute")
     (listener,) = gateway["spec"]["listeners"]
     assert listener["protocol"] == "HTTPS"
@@ -157,7 +157,7 @@ def test_base_models_are_read_from_the_volume_and_not_downloaded(group: str) -> 
     assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_the_pod_that_fills_the_volume_does_what_engines_do_without_it() -> None:
+def test_the_pod_that_fills_the_volume_downloads_like_engines_do() -> None:
     fill = yaml.safe_load((ROOT / "k8s/components/models-volume/fill.yaml").read_text())
     (container,) = fill["spec"]["containers"]
     (download,) = pods("gpu")["engines"]["spec"]["initContainers"]
@@ -178,17 +178,17 @@ def test_the_pod_that_fills_the_volume_does_what_engines_do_without_it() -> None
 
 def test_all_pods_have_the_priority() -> None:
     (priority,) = of_kind(EVERY, "PriorityClass")
-    assert priority["value"] > 0  # what pods without a class have
+    assert priority["value"] > 0  # the priority of pods without a class
     for pod in pods(EVERY).values():
         assert pod["spec"]["priorityClassName"] == priority["metadata"]["name"]
 
 
-def test_an_s3_in_the_private_network_is_reached_by_gateways_and_engines() -> None:
+def test_gateways_and_engines_reach_a_private_s3() -> None:
     for group in ("gateways", "engines"):
         assert {443, 9000} <= ports_out(pods(EVERY)[group]["metadata"]["labels"])
 
 
-def test_an_overlays_annotations_are_on_every_object_pod_and_the_tenants_service() -> None:
+def test_common_annotations_of_an_overlay_are_on_every_object_pod_and_the_tenants_service() -> None:
     service = ray_service(EVERY)["spec"]["serveService"]
     (deployment,) = of_kind(EVERY, "Deployment")
     for each in (
@@ -200,6 +200,6 @@ def test_an_overlays_annotations_are_on_every_object_pod_and_the_tenants_service
         assert each["metadata"]["annotations"]["team"] == "inference"
 
 
-def test_every_account_logs_in_to_the_images_registry() -> None:
+def test_every_account_has_the_registry_login() -> None:
     for account in of_kind(EVERY, "ServiceAccount"):
         assert account["imagePullSecrets"] == [{"name": "registry"}]

@@ -1,4 +1,4 @@
-"""The image: what it is made of, and what it puts where."""
+"""Contents of the image."""
 
 import re
 import tomllib
@@ -22,7 +22,7 @@ def test_the_image_is_pinned_and_runs_as_the_pods_say() -> None:
         assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
 
 
-def test_what_the_image_copies_is_sent_to_its_builder() -> None:
+def test_files_copied_into_the_image_are_in_the_build_context() -> None:
     sent = (ROOT / "k8s/Dockerfile.dockerignore").read_text().split()
     lines = DOCKERFILE.splitlines()
     copied = [
@@ -37,16 +37,16 @@ def test_what_the_image_copies_is_sent_to_its_builder() -> None:
         assert f"!{name}" in sent
 
 
-def test_the_image_for_cpus_takes_the_torch_that_brings_no_cuda() -> None:
+def test_the_cpu_image_installs_torch_without_cuda() -> None:
     cpu, cuda = (part.partition("\nFROM ")[0] for part in DOCKERFILE.split("\nFROM ")[1:3])
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in cpu
     assert "PIP_EXTRA_INDEX_URL" not in cuda
     told = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve"
-    assert told in (ROOT / "README.md").read_text()  # as without an image
+    assert told in (ROOT / "README.md").read_text()  # the command for machines without an image
 
 
 def test_a_login_shell_finds_the_commands() -> None:
-    """KubeRay may start Ray in one, and Debian's resets PATH."""
+    """KubeRay may start Ray in a login shell, and Debian's resets PATH."""
     (link,) = [line for line in DOCKERFILE.splitlines() if line.startswith("RUN ln -s ")]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     linked = {path.removeprefix("/opt/lorikeet/bin/") for path in link.split()[3:-1]}

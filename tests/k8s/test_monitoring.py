@@ -1,4 +1,4 @@
-"""The dashboard, the alerts and what feeds them."""
+"""Dashboard, alerts and their sources."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def shown() -> dict[str, list[str]]:
-    """The queries of each panel, as Prometheus sees them."""
+    """Return the queries of each panel, as Prometheus receives them."""
     return {
         panel.title: [_plain(curve.query) for curve in panel.curves]
         for panels in ROWS.values()
@@ -66,12 +66,12 @@ def promtool(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_made_of_other_files_is_up_to_date() -> None:
+def test_generated_files_of_monitoring_are_up_to_date() -> None:
     for name, text in made().items():
         assert (HERE / name).read_text() == text, "run python -m k8s.monitoring.make"
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     promtool("check", "rules", str(RULES))
 
 
@@ -79,7 +79,7 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     promtool("test", "rules", str(Path(__file__).parent / "rules.test.yaml"))
 
 
-def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path: Path) -> None:
     queries = [query for panel in shown().values() for query in panel]
     records = [{"record": f"shown:{i}", "expr": query} for i, query in enumerate(queries)]
     file = tmp_path / "shown.yaml"
@@ -87,7 +87,7 @@ def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
     promtool("check", "rules", str(file))
 
 
-def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
+def test_every_alert_has_a_summary_and_a_runbook() -> None:
     told_of = set(re.findall(r"^### (\w+)$", OPERATIONS.read_text(), re.MULTILINE))
     assert told_of >= {alert["alert"] for alert in alerts()}
     for alert in alerts():
@@ -119,8 +119,8 @@ def test_grafana_can_place_every_panel() -> None:
     assert used == variables
 
 
-def test_what_is_asked_for_is_measured(tmp_path: Path) -> None:
-    """Every name, label and value of rules and dashboard is on a gateway's page of metrics."""
+def test_every_queried_metric_exists(tmp_path: Path) -> None:
+    """Every name, label and value in rules and dashboard is on a gateway's page of metrics."""
     series = _series(_scraped(tmp_path))
     asked = [query for panel in shown().values() for query in panel]
     asked += [rule["expr"] for rule in rules()]
@@ -145,7 +145,7 @@ def _unknown(query: str, series: dict[str, dict[str, set[str]]]) -> Iterator[str
 
 
 def _series(page: str) -> dict[str, dict[str, set[str]]]:
-    """By name, the labels of its samples, with their values."""
+    """Return the labels of the samples, with their values, by name."""
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -156,7 +156,7 @@ def _series(page: str) -> dict[str, dict[str, set[str]]]:
 
 
 def _scraped(folder: Path) -> str:
-    """A gateway's page after an answer and a refusal, with a replica's and the controller's."""
+    """Return a gateway's metrics after an answer and a refusal, with replica and controller."""
 
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
@@ -200,7 +200,7 @@ def _of_kind(kind: str) -> Manifest:
     return found
 
 
-def test_grafana_and_prometheus_get_what_was_made() -> None:
+def test_the_kustomization_contains_the_generated_files() -> None:
     config = _of_kind("ConfigMap")
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(config["data"]["lorikeet.json"]) == dashboard()
@@ -223,7 +223,7 @@ def test_a_misspelt_field_for_prometheus_operator_is_caught(kind: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_one_scrape_of_the_admin_service_with_a_key_of_its_own_has_everything(overlay: str) -> None:
+def test_one_scrape_of_the_admin_service_with_its_own_key_returns_all_metrics(overlay: str) -> None:
     scrape = _of_kind("ScrapeConfig")["spec"]
     (admin,) = (s for s in of_kind(overlay, "Service") if s["metadata"]["name"] == "lorikeet-admin")
     (port,) = admin["spec"]["ports"]
@@ -236,6 +236,6 @@ def test_one_scrape_of_the_admin_service_with_a_key_of_its_own_has_everything(ov
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_gateways_reach_the_collector_of_traces(overlay: str) -> None:
+def test_gateways_reach_the_trace_collector(overlay: str) -> None:
     collectors = _of_kind("NetworkPolicy")["spec"]["podSelector"]
     assert selects(collectors, pods(overlay)["gateways"]["metadata"]["labels"])

@@ -1,4 +1,4 @@
-"""What the network policies let in and out, and the Service that leads to the admin listener."""
+"""Network policies in both directions, and the Service of the admin listener."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ both = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 @both
-def test_what_is_not_allowed_is_denied(overlay: str) -> None:
+def test_traffic_is_denied_unless_allowed(overlay: str) -> None:
     (deny,) = [
         p
         for p in of_kind(overlay, "NetworkPolicy")
@@ -31,7 +31,7 @@ def test_what_is_not_allowed_is_denied(overlay: str) -> None:
 
 
 @both
-def test_the_dashboard_answers_the_operator_and_the_cluster_alone(overlay: str) -> None:
+def test_only_the_operator_and_the_cluster_reach_rays_dashboard(overlay: str) -> None:
     head = pods(overlay)["head"]["metadata"]["labels"]
     open_ports = {
         policy["metadata"]["name"]
@@ -50,7 +50,7 @@ def test_the_dashboard_answers_the_operator_and_the_cluster_alone(overlay: str) 
 
 
 def comers(overlay: str, group: str, port: int) -> list[dict[str, Any]]:
-    """Everybody whom policies beside the cluster's own let in at a port of a group's pods."""
+    """Return the peers that policies, without the cluster's own, let in at a pod's port."""
     labels = pods(overlay)[group]["metadata"]["labels"]
     return [
         peer
@@ -68,7 +68,7 @@ def namespace(name: str) -> dict[str, Any]:
 
 
 @both
-def test_what_carries_tenants_requests_reaches_the_public_listener_and_no_other(
+def test_ingress_reaches_only_the_public_listener(
     overlay: str,
 ) -> None:
     labelled = {"namespaceSelector": {"matchLabels": {"lorikeet-ingress": "true"}}}
@@ -84,7 +84,7 @@ def test_what_carries_tenants_requests_reaches_the_public_listener_and_no_other(
 
 
 @both
-def test_the_admin_listener_is_for_monitoring_and_for_pods_and_namespaces_with_the_label(
+def test_only_monitoring_and_labelled_pods_reach_the_admin_listener(
     overlay: str,
 ) -> None:
     label = {"matchLabels": {"lorikeet-admin": "true"}}
@@ -95,12 +95,12 @@ def test_the_admin_listener_is_for_monitoring_and_for_pods_and_namespaces_with_t
 
 
 @both
-def test_the_admin_service_leads_to_the_gateways_admin_listener(overlay: str) -> None:
+def test_the_admin_service_selects_the_gateways_admin_listener(overlay: str) -> None:
     (service,) = of_kind(overlay, "Service")
     (port,) = service["spec"]["ports"]
     assert service["spec"]["type"] == "ClusterIP"
     address = Settings.from_env(settings(overlay)).admin_address
-    assert address.host == "0.0.0.0"  # Prometheus and port-forward come by different addresses
+    assert address.host == "0.0.0.0"  # Prometheus and port-forward connect to different addresses
     for group, pod in pods(overlay).items():
         found = {
             each["name"]: each["containerPort"]
@@ -119,7 +119,7 @@ def policy(overlay: str, name: str) -> Manifest:
 
 
 @both
-def test_dns_is_asked_in_pods_and_on_the_node(overlay: str) -> None:
+def test_dns_in_pods_and_on_the_node_is_reachable(overlay: str) -> None:
     """NodeLocal DNSCache and GKE's Cloud DNS answer at addresses that no selector matches."""
     allowed = list(peers(policy(overlay, "dns"), "to"))
     on_node = {peer["ipBlock"]["cidr"] for peer in allowed if "ipBlock" in peer}
@@ -132,9 +132,7 @@ def test_dns_is_asked_in_pods_and_on_the_node(overlay: str) -> None:
 
 @both
 @pytest.mark.parametrize("name", ["kuberay", "kuberay-operator"])
-def test_the_operator_is_let_in_wherever_and_however_its_documentation_installs_it(
-    overlay: str, name: str
-) -> None:
+def test_the_operator_is_admitted_from_every_documented_namespace(overlay: str, name: str) -> None:
     labels = {
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/component": "kuberay-operator",
@@ -148,7 +146,7 @@ def test_the_operator_is_let_in_wherever_and_however_its_documentation_installs_
         assert selects(operator["namespaceSelector"], place_labels) == (place in let_in)
 
 
-def test_pod_identity_answers_on_eks() -> None:
+def test_pod_identity_is_reachable_on_eks() -> None:
     (peer,) = peers(policy("eks", "pod-identity"), "to")
     assert peer["ipBlock"]["cidr"] == "169.254.170.23/32"
     for pod in pods("eks").values():

@@ -1,4 +1,4 @@
-"""Where pods go, how many there are, and the room that they have there."""
+"""Placement and number of pods, and their memory and disk."""
 
 import pytest
 import yaml
@@ -18,7 +18,7 @@ both = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 @both
-def test_every_pod_says_how_much_of_its_nodes_disk_it_may_fill(overlay: str) -> None:
+def test_every_pod_limits_its_use_of_the_nodes_disk(overlay: str) -> None:
     for pod in pods(overlay).values():
         (ray_container,) = pod["spec"]["containers"]
         disk = ray_container["resources"]["limits"]["ephemeral-storage"]
@@ -28,13 +28,13 @@ def test_every_pod_says_how_much_of_its_nodes_disk_it_may_fill(overlay: str) -> 
 
 
 @both
-def test_rays_placement_does_not_hang_on_what_containers_request(overlay: str) -> None:
+def test_rays_resources_do_not_depend_on_container_requests(overlay: str) -> None:
     for name, group in groups(overlay).items():
         assert int(group["rayStartParams"]["num-cpus"]) == {"head": 0, "gateways": 2}.get(name, 8)
 
 
 def test_a_node_with_two_cores_has_room_for_the_local_overlay() -> None:
-    """Kubernetes' own pods take most of one."""
+    """Kubernetes' own pods take most of one core."""
     requested = [
         container["resources"]["requests"]
         for pod in pods("local").values()
@@ -45,7 +45,7 @@ def test_a_node_with_two_cores_has_room_for_the_local_overlay() -> None:
 
 
 @both
-def test_pods_of_a_group_lie_on_different_nodes_and_zones_if_possible(overlay: str) -> None:
+def test_pods_of_a_group_are_spread_over_nodes_and_zones_if_possible(overlay: str) -> None:
     for name, pod in pods(overlay).items():
         if name != "head":
             rules = pod["spec"]["topologySpreadConstraints"]
@@ -53,7 +53,7 @@ def test_pods_of_a_group_lie_on_different_nodes_and_zones_if_possible(overlay: s
             assert topology == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
             for rule in rules:
                 assert selects(rule["labelSelector"], pod["metadata"]["labels"])
-                # Else a cluster that is on its way out would be in the new one's way.
+                # Else pods of a replaced cluster would repel those of the new one.
                 assert rule["matchLabelKeys"] == ["ray.io/cluster"]
 
 

@@ -1,4 +1,4 @@
-"""What README tells of the manifests by numbers and commands."""
+"""Numbers and commands of README agree with the manifests."""
 
 import re
 
@@ -11,7 +11,7 @@ OPERATIONS = (ROOT / "docs/operations.md").read_text()
 _UNITS = {"m": 0.001, "": 1.0, "Mi": 2.0**-10, "Gi": 1.0}
 
 
-def test_the_room_that_local_asks_for_is_what_its_pods_request() -> None:
+def test_the_readmes_requirements_of_local_are_its_pods_requests() -> None:
     (other,) = of_kind("local", "Deployment")
     wanted = [_requests(pod) for pod in (*pods("local").values(), other["spec"]["template"])]
     cpu, memory = (sum(each[name] for each in wanted) for name in ("cpu", "memory"))
@@ -20,7 +20,7 @@ def test_the_room_that_local_asks_for_is_what_its_pods_request() -> None:
     assert memory <= float(told[1]) < memory + 0.1
 
 
-def test_the_room_that_gpu_asks_for_is_what_its_pods_request() -> None:
+def test_the_readmes_requirements_of_gpu_are_its_pods_requests() -> None:
     engine, head, gateway = (pods("gpu")[name] for name in ("engines", "head", "gateways"))
     volumes = {v["name"]: _number(v["emptyDir"]["sizeLimit"]) for v in engine["spec"]["volumes"]}
     names, wanted = ("cpu", "memory", "ephemeral-storage"), _requests(engine)
@@ -37,8 +37,8 @@ def test_the_room_that_gpu_asks_for_is_what_its_pods_request() -> None:
     assert f"Gateways and head need {cores} cores, {memory} GiB and {disk} GiB of disk" in README
 
 
-def test_how_long_a_replaced_or_failed_cluster_stays_is_told_and_what_to_do() -> None:
-    """KubeRay keeps one that never became ready as long as one whose streams have to end."""
+def test_the_readme_says_how_long_a_replaced_cluster_stays_and_how_to_delete_it() -> None:
+    """KubeRay keeps a cluster that never became ready as long as one whose streams have to end."""
     delay_s = ray_service("gpu")["spec"]["rayClusterDeletionDelaySeconds"]
     assert delay_s >= int(settings("gpu")["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
     assert f"deletes the first after {delay_s // 60} minutes" in README
@@ -48,22 +48,22 @@ def test_how_long_a_replaced_or_failed_cluster_stays_is_told_and_what_to_do() ->
         assert "`kubectl -n lorikeet delete raycluster NAME`" in page
 
 
-def test_buildah_is_told_to_build_the_stage_that_an_argument_names() -> None:
-    """Releases of it take such a stage for unused; Docker takes no such option."""
+def test_the_readme_gives_buildah_the_option_for_stages_named_by_arguments() -> None:
+    """Releases of Buildah take such a stage for unused; Docker has no such option."""
     dockerfile = (ROOT / "k8s/Dockerfile").read_text()
     assert "FROM ${FLAVOUR}\n" in dockerfile
     for page in (README, dockerfile.replace("\n# ", " ")):
         assert re.search(r"Buildah (or|and) Podman (add|need) `?--skip-unused-stages=false", page)
 
 
-def test_what_a_prometheus_that_selects_by_a_label_ignores_is_told() -> None:
+def test_the_readme_names_the_monitors_that_need_prometheus_label() -> None:
     (told,) = re.findall(r"kubectl -n lorikeet label ([\w,]+) (\w+) release=", README)
     kinds = {f"{each['kind'].lower()}s" for each in _monitors()}
     assert set(told[0].split(",")) == kinds
     assert {each["metadata"]["name"] for each in _monitors()} == {told[1]}
 
 
-def test_ray_knows_the_variable_that_brings_its_logs_out_of_a_pod() -> None:
+def test_ray_knows_the_variable_that_sends_its_logs_to_stderr() -> None:
     assert f"`{LOGGING_REDIRECT_STDERR_ENVIRONMENT_VARIABLE}=1`" in README
 
 
@@ -76,7 +76,7 @@ def _monitors() -> list[Manifest]:
 
 
 def _requests(pod: Manifest) -> dict[str, float]:
-    """Cores, and GiB of memory and disk."""
+    """Return cores, and GiB of memory and disk."""
     (container,) = pod["spec"]["containers"]
     return {name: _number(text) for name, text in container["resources"]["requests"].items()}
 

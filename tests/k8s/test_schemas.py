@@ -42,7 +42,7 @@ def test_the_secret_template_fits_its_schema_and_holds_no_value() -> None:
     assert template.name not in (template.parent / "kustomization.yaml").read_text()
 
 
-def test_the_pod_that_makes_the_catalog_fits_the_local_overlay() -> None:
+def test_the_pod_that_creates_the_catalog_fits_the_local_overlay() -> None:
     pod = yaml.safe_load((ROOT / "k8s/overlays/local/init.yaml").read_text())
     assert problems(pod) == []
     (container,) = pod["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""What the manifests promise: settings, hardening, Ray's ports, room."""
+"""Promises of the manifests: settings, hardening, Ray's ports, memory and disk."""
 
 import json
 import re
@@ -35,7 +35,7 @@ both = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 @both
-def test_every_variable_is_a_setting(overlay: str) -> None:
+def test_every_lorikeet_variable_is_a_setting(overlay: str) -> None:
     parsed = Settings.from_env(settings(overlay))
     assert parsed.base_models
 
@@ -67,14 +67,14 @@ def test_ray_carries_the_largest_message(overlay: str) -> None:
 
 
 @both
-def test_a_haproxy_that_is_replaced_ends_its_streams(overlay: str) -> None:
+def test_a_replaced_haproxy_finishes_its_streams(overlay: str) -> None:
     flag = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
     assert hasattr(ray.serve._private.constants, flag)
     assert int(settings(overlay)[flag]) >= 600
 
 
 @both
-def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
+def test_a_stopping_worker_has_time_for_its_streams(overlay: str) -> None:
     """Ray's own limit comes before Kubernetes'."""
     flag = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
     assert hasattr(ray._private.ray_constants, flag)
@@ -87,7 +87,7 @@ def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each != "local"])
 def test_a_deleted_clusters_engines_and_head_outlast_its_clients_connections(overlay: str) -> None:
-    """HAProxy closes them, and gateways stay, from the moment that Kubernetes ends their pods."""
+    """HAProxy closes connections, and gateways stay, from when Kubernetes ends their pods."""
     spread_s = int(settings(overlay)["RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S"])
     stay_s = ray.serve._private.constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
     waits = {name: seconds_before_its_end(pod) for name, pod in pods(overlay).items()}
@@ -101,7 +101,7 @@ def test_a_deleted_clusters_engines_and_head_outlast_its_clients_connections(ove
 
 
 def seconds_before_its_end(pod: Manifest) -> int:
-    """How long Kubernetes waits before it tells a pod to end."""
+    """Return the seconds that Kubernetes waits before it signals a pod to end."""
     (container,) = pod["spec"]["containers"]
     if "lifecycle" not in container:
         return 0
@@ -111,7 +111,7 @@ def seconds_before_its_end(pod: Manifest) -> int:
 
 
 @both
-def test_workers_are_asked_every_second_and_not_lost_by_one_slow_answer(overlay: str) -> None:
+def test_workers_are_probed_every_second_and_survive_one_slow_answer(overlay: str) -> None:
     """KubeRay switches the Service once Serve runs, whether or not the new pods are ready."""
     for name, pod in pods(overlay).items():
         if name == "head":
@@ -124,7 +124,7 @@ def test_workers_are_asked_every_second_and_not_lost_by_one_slow_answer(overlay:
 
 
 def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
-    """Serve keeps it as one object; above Ray's own limit it would lie on the node that made it."""
+    """Serve keeps the application as one object, which above Ray's limit would lie on one node."""
     limit = int(settings("local")["RAY_max_direct_call_object_size"])
     parsed = Settings.from_env(
         settings("local") | {"LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo/model'}"}
@@ -132,13 +132,13 @@ def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
     engines = {name: engine(parsed, name) for name in parsed.base_models}
     app = gateway(parsed, engines, controller(parsed, engines))
     built = build_app(app, name="lorikeet", default_runtime_env={})
-    # If this is small one day, the flag may go.
+    # If this becomes small, the flag may go.
     assert 100 * 1024 < len(cloudpickle.dumps(built.deployments)) < limit
     raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
     assert b"max_direct_call_object_size" in raylet.read_bytes()
 
 
-def test_engines_act_as_an_account_that_need_not_write() -> None:
+def test_engines_have_an_account_and_secrets_of_their_own() -> None:
     accounts = {name: pod["spec"]["serviceAccountName"] for name, pod in pods("gpu").items()}
     assert accounts == {
         "head": "lorikeet",
@@ -166,13 +166,13 @@ def test_a_changed_setting_changes_the_ray_service(overlay: str) -> None:
 
 
 @both
-def test_no_service_link_poses_as_a_setting(overlay: str) -> None:
+def test_service_links_set_no_environment_variables(overlay: str) -> None:
     for pod in pods(overlay).values():
         assert pod["spec"]["enableServiceLinks"] is False
 
 
 @both
-def test_ray_asks_for_its_token(overlay: str) -> None:
+def test_ray_requires_its_token(overlay: str) -> None:
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
 
@@ -186,7 +186,7 @@ def test_the_manifests_run_the_ray_that_the_project_pins(overlay: str) -> None:
 
 
 @both
-def test_ray_serve_takes_the_application(overlay: str) -> None:
+def test_ray_serve_accepts_the_application(overlay: str) -> None:
     config = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])
     (application,) = ServeDeploySchema.model_validate(config).applications
     assert application.import_path == "serve_app:app"
@@ -215,7 +215,7 @@ def test_no_pod_has_more_rights_than_it_needs(overlay: str) -> None:
 
 
 @both
-def test_every_container_says_what_it_needs(overlay: str) -> None:
+def test_every_container_has_resource_requests(overlay: str) -> None:
     for pod in pods(overlay).values():
         for container in containers(pod):
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
@@ -224,7 +224,7 @@ def test_every_container_says_what_it_needs(overlay: str) -> None:
 
 
 @both
-def test_others_images_are_pinned_by_digest_and_ours_by_tag(overlay: str) -> None:
+def test_other_images_are_pinned_by_digest_and_ours_by_tag(overlay: str) -> None:
     for pod in pods(overlay).values():
         for container in containers(pod):
             ours = container["image"].partition(":")[0].rpartition("/")[2] == "lorikeet"
@@ -233,7 +233,7 @@ def test_others_images_are_pinned_by_digest_and_ours_by_tag(overlay: str) -> Non
 
 
 @both
-def test_every_name_that_is_mounted_or_used_exists(overlay: str) -> None:
+def test_every_mounted_or_referenced_name_exists(overlay: str) -> None:
     names = {(m["kind"], m["metadata"]["name"]) for m in render(overlay)}
     for pod in pods(overlay).values():
         assert ("ServiceAccount", pod["spec"]["serviceAccountName"]) in names
@@ -258,7 +258,7 @@ def test_every_pod_has_a_budget_and_every_policy_a_pod(overlay: str) -> None:
 
 @both
 def test_a_drain_leaves_a_gateway_an_engine_and_every_head(overlay: str) -> None:
-    """In whole pods, as Kubernetes takes for a RayCluster. An upgrade has two heads."""
+    """Kubernetes counts whole pods for a RayCluster. An upgrade has two heads."""
     budgets = of_kind(overlay, "PodDisruptionBudget")
     kept = {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
     assert kept == {"head": 2, "gateways": 1, "engines": 1}

@@ -1,4 +1,4 @@
-"""A small server that streams answers with known delays and remembers what it really did."""
+"""Small server that streams answers with known delays, and records its real delays."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TEMPLATE_TOKENS, TOKENS_PER_WORD = 6, 3
 
 @dataclass
 class FakeServer:
-    """Knobs, and what was seen. Times are time.perf_counter()."""
+    """Settings of the fake server, and records of its requests. Times are time.perf_counter()."""
 
     first_token_s: dict[str, float] = field(
         default_factory=lambda: {"none": 0.05, "gpu": 0.1, "host": 0.2, "disk": 0.4}

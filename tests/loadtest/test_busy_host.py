@@ -1,4 +1,4 @@
-"""A host is as busy as the benchmark says, and each load is held against the quiet host."""
+"""Loads of the busy-host benchmark, and its comparison with the quiet host."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ PINNED = 1 << 20
 
 
 def children() -> int:
-    """This process's, but for what multiprocessing keeps for itself."""
+    """Return this process's children, without multiprocessing's own."""
     names = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     return sum("spawn_main" in name or "parent = os.getppid()" in name for name in names)
 
@@ -37,7 +37,7 @@ def test_a_load_runs_until_the_end_of_the_block(monkeypatch, kind, spinning, pin
     assert children() == before
 
 
-def test_a_load_that_cannot_be_made_is_an_error():
+def test_a_load_that_cannot_start_raises():
     with pytest.raises((RuntimeError, OSError)), host_load(HostLoad.PINNING, 1 << 60):
         raise AssertionError("it began")
 
@@ -47,7 +47,7 @@ def answer(*deltas_s: float) -> StreamedAnswer:
     return StreamedAnswer(request, 0.0, sent_s=0.01, deltas_s=list(deltas_s), failure="")
 
 
-def test_gaps_and_first_tokens_are_held_against_the_quiet_hosts():
+def test_gaps_and_first_tokens_are_compared_with_the_quiet_host():
     quiet = HostRuns([answer(0.1, 0.11, 0.12)], 2.0, Counter(), Counter()).row(HostLoad.QUIET, None)
     runs = HostRuns([answer(0.3, 0.32, 0.34)], 2.0, Counter({"engines": 30.0}), Counter())
     row = runs.row(HostLoad.SPINNING, quiet)
@@ -64,7 +64,7 @@ def test_each_load_gets_the_same_requests_with_prompts_of_its_own():
     assert with_other_prompts(sessions, 2) == [Session(1.0, (LoadRequest("m", 5, 3, seed=9),))]
 
 
-def test_what_waits_for_a_core_is_told_by_process():
+def test_waits_for_a_core_are_reported_by_process():
     with WaitTimes() as waits:
         pass
     assert all(ms >= 0 for ms in waits.run_delays_ms.values())

@@ -1,4 +1,4 @@
-"""The load programs' client notes when deltas come, and lets no bad answer count."""
+"""Client of the load programs: times of deltas, and no incomplete answer counts."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PROMPT, TOKENS = 5, 4
 
 
 def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-    """An event as answer_stream/openai_format.py writes it: no spaces."""
+    """Return an event as answer_stream/openai_format.py writes it: without spaces."""
     return (
         b"data: "
         + json.dumps({"choices": choices, **more}, separators=(",", ":")).encode()
@@ -74,7 +74,7 @@ def request(model: str, seed: int = 0) -> LoadRequest:
     return LoadRequest(model, PROMPT, TOKENS, seed)
 
 
-def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(server, seen):
+def test_answers_are_timed_from_their_due_time_and_only_complete_ones_count(server, seen):
     sessions = [
         Session(0.0, (request("whole", 1), request("whole", 2))),
         Session(0.5, (request("late"),)),
@@ -121,7 +121,7 @@ CHAT = (
 
 
 def read(*parts: bytes) -> StreamedAnswer:
-    """The answer that comes in these parts, one a second."""
+    """Return the answer that arrives in these parts, one a second."""
     answer, seconds = StreamedAnswer(LoadRequest("a", 7, 3, seed=0), due_s=0.0), iter(range(1000))
     reader = AnswerReader(answer, lambda: float(next(seconds)))
     ended = [reader.feed(part) for part in parts]
@@ -133,7 +133,7 @@ def chunked(*events: bytes) -> list[bytes]:
     return [b"%x\r\n%s\r\n" % (len(event), event) for event in (*events, b"")]
 
 
-def test_only_events_with_tokens_count_as_pieces_of_a_chat():
+def test_only_events_with_tokens_count_as_deltas_of_a_chat():
     answer = read(HEAD, *chunked(*CHAT))
     assert (answer.failure, answer.residency, answer.prompt_tokens) == ("", "gpu", 7)
     assert answer.deltas_s == [2.0, 3.0]
@@ -148,7 +148,7 @@ def test_an_answer_in_single_bytes_is_read_as_in_one():
     assert at_once.events == [3]
 
 
-def test_an_error_in_a_stream_and_a_refusal_are_told_by_their_codes():
+def test_errors_in_a_stream_and_refusals_are_named_by_their_codes():
     error = b'{"error":{"message":"The \\"step\\" failed.","code":"step_failed"}}'
     broken = read(HEAD, *chunked(CHAT[1], b"data: " + error + b"\n\n"))
     assert broken.failure == "mid-stream: step_failed"

@@ -1,4 +1,4 @@
-"""What the goodput benchmark asks for, and how it finds the highest good rate."""
+"""Traffic of the goodput benchmark, and its search for the highest good rate."""
 
 from collections import Counter
 from itertools import pairwise
@@ -27,7 +27,7 @@ def test_traffic_arrives_at_the_rate_within_the_context_and_falls_by_zipfs_law()
     assert sessions != Traffic(ORDER, context=2048).sessions(50, 60, 2)
 
 
-def test_lengths_can_be_the_same_whatever_the_rate_and_the_seed():
+def test_fixed_lengths_depend_on_neither_rate_nor_seed():
     traffic = Traffic(ORDER, context=2048, lengths=20)
     runs = [traffic.sessions(rate, 60, seed) for rate, seed in ((5, 1), (10, 2))]
     few, many = (
@@ -39,7 +39,7 @@ def test_lengths_can_be_the_same_whatever_the_rate_and_the_seed():
     assert len(set(few)) == 20
 
 
-def test_more_requests_can_come_beside_those_of_the_rate():
+def test_further_requests_can_arrive_beside_those_of_the_rate():
     more_at_s = np.array([0.5, 59.0])
     sessions = Traffic(ORDER, context=2048).sessions(5, 60, 1, more_at_s)
     assert len(sessions) == len(Traffic(ORDER, context=2048).sessions(5, 60, 1)) + 2
@@ -47,7 +47,7 @@ def test_more_requests_can_come_beside_those_of_the_rate():
     assert all(a.at_s <= b.at_s for a, b in pairwise(sessions))
 
 
-def test_before_it_every_adapter_is_asked_for_once_and_the_most_popular_last():
+def test_the_warm_up_requests_every_adapter_once_and_the_most_popular_last():
     sessions = Traffic(ORDER, context=2048).warm_up()
     asked = [request.model for session in sessions for request in session.requests]
     assert sorted(asked) == sorted(map(model_name, range(100)))
@@ -63,6 +63,6 @@ def test_before_it_every_adapter_is_asked_for_once_and_the_most_popular_last():
         (5.0, [8, 4, 6, 5, 5.5, 5.25]),
     ],
 )
-def test_the_search_grows_until_it_is_too_much_and_then_closes_in(most, rates):
+def test_the_search_grows_until_a_rate_fails_and_then_bisects(most, rates):
     rows = search(lambda rate: {"rate_per_s": rate, "good": rate <= most}, 8.0, 6)
     assert [row["rate_per_s"] for row in rows] == rates

@@ -1,4 +1,4 @@
-"""The benchmarks that are run on GPUs, small, on a CPU: the whole service, every answer whole."""
+"""Benchmarks for GPUs, small, on a CPU: the whole service, every answer complete."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def bench(tmp_path):
-    """Runs one of them; what it printed and wrote."""
+    """Run one of the benchmarks; return its output and its JSON."""
 
     def bench(module, *options):
         out = tmp_path / "out.json"
@@ -31,7 +31,7 @@ def bench(tmp_path):
             capture_output=True,
             text=True,
         )
-        assert done.returncode in (0, 1), done.stderr  # 1: a CPU is not as fast as wanted
+        assert done.returncode in (0, 1), done.stderr  # 1: a CPU misses the goals
         return done.stdout, json.loads(out.read_text())
 
     return bench
@@ -60,7 +60,7 @@ def test_engines_are_compared_with_and_without_the_service(bench):
     assert "Serve's proxy, 1 gateways, 16/16" in printed
 
 
-def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
+def test_the_goodput_of_a_small_model_is_found_with_its_stages(bench):
     rates = ("--seconds=5", "--first-rate=2", "--points=2", "--goal-ms=1000")
     printed, wrote = bench("loadtest.bench_goodput", *ALONE, *FEW_ADAPTERS, *rates, SMALL_STEPS)
     rows = wrote["goodput"]
@@ -71,7 +71,7 @@ def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
     assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
 
 
-def test_what_is_refused_beside_a_backlog_is_timed(bench):
+def test_refusals_behind_a_backlog_are_timed(bench):
     rates = ("--seconds=8", "--ramp=3", "--backlog=700", "--rates", "2", "40")
     printed, wrote = bench("loadtest.bench_overload", *ALONE, *FEW_ADAPTERS, *rates)
     few, many = wrote["overload"]
@@ -84,7 +84,7 @@ def test_what_is_refused_beside_a_backlog_is_timed(bench):
     assert "accepted_then" in printed
 
 
-def test_a_busy_host_is_held_against_a_quiet_one(bench):
+def test_a_busy_host_is_compared_with_a_quiet_one(bench):
     sizes = ("--seconds=3", "--rate=2", "--repeats=1", "--pinned=16MiB")
     printed, wrote = bench("loadtest.bench_busy_host", *ALONE, *FEW_ADAPTERS, *sizes)
     rows = wrote["busy_host"]

@@ -1,4 +1,4 @@
-"""The load test, run as `make loadtest` runs it, against a server whose delays are known."""
+"""Load test, run as by `make loadtest`, against a server with known delays."""
 
 import json
 import subprocess
@@ -69,7 +69,7 @@ def test_the_report_agrees_with_the_servers_delays(server: Any, locust: Locust) 
         assert heading in run.output
 
 
-def test_prompts_have_the_lengths_asked_for(server: Any, locust: Locust) -> None:
+def test_prompts_have_the_planned_lengths(server: Any, locust: Locust) -> None:
     run = locust(server.url, rate=10, duration=1, lengths="fixed:60/2")
     assert run.report["prompt_tokens"] == 60 * run.report["asked"]
     assert {body["max_tokens"] for body in server.seen[2:]} == {2}
@@ -117,7 +117,7 @@ def test_a_stream_that_breaks_off_fails_the_run(
         ({"keys_file": "no-such-file"}, "start the demo first"),
     ],
 )
-def test_what_cannot_be_understood_is_said_and_fails_the_run(
+def test_invalid_options_are_reported_and_fail_the_run(
     server: Any, locust: Locust, options: dict[str, str], reason: str
 ) -> None:
     run = locust(server.url, **options)
@@ -126,7 +126,7 @@ def test_what_cannot_be_understood_is_said_and_fails_the_run(
     assert not server.seen
 
 
-def test_only_this_machine_is_ever_loaded(locust: Locust) -> None:
+def test_only_loopback_addresses_are_accepted(locust: Locust) -> None:
     run = locust("http://192.0.2.1")
     assert run.exit_code != 0
     assert "is not this machine" in run.output

@@ -1,4 +1,4 @@
-"""What the overload benchmark counts, and when refusals are quick and honest."""
+"""Counts of the overload benchmark, and its goals for quick and honest refusals."""
 
 from dataclasses import replace
 
@@ -27,13 +27,13 @@ def refused(at_s: float, took_s: float, retry_after_s: float) -> StreamedAnswer:
     return answer
 
 
-def test_tokens_count_when_they_come_also_where_an_event_has_several():
+def test_tokens_count_at_their_arrival_even_if_an_event_has_several():
     whole = [answered(0.0, (1.0, 1), (2.0, 3), (9.0, 1)), answered(0.0, (1.5, 2), tokens=3)]
     assert tokens_between(whole, 1.5, 9.0) == pytest.approx(3 / 5 * 10 + 3)
     assert tokens_between(whole, 0.0, 10.0) == 13
 
 
-def test_a_refusal_is_timed_and_held_against_who_came_when_it_said():
+def test_a_refusal_is_timed_and_its_retry_after_compared_with_later_requests():
     answers = [
         refused(0.0, 0.02, retry_after_s=1.0),
         answered(0.5),
@@ -46,7 +46,9 @@ def test_a_refusal_is_timed_and_held_against_who_came_when_it_said():
     assert (found.refused, found.retry_after) == (2, (1.0, 2.0))
     assert found.refusal_most == pytest.approx(40)
     assert found.refusal_p50 == pytest.approx(30)
-    assert found.accepted_then == pytest.approx(2 / 3)  # nobody came when the second one said
+    assert found.accepted_then == pytest.approx(
+        2 / 3
+    )  # no request came at the Retry-After of the second
     assert found.good
     assert refusals([answered(0.0)]) == Refusals(0, None, None, None, (), None)
 
@@ -55,7 +57,7 @@ def test_a_refusal_is_timed_and_held_against_who_came_when_it_said():
     ("most_ms", "retry_after", "accepted_then"),
     [(101.0, (1.0,), 1.0), (20.0, (0.0, 1.0), 1.0), (20.0, (1.0,), 0.4)],
 )
-def test_slow_refusals_and_those_that_say_too_little_miss_the_goal(
+def test_slow_refusals_and_too_short_retry_afters_miss_the_goal(
     most_ms, retry_after, accepted_then
 ):
     assert not Refusals(9, 10.0, 20.0, most_ms, retry_after, accepted_then).good
@@ -65,7 +67,7 @@ def test_slow_refusals_and_those_that_say_too_little_miss_the_goal(
     ("of_most", "broken", "met"),
     [((0.8, 1.0), 0, True), ((1.0, 0.9), 0, False), ((1, 1), 1, False)],
 )
-def test_what_is_answered_counts_where_some_is_refused(of_most, broken, met):
+def test_rates_with_refusals_must_keep_tokens_and_break_no_request(of_most, broken, met):
     some = Refusals(9, 10.0, 20.0, 30.0, (1.0,), 0.7)
     few, many = (
         OverloadRow(rate, 9, 0, 1.0, share, 1.0, 1.0, found)
@@ -75,7 +77,7 @@ def test_what_is_answered_counts_where_some_is_refused(of_most, broken, met):
     assert not meets_the_goals([few])
 
 
-def test_rates_are_held_against_the_most_tokens_of_all():
+def test_rates_are_compared_with_the_most_tokens_of_all():
     none = refusals([])
     rows = [OverloadRow(r, 9, 0, t, 1.0, 1.0, 1.0, none) for r, t in ((20.0, 80.0), (30.0, 100.0))]
     assert [row.of_most for row in compared(rows)] == [0.8, 1.0]

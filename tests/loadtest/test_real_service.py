@@ -1,4 +1,4 @@
-"""Random models and adapters are whole enough for the product, and no two adapters alike."""
+"""Random models and adapters are complete enough for the product, and adapters are distinct."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models"), "tiny", "cpu")
 
 
-def test_every_token_but_the_end_is_another_text(model):
+def test_all_tokens_but_the_end_have_distinct_texts(model):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == TINY["vocab_size"]
     words = [tokenizer.decode([token]) for token in range(256, TINY["vocab_size"] - 1)]

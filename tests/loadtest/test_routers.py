@@ -1,4 +1,4 @@
-"""The routers of load programs, without Serve."""
+"""Routers of load programs, without Serve."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NAMES = ("c", "a", "b")
 
 @pytest.fixture
 def choose():
-    """Where a gateway's router sends a request for an adapter, with this seed."""
+    """Return the replica that a gateway's router chooses for an adapter and a seed."""
 
     def choose(adapter, seed, names=NAMES):
         router = object.__new__(SeedsChooseReplicas)
@@ -41,7 +41,7 @@ def choose():
     return choose
 
 
-def test_seeds_in_a_row_reach_every_replica_whichever_gateway_they_come_to(choose):
+def test_consecutive_seeds_reach_every_replica_from_any_gateway(choose):
     assert [choose("policy", seed) for seed in range(5, 8)] == ["c", "a", "b"]
     assert choose("policy", 6, names=("b", "a", "c")) == "a"  # another gateway's list
 

@@ -1,4 +1,4 @@
-"""A load program's service is the product's, however the program is started."""
+"""Environment of a load program's service equals the product's, however the program is started."""
 
 import os
 import subprocess
@@ -24,8 +24,8 @@ def test_gateways_call_replicas_by_grpc_without_the_makefile(program):
     assert shown.stdout == "False\n"
 
 
-def test_a_clusters_processes_find_packages_where_their_program_does(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # with Ray in it, say
+def test_processes_of_a_cluster_find_the_packages_of_their_program(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # a folder that might hold Ray
     monkeypatch.setattr(cluster, "_ray", nullcontext)
     monkeypatch.setattr(cluster.serve, "start", lambda **_: None)
     with cluster.cluster():

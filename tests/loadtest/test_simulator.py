@@ -1,4 +1,4 @@
-"""The simulator against queueing theory; no request is lost and nothing stays behind."""
+"""Simulator compared with queueing theory; no request is lost and no state is left."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ class _Fixed:
 @pytest.mark.parametrize(
     "changes", [{}, {"disk_room": 0.1, "host_room": 0.05}, {"base_share": 0.3}]
 )
-def test_every_request_is_answered_once_and_nothing_stays_behind(router, changes):
+def test_every_request_is_answered_once_and_no_state_is_left(router, changes):
     scenario = replace(SMALL, **changes)
     fleet = run(scenario, router)
     assert np.isfinite(fleet.ttft_s).all()
@@ -97,7 +97,7 @@ def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(monkeypatch, load):
     assert waits_s.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
 
 
-def test_decodes_alone_take_their_steps(monkeypatch):
+def test_decodes_alone_take_one_step_a_token(monkeypatch):
     fixed_lengths(monkeypatch, prompt=16, answer=101)
     steps = H200_LLAMA_8B.steps
     scenario = Scenario(
@@ -112,7 +112,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.2])
-def test_lru_hits_as_often_as_che_says(exponent):
+def test_lru_hits_as_often_as_ches_approximation(exponent):
     adapters, room = 1000, 100
     asked = Zipf(exponent).draw(np.random.default_rng(1), adapters, 100_000).tolist()
     names = [str(adapter) for adapter in range(adapters)]
@@ -132,7 +132,7 @@ def test_lru_hits_as_often_as_che_says(exponent):
 
 
 def che_hit_rate(shares, room):
-    """Che, Tung and Wang, 2002: T such that Σ 1 − exp(−p T) = room."""
+    """Return the hit rate of Che, Tung and Wang, 2002: T such that Σ 1 − exp(−p T) = room."""
     low, high = 0.0, 1e9
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -168,7 +168,7 @@ def test_a_leased_adapter_is_not_evicted():
     assert sorted(arena.residents) == [0, 2]
 
 
-def test_a_link_carries_one_after_another_and_its_latency_overlaps():
+def test_a_link_carries_loads_one_after_another_and_overlaps_latencies():
     link = Link(latency_s=1.0, bytes_per_s=10.0)
     assert [link.carry(20, 0.0), link.carry(20, 0.0), link.carry(20, 10.0)] == [3.0, 5.0, 13.0]
     assert math.isfinite(link.carry(0, 0.0))
@@ -185,5 +185,5 @@ def test_a_hot_adapter_spreads_and_shrinks_back():
         fleet.schedule(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
     fleet.run()
     hot, cooled = copies
-    assert hot >= 4  # half of the traffic is what four of the eight can do
+    assert hot >= 4  # half of the traffic needs four of the eight replicas
     assert cooled <= hot // 2

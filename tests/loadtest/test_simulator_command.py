@@ -1,4 +1,4 @@
-"""The simulator's outcomes, and the command that prints them."""
+"""Outcomes of the simulator, and the command that prints them."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from loadtest.simulator.scenario import Scenario
 SMALL = Scenario(adapters=100, replicas=2, duration_s=40.0, warm_up_s=10.0)
 
 
-def test_outcomes_count_only_what_comes_after_the_warm_up():
+def test_outcomes_count_only_requests_after_the_warm_up():
     class Ran:
         setup = replace(SMALL, warm_up_s=10.0).setup()
         requests = SMALL.requests()

@@ -1,4 +1,4 @@
-"""A load program reads the streams of every API, as the product writes them."""
+"""Answers in the stream formats of every API, as the product writes them."""
 
 import pytest
 
@@ -41,14 +41,14 @@ def call_of(endpoint: Endpoint) -> Call:
 
 
 def stream_of(call: Call, finish: Ending) -> list[bytes]:
-    """Three tokens, each for itself, and the end."""
+    """Return a stream of three tokens, each in its own event, and the end."""
     events = event_stream(call, Played(USAGE))
     tokens = [events.delta(0, text) for text in ('"a', "text_delta")]
     return [*tokens, events.delta(0, "c", finish), events.end(USAGE)]
 
 
 def read(streamed: StreamFormat, *parts: bytes) -> StreamedAnswer:
-    """The answer that comes in these parts, one a second."""
+    """Return the answer that arrives in these parts, one a second."""
     answer = StreamedAnswer(LoadRequest("tiny", 7, 3, seed=0, format=streamed), due_s=0.0)
     seconds = iter(range(100_000))
     reader = AnswerReader(answer, lambda: float(next(seconds)))
@@ -57,7 +57,7 @@ def read(streamed: StreamFormat, *parts: bytes) -> StreamedAnswer:
 
 
 @of_each_api
-def test_each_token_is_noted_when_it_comes(endpoint: Endpoint, streamed: StreamFormat) -> None:
+def test_each_token_is_recorded_at_its_arrival(endpoint: Endpoint, streamed: StreamFormat) -> None:
     events = stream_of(call_of(endpoint), Ending.LENGTH)
     answer = read(streamed, HEAD, *chunked(*events))
     assert (answer.failure, answer.prompt_tokens) == ("", 7)
@@ -68,7 +68,7 @@ def test_each_token_is_noted_when_it_comes(endpoint: Endpoint, streamed: StreamF
 
 
 @of_each_api
-def test_an_answer_that_ends_by_itself_or_breaks_off_is_not_whole(
+def test_an_answer_that_ends_early_or_breaks_off_is_incomplete(
     endpoint: Endpoint, streamed: StreamFormat
 ) -> None:
     call = call_of(endpoint)

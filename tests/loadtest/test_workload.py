@@ -1,4 +1,4 @@
-"""The plan of a load test, its prompts and its report."""
+"""Plan of a load test, its prompts and its report."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ TARGETS = targets_of(
 )
 
 
-def test_targets_are_models_with_the_tenants_who_may_use_them() -> None:
+def test_targets_are_models_with_the_tenants_that_may_use_them() -> None:
     found = {target.model: (target.tenants, target.is_base) for target in TARGETS}
     assert found == {
         "acme/a": (("acme",), False),
@@ -30,7 +30,7 @@ def test_targets_are_models_with_the_tenants_who_may_use_them() -> None:
     }
 
 
-def test_a_plan_asks_at_the_rate_from_tenants_who_may() -> None:
+def test_a_plan_has_the_rate_and_only_tenants_with_access() -> None:
     plan = Workload(rate=50, duration=60, popularity="uniform", base_share=0.2).plan(TARGETS)
     assert len(plan) == pytest.approx(3000, rel=0.1)
     times_s = [ask.at_s for ask in plan]
@@ -42,14 +42,14 @@ def test_a_plan_asks_at_the_rate_from_tenants_who_may() -> None:
     assert all(ask.tenant in allowed[ask.model] for ask in plan)
 
 
-def test_the_seed_alone_decides() -> None:
+def test_equal_seeds_give_equal_plans() -> None:
     workload = Workload(seed=4)
     assert workload.plan(TARGETS) == workload.plan(TARGETS)
     assert workload.plan(TARGETS) != replace(workload, seed=5).plan(TARGETS)
 
 
 @pytest.mark.parametrize("name", ["conv", "code"])
-def test_a_trace_brings_its_bursts_and_its_lengths(name: str) -> None:
+def test_a_trace_keeps_its_bursts_and_lengths(name: str) -> None:
     workload = Workload(arrivals=f"trace:{name}", lengths="trace", rate=20, duration=100)
     plan = workload.plan(TARGETS)
     assert plan[0].at_s == 0
@@ -64,7 +64,7 @@ def test_gamma_arrivals_come_in_bursts() -> None:
     assert gaps.std() / gaps.mean() > 3
 
 
-def test_without_adapters_the_base_model_is_asked() -> None:
+def test_without_adapters_all_requests_are_for_the_base_model() -> None:
     plan = Workload(base_share=0.0).plan(targets_of({"acme": {"tiny": None}}))
     assert {ask.model for ask in plan} == {"tiny"}
 
@@ -81,13 +81,13 @@ def test_without_adapters_the_base_model_is_asked() -> None:
         Workload(base_share=1.5),
     ],
 )
-def test_what_makes_no_sense_is_refused(workload: Workload) -> None:
+def test_invalid_options_are_refused(workload: Workload) -> None:
     with pytest.raises(BadOption):
         workload.plan(TARGETS)
 
 
 @pytest.mark.parametrize("tokens_of", [len, lambda text: len(text.split())])
-def test_prompts_are_never_longer_than_asked(tokens_of: object) -> None:
+def test_prompts_are_never_longer_than_wanted(tokens_of: object) -> None:
     def count(text: str) -> int:
         return 9 + tokens_of(text)  # type: ignore[operator]
 
@@ -116,7 +116,7 @@ def test_a_report_gives_percentiles_of_each_tier() -> None:
     assert report.passed
 
 
-def test_a_report_passes_only_when_everything_was_answered() -> None:
+def test_a_report_passes_only_if_every_request_was_answered() -> None:
     report = Report()
     assert not report.passed
     report.answers += [answer(failure="503"), answer(), answer(deltas_s=[10.5], failure="")]

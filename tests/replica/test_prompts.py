@@ -1,5 +1,6 @@
 """Rendering of calls by chat templates, and refusals of calls that a template cannot render."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
 from lorikeet.errors import ContextLengthExceeded, InvalidInput, UnsupportedParameter
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
+from lorikeet.replica.grammars.format_grammar import schema_grammar
+from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 
 DEMO = Path("demo/model")
@@ -128,3 +131,36 @@ def test_a_far_too_long_text_is_refused_after_its_first_parts(
     monkeypatch.setattr(plain, "backend", Recorded(400))  # such as tokens of many spaces
     (ids,) = plain.encode(replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("a" * 3_999_999,)))
     assert len(ids) == 10_001  # the last is the beginning of the text
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {
+            "truncation": {
+                "direction": "Right", "max_length": 64, "strategy": "LongestFirst", "stride": 0,
+            }
+        },
+        {
+            "padding": {
+                "strategy": {"Fixed": 128}, "direction": "Left", "pad_to_multiple_of": None,
+                "pad_id": 2, "pad_type_id": 0, "pad_token": "<|pad|>",
+            }
+        },
+    ],
+    ids=["truncation", "padding"],
+)  # fmt: skip
+def test_truncation_and_padding_saved_in_tokenizer_json_are_not_applied(
+    saved: dict[str, object], tmp_path: Path
+) -> None:
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | saved))
+    for text in ("hello", "x" * 300):
+        call = replace(CHAT, endpoint=Endpoint.COMPLETIONS, messages=(), prompts=(text,))
+        assert PromptEncoder(tmp_path, 1024).encode(call) == PromptEncoder(DEMO, 1024).encode(call)
+    constant = schema_grammar(json.dumps({"const": "x" * 100}))
+    forced, wanted = (
+        ModelGrammars(folder).compile(constant).forced_tokens() for folder in (tmp_path, DEMO)
+    )
+    assert forced == wanted

@@ -1,4 +1,4 @@
-"""The search for replicas and pins, against a trial of every number."""
+"""Search for the number of replicas and pins, against a trial of every number."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_no_smaller_fleet_meets_the_goal(goal):
         assert not forecast(needs, replicas, {}, SEEDS).met
 
 
-def test_the_forecast_is_of_what_was_asked():
+def test_the_forecast_is_for_the_requested_traffic():
     seen = []
     answer = plan_capacity(needs_of(replace(CROWD, rate_per_s=5.0), ttft_p99_s=1.0), seen.append)
     assert answer.needed.replicas == 1
@@ -62,7 +62,7 @@ def test_a_rare_tenant_with_a_goal_is_pinned_and_others_are_not():
     assert 0 < answer.needed.pinned_bytes <= 30 * image
 
 
-def test_nothing_is_pinned_that_has_no_goal_of_its_own():
+def test_a_tenant_without_a_goal_is_not_pinned():
     answer = plan_capacity(needs_of(CROWD, replace(RARE, ttft_p99_s=None), ttft_p99_s=1.0))
     assert answer.needed.pins == {}
     assert answer.unpinned is None
@@ -80,12 +80,12 @@ def test_nothing_is_pinned_that_has_no_goal_of_its_own():
         (needs_of(CROWD, hit_rate=1.0), "32 replicas still miss: found on the GPU"),
     ],
 )
-def test_what_no_fleet_can_do_is_said(needs, why):
+def test_an_unreachable_goal_is_reported_with_its_reason(needs, why):
     with pytest.raises(Unreachable, match=why):
         plan_capacity(needs)
 
 
-def test_too_much_traffic_is_noticed_without_a_goal_for_waits():
+def test_too_much_traffic_is_reported_even_without_a_goal_for_waits():
     demand = SimulatedDemand((replace(CROWD, lengths=AZURE_CONV, rate_per_s=45.0),), AZURE_CONV)
     few = forecast(CapacityNeeds(demand, MEMORY, CapacityGoals(hit_rate=0.01)), 1, {}, SEEDS[:1])
     assert few.missed == []

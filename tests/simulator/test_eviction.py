@@ -1,4 +1,4 @@
-"""The engine's default eviction policy under traffic, against LRU."""
+"""The engine's default eviction policy under traffic, compared with LRU."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from lorikeet_engine.residency.eviction_score import (
     LeastUsedForItsSize,
 )
 
-ADAPTERS, ROOM = 500, 0.1  # on the GPU, as a share of all adapters' bytes
+ADAPTERS, ROOM = 500, 0.1  # GPU memory as a share of all adapters' bytes
 SECONDS, WARM_UP_S, RESHUFFLE_S, NOISE_S = 500.0, 120.0, 300.0, 60.0
 
 
@@ -21,7 +21,7 @@ SECONDS, WARM_UP_S, RESHUFFLE_S, NOISE_S = 500.0, 120.0, 300.0, 60.0
 class Traffic:
     """Traffic over adapters.
 
-    noisy: in every second minute, a tenth of the adapters gets as many requests as all.
+    noisy: in every second minute, a tenth of the adapters gets as many requests as all others.
     """
 
     exponent: float
@@ -44,7 +44,7 @@ class Traffic:
 
 
 def misses_and_bytes(traffic: Traffic, policy: EvictionPolicy) -> float:
-    """Return the product of misses and loaded bytes, which a policy should keep low."""
+    """Return misses times loaded bytes, which a policy should keep low."""
     sizes = deal_ranks(ADAPTERS).tolist()
     names = [str(adapter) for adapter in range(ADAPTERS)]
     arena = Arena(int(sum(sizes) * ROOM), sizes, names, policy, lambda adapter: None)
@@ -72,6 +72,6 @@ def misses_and_bytes(traffic: Traffic, policy: EvictionPolicy) -> float:
     ],
     ids=str,
 )
-def test_the_default_misses_and_loads_less_than_lru_or_hardly_more(traffic, most):
+def test_the_default_policy_costs_less_than_lru_or_at_most_5_percent_more(traffic, most):
     ours = misses_and_bytes(traffic, LeastUsedForItsSize())
     assert ours < most * misses_and_bytes(traffic, LeastRecentlyUsed())

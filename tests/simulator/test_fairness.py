@@ -1,4 +1,4 @@
-"""A noisy tenant in a simulated fleet, beside a tenant below or above its fair share."""
+"""Noisy tenant in a simulated fleet, beside a tenant below or above its fair share."""
 
 import numpy as np
 import pytest
@@ -12,16 +12,17 @@ from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 
 QUIET, NOISY = 0, 1
 REPLICAS, LASTS_S = 3, 60.0
-PROMPTS, ANSWERS = (100, 900), (50, 350)  # tokens, the least and the most
+PROMPTS, ANSWERS = (100, 900), (50, 350)  # tokens, smallest and largest
 STEPS = H200_LLAMA_8B.steps
 CAPACITY = REPLICAS * capacity_per_s(H200_LLAMA_8B, np.mean(PROMPTS), np.mean(ANSWERS), 0)
 BOUND = 2 * max(PROMPT_TOKEN * PROMPTS[1], OUTPUT_TOKEN * STEPS.max_running * sum(PROMPTS))
 
 
 class Run:
-    """A fleet under two tenants' loads, as shares of what it can do.
+    """Run of a fleet under two tenants' loads, given as shares of the fleet's capacity.
 
-    spread: the most by which their counters differed on any replica where both waited.
+    spread: largest change of the difference between the tenants' counters on any replica, while
+    both waited.
     """
 
     def __init__(self, quiet, noisy):
@@ -71,12 +72,12 @@ def one_noisy():
     return Run(0.7, 7.0)
 
 
-def test_served_tokens_stay_within_the_bound_on_each_replica(one_noisy):
+def test_the_tenants_served_tokens_differ_by_at_most_the_bound_on_each_replica(one_noisy):
     assert one_noisy.spread <= BOUND / 2, "so the difference changes by the bound at most"
     assert one_noisy.p99_s(NOISY) > 60, "it asks for much more than it gets"
 
 
-def test_ten_times_the_load_costs_the_other_tenant_little(alike, one_noisy):
+def test_a_tenant_with_ten_times_the_load_delays_the_other_little(alike, one_noisy):
     assert one_noisy.p99_s(QUIET) < 1.25 * alike.p99_s(QUIET)
 
 

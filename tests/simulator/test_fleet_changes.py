@@ -1,4 +1,4 @@
-"""Replicas that come and go, pins, and the record of each request and token."""
+"""Replicas that join and leave, pins, and the records of requests and tokens."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def fleet_of(scenario, **changes):
     )
 
 
-def test_requests_without_a_token_move_when_their_replica_dies():
+def test_requests_without_a_token_move_to_another_replica_when_theirs_dies():
     fleet, at_death = fleet_of(SMALL), {}
     dying = fleet.replicas[1]
 
@@ -46,7 +46,7 @@ def test_requests_without_a_token_move_when_their_replica_dies():
     assert all(idle(replica) for replica in fleet.replicas)
 
 
-def test_a_new_replica_takes_its_share():
+def test_a_new_replica_takes_its_share_of_requests():
     fleet = fleet_of(SMALL)
     fleet.schedule(30.0, fleet.add_replica)
     fleet.run()
@@ -93,7 +93,7 @@ def test_each_request_records_its_adapters_tier():
     assert slow[2] < slow[3]
 
 
-def test_every_token_but_the_first_has_a_gap_as_long_as_its_step():
+def test_each_token_but_the_first_records_a_gap_as_long_as_its_step():
     scenario = replace(SMALL, warm_up_s=0.0, duration_s=20.0)
     fleet = fleet_of(scenario)
     fleet.run()

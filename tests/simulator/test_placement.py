@@ -1,4 +1,4 @@
-"""Prefetches of the simulated controller, and their cost."""
+"""Prefetches by the simulated controller, and their cost."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_a_prefetch_evicts_only_adapters_of_lower_score():
     assert arena.prefetch(3, 3.0, 0.0)
     assert left == [1]
     arena.finish_load(3)
-    assert not arena.prefetch(4, 2.5, 0.0)  # 3 counts for the uses that it was brought for
+    assert not arena.prefetch(4, 2.5, 0.0)  # its score counts the 3 uses that it was prefetched for
     assert arena.prefetch(4, 3.5, 0.0)
     assert left == [1, 3]
 

@@ -1,4 +1,4 @@
-"""The simulator's router and a gateway's fleet rank the same replicas alike."""
+"""The simulator's router, compared with the fleet of a gateway: both rank replicas alike."""
 
 from dataclasses import replace
 from random import Random
@@ -80,7 +80,7 @@ def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
 
 
 class Compared(LeastCostRouter):
-    """The simulator's router, compared with a gateway's at every tenth request."""
+    """The simulator's router, compared with a gateway's fleet at every tenth request."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -107,5 +107,5 @@ def test_the_simulator_and_a_gateways_fleet_rank_equal_candidates_alike(replicas
     fleet.run()
     assert len(router.looked_at) > 100
     assert sum(router.looked_at) > 1.5 * len(router.looked_at)
-    if replicas == 2:  # a sample then has both
+    if replicas == 2:  # so that a sample has replicas of both kinds
         assert set(router.looked_at) == {2}

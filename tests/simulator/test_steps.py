@@ -1,4 +1,4 @@
-"""Timing of prompts in a simulated replica, against steps computed by hand."""
+"""Timing of prompts in a simulated replica, compared with steps computed by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FIRST_S = STEPS.prefill_s(100, 0)
 
 
 def first_tokens_s(*requests, costs=H200_LLAMA_8B):
-    """Simulate requests (time, prompt, answer) for the base model; return first token seconds."""
+    """Simulate requests (time, prompt, answer) of the base model; return first token times in s."""
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup()
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
@@ -42,7 +42,7 @@ def test_prompt_tokens_beyond_a_steps_limit_continue_in_the_next():
 
 
 @pytest.mark.parametrize("phase", [0.1, 0.5, 0.9])
-def test_a_prompt_waits_for_the_end_of_the_decode_step(phase):
+def test_a_prompt_starts_only_after_the_decode_step_under_way(phase):
     step_s = STEPS.step_s(1, 0, 101)
     at_s = FIRST_S + (3 + phase) * step_s
     found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
@@ -51,7 +51,7 @@ def test_a_prompt_waits_for_the_end_of_the_decode_step(phase):
 
 
 @pytest.mark.parametrize("prompt", [100, 300])
-def test_a_steps_time_counts_its_decodes_context_within_windows(prompt):
+def test_a_steps_time_counts_the_context_of_decodes_up_to_their_window(prompt):
     steps = replace(STEPS, window=200, windowed=0.75, seen_token_s=1e-5)
     costs = replace(H200_LLAMA_8B, steps=steps)
     begun_s = steps.prefill_s(prompt, 0)

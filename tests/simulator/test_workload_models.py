@@ -1,4 +1,4 @@
-"""The traffic models against their formulas."""
+"""Traffic models, compared with their formulas."""
 
 import math
 from pathlib import Path
@@ -53,16 +53,16 @@ def test_a_batch_of_128_holds_as_many_distinct_adapters_as_zipfs_law_expects(
     assert counted == pytest.approx(expected, abs=1)
 
 
-def test_uniform_gives_every_adapter_the_same_share() -> None:
+def test_uniform_popularity_gives_every_adapter_the_same_share() -> None:
     np.testing.assert_allclose(UNIFORM.shares(50), 1 / 50)
 
 
-def test_distinct_repeats_no_adapter_before_all_have_been_asked_for() -> None:
+def test_distinct_popularity_repeats_no_adapter_before_all_were_requested() -> None:
     drawn = Distinct().draw(rng(), 10, 25)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
 
 
-def test_identical_asks_for_one_adapter() -> None:
+def test_identical_popularity_requests_one_adapter() -> None:
     assert len(set(Identical().draw(rng(), 10, 25).tolist())) == 1
 
 
@@ -75,7 +75,7 @@ def test_identical_asks_for_one_adapter() -> None:
         ("zipf:1.2", Zipf(1.2)),
     ],
 )
-def test_a_popularity_has_a_name(text: str, popularity: object) -> None:
+def test_a_popularity_is_parsed_from_its_name(text: str, popularity: object) -> None:
     assert parse_popularity(text) == popularity
 
 
@@ -85,7 +85,7 @@ def test_an_unknown_popularity_is_refused(text: str) -> None:
         parse_popularity(text)
 
 
-def test_reshuffling_changes_who_is_popular_and_not_how_popular() -> None:
+def test_reshuffling_permutes_the_adapters_and_keeps_their_shares() -> None:
     times_s = np.linspace(0, 600, 20_000, endpoint=False)
     chosen = choose_adapters(Zipf(1.5), 100, times_s, seed=3, reshuffle_s=300)
     first, second = (np.bincount(half, minlength=100) for half in np.split(chosen, 2))
@@ -104,12 +104,12 @@ def test_the_same_seed_gives_the_same_adapters() -> None:
     assert chosen[0] == chosen[1] != chosen[2]
 
 
-def test_ranks_are_dealt_round() -> None:
+def test_ranks_are_assigned_to_adapters_in_rotation() -> None:
     assert deal_ranks(6).tolist() == [8, 16, 32, 64, 8, 16]
 
 
 @pytest.mark.parametrize("cv", [1.0, 2.0, 4.0])
-def test_gamma_arrivals_have_the_rate_and_the_burstiness_asked_for(cv: float) -> None:
+def test_gamma_arrivals_have_the_requested_rate_and_burstiness(cv: float) -> None:
     times_s = GammaArrivals(50, cv).times(rng(), 2000)
     gaps = np.diff(times_s)
     assert (gaps >= 0).all()
@@ -124,7 +124,7 @@ def test_poisson_gaps_are_exponential() -> None:
         assert (gaps > t).mean() == pytest.approx(math.exp(-10 * t), abs=0.01)
 
 
-def test_no_time_means_no_arrivals() -> None:
+def test_a_duration_of_zero_has_no_arrivals() -> None:
     assert len(poisson(10).times(rng(), 0)) == 0
 
 
@@ -159,13 +159,13 @@ def trace(tmp_path: Path) -> TrafficTrace:
     return TrafficTrace.read(path)
 
 
-def test_a_trace_is_replayed_as_it_was_recorded(trace: TrafficTrace) -> None:
+def test_a_trace_is_replayed_with_the_recorded_times_and_lengths(trace: TrafficTrace) -> None:
     np.testing.assert_allclose(trace.times_s, [0, 1, 4])
     assert trace.inputs.tolist() == [374, 396, 879]
     assert trace.outputs.tolist() == [44, 109, 55]
 
 
-def test_a_trace_is_sped_up_to_a_rate_and_keeps_its_bursts(trace: TrafficTrace) -> None:
+def test_a_trace_scaled_to_a_rate_keeps_its_bursts(trace: TrafficTrace) -> None:
     fast = trace.at_rate(5)
     np.testing.assert_allclose(fast.times_s, [0, 0.1, 0.4])
     assert len(fast.until(0.2)) == 2

@@ -1,4 +1,4 @@
-"""Both stores, and a clock."""
+"""Fixtures: a store of either kind, and a clock."""
 
 import uuid
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Usage written as by replicas, without waiting for time to pass."""
+"""Usage records written as replicas do, on a clock of the test's own."""
 
 from datetime import date
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Replica:
-    """Ledger and its writer, which the test flushes as the writer's thread does."""
+    """A ledger and its writer; the test calls flush in place of the writer's thread."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self.ledger = UsageLedger(clock)
@@ -41,7 +41,7 @@ class Replica:
 def total(
     store: ObjectStore, clock: Clock, first: date = TODAY, last: date = TODAY
 ) -> UsageByAccount:
-    """Sum what a new reader finds over all days."""
+    """Sum of all usage of the days from first to last, as a new reader finds it."""
     sums: dict[UsageAccount, UsageCounts] = {}
     for use in UsageReader(store, clock).read(first, last).values():
         for account, counts in use.items():

@@ -1,4 +1,4 @@
-"""Compaction of days: a crash anywhere loses nothing and counts nothing twice."""
+"""Compaction of days: a crash at any point loses no usage and counts none twice."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 
 class Mortal:
-    """Store whose n-th change kills the process, before or after the change."""
+    """Store whose n-th change kills the process, before or after the change happens."""
 
     def __init__(self, store: ObjectStore, dies_at: int, *, after: bool) -> None:
         self._store, self._left, self._after = store, dies_at, after
@@ -60,7 +60,7 @@ class Mortal:
 
 
 def use_two_days(store: ObjectStore, clock: Clock) -> list[Replica]:
-    """Write two objects of yesterday and one of today, by each of two replicas."""
+    """Write two objects of yesterday and one of today by each of two replicas."""
     replicas = [Replica(store, clock), Replica(store, clock)]
     for at in (NOON - DAY_S, NOON - DAY_S + 60, NOON):
         clock.now = at
@@ -77,7 +77,7 @@ def all_used(store: ObjectStore, clock: Clock):
 
 
 def run(store: ObjectStore, clock: Clock, later_s: float = 0.0) -> list[str]:
-    """Clean up a time after everything was written; the store's own clock stands still."""
+    """Clean up `later_s` after everything was written; the store's own clock stands still."""
     return [one.key for one in clean_up(store, lambda: clock.now + later_s, dry_run=False)]
 
 
@@ -152,19 +152,19 @@ def test_an_object_written_again_after_compaction_does_not_count_again(local) ->
     assert run(dated, clock)
     for key, data in again.items():
         if key not in objects(local):
-            dated.put_if_absent(key, data)  # its writer never heard that it was written
+            dated.put_if_absent(key, data)  # the answer to the first write was lost
     assert all_used(local, clock) == USED
     assert len(run(dated, clock)) == 4
     assert all_used(local, clock) == USED
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_point_nothing_is_lost_or_counted_twice(local, after: bool) -> None:
+def test_a_kill_at_any_point_loses_nothing_and_counts_nothing_twice(local, after: bool) -> None:
     clock = Clock()
     dated = Dated(local, clock)
     use_two_days(dated, clock)
     died = set()
-    for round_ in range(2):  # the first joins, the second deletes
+    for round_ in range(2):  # the first run joins, the second deletes
         for dies_at in range(1, 100):
             try:
                 run(Mortal(dated, dies_at, after=after), clock)
@@ -179,12 +179,12 @@ def test_killed_at_any_point_nothing_is_lost_or_counted_twice(local, after: bool
     assert len([key for key in objects(local) if str(YESTERDAY) in key]) == 1
 
 
-def test_of_two_concurrent_compactions_one_writes(local) -> None:
+def test_only_one_of_two_concurrent_compactions_writes(local) -> None:
     clock = Clock()
     use_two_days(local, clock)
 
     class Other:
-        """Write after a concurrent compaction has written."""
+        """Store that writes after a concurrent compaction has written."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(local, name)
@@ -204,7 +204,7 @@ def test_a_day_can_be_compacted_again_and_again_while_it_lasts(store: ObjectStor
         replica.uses(SUPPORT, output_tokens=1)
         replica.flush()
         compact_recent_days(store, clock.now)
-        compact_recent_days(store, clock.now)  # with nothing new
+        compact_recent_days(store, clock.now)  # without new objects
         assert total(store, clock) == {SUPPORT: UsageCounts(output_tokens=hour)}
         assert objects(store)[-1].endswith(f"compacted-{hour:06d}.json")
         clock.now += 3600

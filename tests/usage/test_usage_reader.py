@@ -34,7 +34,7 @@ from tests.usage.replicas import (
 
 
 class Listening:
-    """Store that records GETs and the starts of LISTs."""
+    """Store that records GETs and the start of each LIST."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -85,7 +85,7 @@ def test_a_period_is_read_by_day(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("last", [date(2026, 10, 31), date(2028, 1, 1)])
-def test_a_period_is_neither_reversed_nor_too_long(last: date, store: ObjectStore) -> None:
+def test_a_reversed_or_too_long_period_is_refused(last: date, store: ObjectStore) -> None:
     with pytest.raises(InvalidInput):
         UsageReader(store).read(date(2026, 11, 1), last)
 
@@ -113,7 +113,7 @@ def test_a_late_object_is_missed_only_until_its_writers_next_object(store: Objec
     day = DayReader(store, TODAY, lambda account: account.tenant)
     put(store, "a", 0, NOON, 1)
     day.read_new(NOON)
-    put(store, "a", 1, NOON, 2)  # made at noon, written when the store was there again
+    put(store, "a", 1, NOON, 2)  # made at noon, written after an outage of the store
     assert tokens_after(day, NOON + 3600) == {"acme": 1}
     put(store, "a", 2, NOON + 3600, 4)
     assert tokens_after(day, NOON + 3600) == {"acme": 7}
@@ -156,7 +156,7 @@ def test_a_new_month_begins_at_zero(store: ObjectStore) -> None:
         replica.uses(SUPPORT, prompt_tokens=1, output_tokens=2)
         replica.uses(GLOBEX, output_tokens=7)
         replica.flush()
-    clock.now += 1000  # by then all days are looked at again
+    clock.now += 1000  # by then all days are listed again
     month.refresh()
     assert (month.of("acme"), month.of("globex")) == (6, 14)
 

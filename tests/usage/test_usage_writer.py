@@ -1,4 +1,4 @@
-"""Counted usage reaches the store exactly once."""
+"""Writer of usage: counted usage reaches the store exactly once."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tests.usage.replicas import (
 
 
 class Flaky:
-    """Store whose next writes fail: before the write, or with a lost answer."""
+    """Store whose next writes fail, either before the write or with a lost answer."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class Flaky:
             raise StoreError("no answer")
 
 
-def test_replicas_add_up_by_account(store: ObjectStore) -> None:
+def test_usage_of_several_replicas_adds_up_by_account(store: ObjectStore) -> None:
     clock = Clock()
     one, two = Replica(store, clock), Replica(store, clock)
     one.uses(SUPPORT, requests=1, prompt_tokens=100, cached_tokens=64, output_tokens=7)
@@ -66,13 +66,13 @@ def test_without_usage_no_object_is_written(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("failure", ["away", "answer lost"])
-def test_a_repeated_write_counts_once(store: ObjectStore, failure: str) -> None:
+def test_a_write_that_is_retried_counts_once(store: ObjectStore, failure: str) -> None:
     clock, flaky = Clock(), Flaky(store)
     replica = Replica(flaky, clock)
     flaky.failures = [failure]
     replica.uses(SUPPORT, output_tokens=10)
     assert not replica.flush()
-    replica.uses(SUPPORT, output_tokens=1)  # counted while the store is away
+    replica.uses(SUPPORT, output_tokens=1)  # counted while the store is unavailable
     clock.now += 3600.0
     assert replica.flush()
     assert total(store, clock) == {SUPPORT: UsageCounts(output_tokens=11)}

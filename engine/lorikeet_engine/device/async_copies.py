@@ -1,7 +1,7 @@
 """Asynchronous copies between host and device.
 
 On CUDA copies go through pinned memory, in the order of the current stream, so the host never waits
-for the steps in flight; torch keeps the memory until the copy has finished. On a CPU nothing is
+for running steps; torch keeps the memory until the copy has finished. On a CPU nothing is
 copied: the device's tensors are the host's.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 
 def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device, for kernels launched from now on."""
+    """Start to copy an array to the device; kernels launched afterwards can read the result."""
     host = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -19,12 +19,12 @@ def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) 
 def zeros_to_upload(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return zeros on the host, pinned if `device` is CUDA, which `upload` copies directly."""
+    """Return zeros on the host, pinned if `device` is CUDA, so that `upload` need not pin them."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class Download:
-    """Copy of a tensor to the host, in flight."""
+    """Running copy of a tensor from the device to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -38,9 +38,9 @@ class Download:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """Wait for all that was launched before the copy, and return the values on the host.
+        """Wait for the copy and all that was launched before it, and return the values on the host.
 
-        Raises the errors of the device until then.
+        Raises the device's errors up to then.
         """
         if self._arrived is not None:
             self._arrived.synchronize()

@@ -1,4 +1,4 @@
-"""Free memory of a device, and sizes given in bytes or as a share of free memory."""
+"""Free memory of a device, and memory sizes given in bytes or as a share of free memory."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from lorikeet_engine.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Share of the memory that is free at the time of the allocation.
+    """Memory size given as a share of the memory that is free when it is allocated.
 
-    of_free: above 0, at most 1.
+    of_free: the share, above 0 and at most 1.
     """
 
     of_free: float
@@ -25,19 +25,22 @@ class MemoryShare:
 
 
 Memory = int | MemoryShare
-"""Bytes, or a share of free memory."""
+"""Memory size: bytes, or a share of free memory."""
 
 
 def resolve(memory: Memory, free: int) -> int:
-    """Convert a size to bytes, at least 1.
+    """Convert a memory size to bytes. A share gives at least 1 byte.
 
-    free: bytes that are free.
+    free: bytes of memory that are free.
     """
     return max(1, int(memory.of_free * free)) if isinstance(memory, MemoryShare) else memory
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the device's free bytes, without those of other processes and of torch's cache."""
+    """Return the bytes that are free on a device.
+
+    Memory that other processes or torch's cache hold is not free.
+    """
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
@@ -50,5 +53,5 @@ def free_bytes(device: torch.device) -> int:
 
 
 def gib(size: int) -> str:
-    """Format a number of bytes in GiB."""
+    """Format a number of bytes in GiB, with two decimals."""
     return f"{size / 2**30:.2f} GiB"

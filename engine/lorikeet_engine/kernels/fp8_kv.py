@@ -11,16 +11,16 @@ FP8_KV = DTYPE  # E4M3 has no infinity
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """Scales of a layer's FP8 pages, which hold keys / `key` and values / `value`."""
+    """Scales of a layer's FP8 KV pages, which hold keys / `key` and values / `value`."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Round x / scale to the nearest number of E4M3, saturating at ±448.
+    """Round x / scale to the nearest E4M3 number, saturating at ±448.
 
-    Infinity becomes NaN, so that no overflow passes for a large number.
+    Infinity becomes NaN, so that an overflow is not mistaken for a large number.
     """
     scaled = x.float() * (1.0 / scale)
     kept = scaled.clamp(-LARGEST, LARGEST).where(scaled.isfinite(), torch.nan)

@@ -1,8 +1,8 @@
 """Matrix-vector product in Triton, for batches of one token: every weight is read once.
 
-On an H200 cuBLAS reads Llama-3.1-8B's weights at 85% of the memory's bandwidth for one token, this
-kernel at 95%: 0.45 ms less for a step of 4.8 ms. From two rows on cuBLAS is as good. For an MLP's
-first product, the same launch computes act_and_mul.
+On an H200 and for one token, cuBLAS reads Llama-3.1-8B's weights at 85% of the memory's bandwidth,
+this kernel at 95%: 0.45 ms less for a step of 4.8 ms. From two tokens on cuBLAS is as good. For an
+MLP's first product, the same launch also computes the activation (act_and_mul).
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from lorikeet_engine.kernels.lora.expand_act import activated
 class GemvConfig:
     """Launch parameters of a matrix-vector product.
 
-    rows, columns: block of the weight that a program reads at once.
-    summed: neighbouring columns whose products a thread adds up as it reads them. 1 keeps a sum for
-        each column of a block, whose registers other programs on the multiprocessor then lack.
-    stages: blocks of columns in flight.
-    programs: number of persistent programs, which share all rows and prefetch their next ones;
-        blocks are then whole rows. 0: a program computes `rows` rows and ends.
+    rows, columns: size of the block of the weight that a program reads at once.
+    summed: number of neighbouring columns whose products a thread adds up as it reads them. With 1
+        a program keeps a sum for each column of a block, in registers that other programs on the
+        multiprocessor could use.
+    stages: number of blocks that are loaded at the same time.
+    programs: number of persistent programs, which share all rows of the weight and prefetch their
+        next rows; blocks then have whole rows. 0: a program computes `rows` rows and ends.
     """
 
     rows: int
@@ -37,15 +38,21 @@ class GemvConfig:
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
 SHORT_FLOATS = GemvConfig(rows=4, columns=2048, warps=8)
-"""Config for rows of at most 4,096 elements: 1 to 9% faster there."""
+"""Launch parameters if d_in is at most 4,096 and the weight is in floats: 1 to 9% faster there."""
 _SHORT = 4096
 FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
-"""Config if its columns divide a row: 3 to 9% faster for rows of 4,096 elements."""
+"""Launch parameters of FP8 weights whose d_in is a multiple of 4,096.
+
+3 to 9% faster for a d_in of 4,096.
+"""
 OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
 
 
 def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
-    """Return the launch parameters for a weight [d_out, d_in]."""
+    """Return the launch parameters for a weight [d_out, d_in].
+
+    is_fp8: whether the weight is FP8.
+    """
     if not is_fp8:
         return SHORT_FLOATS if d_in <= _SHORT else FLOATS
     return FP8 if d_in % FP8.columns == 0 else OTHER_FP8
@@ -57,11 +64,11 @@ def gemv(
     bias: torch.Tensor | None,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Compute x·Wᵀ + b for one row; called by `linear` of kernels/lora/linear.py.
+    """Compute x·Wᵀ + b for a single token; called by `linear` of kernels/lora/linear.py.
 
-    x [1, d_in]: multiplied unrounded, by an FP8 weight too
-    weight [d_out, d_in]: if blocks have scales, their width is a multiple of 16
-    bias [d_out]
+    x [1, d_in]: multiplied unrounded, even if the weight is FP8
+    weight: W [d_out, d_in]; if its blocks have scales, their width is a multiple of 16
+    bias: b [d_out]
     config: launch parameters; None: gemv_config's
     → [1, d_out]
 
@@ -80,9 +87,12 @@ def gemv_act_and_mul(
     *,
     gelu: bool,
 ) -> torch.Tensor:
-    """Compute act_and_mul (kernels/pointwise) of `gemv` → [1, d_out / 2], in one launch.
+    """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
-    The product is rounded to x's dtype before act_and_mul, as between two launches.
+    One launch computes act_and_mul (kernels/pointwise) of gemv(x, weight, bias, config). The
+    product is rounded to x's dtype before the activation, as between two launches.
+
+    gelu: GELU instead of SiLU.
     """
     y = x.new_empty((1, _d_out(weight) // 2))
     _launch(x, weight, bias, y, config, gated=True, gelu=gelu)
@@ -136,10 +146,10 @@ def _gemv(
     stages: tl.constexpr,
     shared: tl.constexpr,
 ) -> None:
-    """Compute some of y's elements.
+    """Compute some elements of the product y of one token.
 
-    shared: the program goes on with other elements until none are left.
-    high, wide: size of the blocks that have scales; wide 0: rows have scales.
+    shared: whether the program goes on with other elements until none are left.
+    high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     """
     first = tl.program_id(0)
     column = tl.arange(0, block)
@@ -170,9 +180,10 @@ def _gemv(
 def _row(
     tile: tl.tensor, d_out: tl.constexpr, gated: tl.constexpr, rows: tl.constexpr
 ) -> tl.tensor:
-    """Return a tile's rows of the weight; if gated, each gate's row and then its value's row.
+    """Return which rows of the weight belong to a tile of a program.
 
-    Rows beyond the last repeat the last; they are not stored.
+    If gated, each gate's row is followed by the row of the value that it multiplies. A tile that
+    ends beyond the weight repeats the weight's last row, whose result is then not stored.
     """
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     if gated:
@@ -184,7 +195,11 @@ def _row(
 def _weights(
     line: tl.tensor, column: tl.tensor, start: tl.tensor, d_in: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
-    """Load a block of the weight in float32; 0 beyond its columns."""
+    """Load a block of the weight as float32, 0 beyond d_in.
+
+    line: pointers to the first elements of the block's rows.
+    start: first column of the block.
+    """
     at = line + (start + column)[None, :]
     # evict_first: the next token's weights will not be found in the cache anyway
     if d_in % block == 0:
@@ -197,7 +212,10 @@ def _weights(
 def _added_up(
     products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
 ) -> tl.tensor:
-    """Sum neighbouring columns, which one thread holds → [rows, block / summed]."""
+    """Add up each `summed` neighbouring columns of products, which one thread holds.
+
+    → [rows, block / summed]
+    """
     if summed == 1:
         return products
     return tl.sum(tl.reshape(products, (rows, block // summed, summed)), 2)
@@ -215,7 +233,14 @@ def scaled(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply neighbours' sums, from column `start` on, by the scales of their blocks, if any."""
+    """Multiply sums of neighbouring columns by the scale of the weight's block that they belong to.
+
+    Returns the sums unchanged if blocks have no scales (wide 0).
+
+    sums [rows, block / summed]: sums over `summed` columns each.
+    row: the weight's row of each row of sums.
+    start: the weight's column at which the sums begin.
+    """
     if wide:
         column = start + tl.arange(0, block // summed) * summed
         place = (row // high)[:, None] * tl.cdiv(d_in, wide) + (column // wide)[None, :]
@@ -238,7 +263,11 @@ def _store(
     gelu: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Scale a tile's sums, add the bias, gate, and store."""
+    """Finish and store a tile of the product: scales of rows, bias, activation if gated.
+
+    out: the tile's sums.
+    row: the weight's row of each sum.
+    """
     if scales is not None and wide == 0:
         out *= tl.load(scales + row)
     if biased:

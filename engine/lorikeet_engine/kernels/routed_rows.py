@@ -1,4 +1,4 @@
-"""Rows of a mixture of experts after routing: the operand that `moe` and `lora` share."""
+"""Tokens of a mixture of experts after routing: the operand that `moe` and `lora` share."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """Rows of one layer's experts in one step, in the order that kernels.moe defines.
+    """Tokens of one layer in one step, sorted by expert.
 
-    weights [tokens, per_token] float32: each pair's weight, in falling order.
-    pairs [rows] int32: each row's pair; the row's token is pair // per_token.
-    rows [tokens, per_token] int32: each pair's row.
-    starts [experts + 1] int32: expert e has the rows starts[e] to starts[e + 1].
+    A pair is a token and one of the per_token experts chosen for it. Each pair has a row; rows are
+    sorted by expert, then by token (kernels.moe).
+
+    weights [tokens, per_token] float32: the weight of each token's experts, in descending order.
+    pairs [rows] int32: pair of each row; the row's token is pair // per_token.
+    rows [tokens, per_token] int32: row of each pair.
+    starts [experts + 1] int32: expert e has the rows from starts[e] to before starts[e + 1].
     """
 
     weights: torch.Tensor
@@ -22,5 +25,5 @@ class RoutedRows:
 
     @property
     def per_token(self) -> int:
-        """Number of experts that compute a token."""
+        """Number of experts that are chosen for a token."""
         return self.weights.shape[1]

@@ -1,4 +1,6 @@
-"""Hash of a base model's matrix of which trainers save copies; reads files, loads no model.
+"""Hash of a base model's embedding or head matrix, of which trainers save copies.
+
+Reads files, and loads no model.
 
     python -m lorikeet_engine.models.base_sha256 FOLDER embed_tokens|lm_head F32|F16|BF16
 
@@ -19,9 +21,11 @@ _HASHED_BYTES = 16 << 20
 
 
 def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
-    """Hash a checkpoint's embed_tokens or lm_head, cast to `dtype`.
+    """Return the SHA-256 of a checkpoint's matrix cast to `dtype`, or None if it is quantised.
 
-    Returns None if the matrix is quantised. Raises ModelError.
+    Raises ModelError.
+
+    module: embed_tokens or lm_head.
     """
     tied = BaseShape.from_config(read_config(folder)).tied
     name = "model.embed_tokens" if tied or module == "embed_tokens" else module

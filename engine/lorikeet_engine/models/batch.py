@@ -1,4 +1,4 @@
-"""Input of one forward pass."""
+"""Input of one forward pass: the tokens of a step and where their keys and values are."""
 
 from dataclasses import dataclass
 
@@ -14,22 +14,22 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of several sequences, laid end to end; sequences of one adapter are neighbours.
+    """Tokens of several sequences, concatenated; sequences of one adapter are neighbours.
 
     On the device:
     token_ids [tokens] int64.
     positions [tokens] int64.
     kv_slots [groups of layers, tokens] int64: page · page_size + offset of each token's keys and
         values.
-    logit_rows [rows] int64: tokens whose logits are wanted.
+    logit_rows [rows] int64: indices of the tokens whose logits are computed.
 
     On the host:
-    query_starts [sequences + 1]: first token of each sequence, and the number of tokens.
+    query_starts [sequences + 1]: first token of each sequence, then the number of tokens.
     kv_lengths [sequences]: tokens of each sequence's cache after this step's writes.
-    page_tables: for each group of layers, the pages of the cached tokens that its layers see.
+    page_tables: for each group of layers, the KV pages of the cached tokens that it attends to.
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
-    head_segments: lm_head's LoRA work, over the rows of logit_rows; None: no adapter changes it.
+    head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
     """
 
     token_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face checkpoint, read from safetensors straight into place.
+"""Tensors of a Hugging Face checkpoint, read from safetensors directly to their final memory.
 
 4-bit linears are dequantised to their exact values on the way, FP8 linears stay FP8. On request,
 linears are rounded to another format, one after the other.
@@ -33,14 +33,14 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 
 class Checkpoint:
-    """Tensors of a folder by name, cast to one dtype on one device.
+    """Tensors of a checkpoint folder by name, cast to one dtype on one device.
 
-    Use it as a context manager: tensors are complete once it is left without an exception. Beside
-    the tensors, only Staging's buffers take host memory. On the meta device only the files' headers
-    are read: a rehearsal, which finds all errors except bad values.
+    Use it as a context manager: tensors are complete once it is left without an exception. In
+    addition to the tensors, only Staging's buffers take host memory. On the meta device only the
+    files' headers are read: a rehearsal, which finds all errors except bad values.
 
     shard: this process's share of the model; callers pass the Cut of each tensor.
-    rounding: format that linears are rounded to.
+    rounding: format that read_linear rounds to; None: as stored.
     nbytes: bytes on the device of the tensors read so far.
     """
 
@@ -53,14 +53,15 @@ class Checkpoint:
         rounding: Quantization | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """Read the files' headers.
+        """Read the headers of a checkpoint's safetensors files.
 
         Raises ModelError, whose `field` is the file at fault; weight_dtype, if linears that are
         already quantised would be rounded to NF4; or config.json's quantization_config, if no
         linear is stored in that format.
 
-        quantized: format of the stored linears; None: floats.
+        quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
+        shard: this process's share of the model.
         """
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
@@ -81,27 +82,38 @@ class Checkpoint:
         self._to_raise: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the files have a tensor of this name."""
+        """Return whether the checkpoint's files have a tensor of this name."""
         return name in self._stored
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """Read tensors, and stack their rows to one tensor [sum(rows), *tail].
 
-        Tensor i must have the shape [rows[i], *tail]. Raises ModelError, whose `field` is the
-        tensor's name, if a tensor is missing or has another shape or an unsupported dtype.
+        Raises ModelError, whose `field` is the tensor's name, if a tensor is missing or has another
+        shape or an unsupported dtype.
+
+        rows: number of rows of each tensor.
+        tail: the other dimensions, which all tensors share.
         """
         return self.read_parts(names, [Cut.whole(count, *tail) for count in rows])
 
     def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
-        """Read the kept parts of tensors, and stack their rows. Raises what `read` raises."""
+        """Read the parts of tensors that this process keeps, and stack their rows.
+
+        Raises what `read` raises.
+
+        cuts: the part of each tensor to keep.
+        """
         out = self._read(names, cuts)
         self.nbytes += out.nbytes
         return out
 
     def read_plus_one(self, name: str, cut: Cut) -> torch.Tensor:
-        """Read the kept part of a tensor to float32; 1 is added once all tensors are read.
+        """Read the part of a norm's weight that this process keeps, in float32 and plus 1.
 
-        Raises ModelError as `read` does.
+        1 is added to the result in place, once all tensors have been read. Raises ModelError as
+        `read` does.
+
+        cut: the part to keep.
         """
         out = torch.empty(cut.kept_shape, dtype=torch.float32, device=self.device)
         self._read_into(name, out, cut)
@@ -115,11 +127,13 @@ class Checkpoint:
         - Linears that are all stored as FP8 stay FP8. If blocks of the kept parts are too narrow
           for FP8 products, the parts are rounded again, with scales of rows.
         - Other quantised linears are dequantised to their exact values.
-        - With `rounding`, linears of floats are rounded: to FP8 the kept parts alone, to NF4 whole
-          tensors, as its scales depend on all values.
+        - With `rounding`, linears of floats are rounded: for FP8 only the kept parts; for NF4 whole
+          tensors, as NF4's scales depend on all values.
 
         FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError as
         `read` does.
+
+        cuts: the part of each linear's weight that this process keeps.
         """
         stored, rounding = self._weight_format, self.rounding
         weight: Weight
@@ -139,11 +153,14 @@ class Checkpoint:
         return weight
 
     def leave(self, names: Sequence[str]) -> None:
-        """Mark tensors as read that another process keeps."""
+        """Exempt tensors that only another process keeps from check_all_read."""
         self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
-        """Raise ModelError unless CUDA can multiply by an FP8 weight of this size."""
+        """Raise ModelError unless CUDA can multiply by an FP8 weight [d_out, d_in].
+
+        name: name of the weight, for the error.
+        """
         if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
             others = "another number of GPUs, or " if self.shard.world > 1 else ""
             raise ModelError(
@@ -153,11 +170,12 @@ class Checkpoint:
             )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
-        """Read a tensor as it is stored; on the meta device without values.
+        """Read a tensor in its stored dtype to the device; on the meta device without its values.
 
         Raises ModelError, whose `field` is the tensor's name.
 
-        dtype: safetensors' name of the dtype.
+        dtype: dtype that the tensor must have, by safetensors' name.
+        shape: shape that it must have.
         """
         stored = self._find(name, shape, (dtype,))
         if self._staging is None:
@@ -165,22 +183,25 @@ class Checkpoint:
         return stored.values().to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor of floats that has one of these shapes. Raises ModelError."""
+        """Read a tensor of floats, which must have one of these shapes. Raises ModelError."""
         stored = self._stored.get(name)
         found = stored is not None and stored.shape in shapes
         stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
         return self.part(name, stored.dtype, *stored.shape)
 
     def floats(self, name: str) -> torch.Tensor:
-        """Read a small tensor of floats to the CPU, on the meta device too.
+        """Read a small tensor of floats to the CPU, even if the checkpoint's device is meta.
 
-        Raises ModelError, whose `field` is the name.
+        Raises ModelError, whose `field` is the tensor's name.
         """
         stored = self._stored.get(name)
         return self._find(name, stored.shape if stored else (), tuple(DTYPES)).values().float()
 
     def stored_bytes(self, name: str) -> bytes:
-        """Read the bytes of a small tensor, on the meta device too. Raises ModelError."""
+        """Read the bytes of a small tensor, even if the checkpoint's device is meta.
+
+        Raises ModelError.
+        """
         stored = self._stored.get(name)
         stored = self._find(name, stored.shape if stored else (), ("U8",))
         return bytes(stored.values().numpy())
@@ -188,7 +209,7 @@ class Checkpoint:
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
         """Raise ModelError if the files have tensors that the model does not use.
 
-        ignored: prefixes of names that may be left over.
+        ignored: prefixes of tensor names that may remain unused.
         """
         left = sorted(
             name
@@ -206,7 +227,7 @@ class Checkpoint:
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return whether this is the zero bias that AutoGPTQ saves for a linear without bias."""
+        """Return whether a tensor is a zero bias, which AutoGPTQ saves for linears without bias."""
         path = name.removesuffix(".bias")
         if path == name or f"{path}.qweight" not in self._stored:
             return False
@@ -255,7 +276,7 @@ class Checkpoint:
         return out
 
     def _finish_reading(self) -> None:
-        """Wait for the reads so far, whose values are needed next."""
+        """Wait for all reads so far, because their values are needed next."""
         if self._staging is not None:
             self._staging.finish()
 
@@ -292,15 +313,20 @@ class Checkpoint:
         raise ModelError(f"{self.folder}: tensor {name} is {found}", field=name)
 
     def _is_quantized(self, name: str) -> bool:
-        """Return whether a linear's weight is stored in config.json's quantised format."""
+        """Return whether a linear's weight is stored in config.json's quantised format.
+
+        name: name of the weight, ending in .weight.
+        """
         marks = self._weight_format.marks if self._weight_format is not None else ()
         return any(name.removesuffix(".weight") + mark in self._stored for mark in marks)
 
 
 def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:
-    """Raise SettingsError if a folder's weights do not fit in the device's free memory.
+    """Raise SettingsError if a model's weights do not fit in the device's free memory.
 
-    needed: bytes of the weights as served.
+    folder: the checkpoint.
+    needed: bytes of the weights on the device.
+    is_fp8: whether they are FP8; if not, the error suggests FP8.
     """
     free = free_bytes(device)
     if needed > free:

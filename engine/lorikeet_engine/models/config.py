@@ -1,4 +1,4 @@
-"""A base model's config.json, checked and reduced to the values that the engine needs."""
+"""A base model's config.json, validated and reduced to the values that the engine needs."""
 
 import math
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ _IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a decoder, and the properties in which the families differ.
+    """Sizes of a decoder, and the properties in which model families differ.
 
-    max_context: tokens.
+    max_context: most tokens of a sequence.
     ropes: each layer's rotary embedding; None: none.
-    windows: number of tokens that each layer's queries see, themselves included; None: all.
-    kv_groups: layers that share KV pages.
+    windows: number of tokens that each layer's queries attend to, themselves included; None: all.
+    kv_groups: which layers share KV pages.
     attention_soft_cap, logits_soft_cap: c of c · tanh(x / c) for attention scores and for logits;
         None: no cap.
     gelu: whether MLPs are gated by GELU instead of SiLU.
@@ -44,7 +44,7 @@ class ModelConfig:
     quantized_linears: stored format of quantised linears; None: floats.
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
-    normalised_experts: whether the weights of a token's experts add up to 1.
+    normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
     """
 
     shape: BaseShape
@@ -78,7 +78,8 @@ class ModelConfig:
 
         Raises ModelError, whose `field` is the key at fault.
 
-        max_context: limit below the model's position embeddings; None: theirs.
+        max_context: most tokens of a sequence, if fewer than the model has position embeddings for;
+            None: as many as these.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -130,7 +131,13 @@ class ModelConfig:
 
 
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
-    """Read a switch, if the family has it: files may carry keys copied from other families."""
+    """Read a boolean key of config.json; False if the model family does not use the key.
+
+    Files may contain keys copied from other families.
+
+    raw: content of config.json.
+    switch: name of the key.
+    """
     return switch in family.switches and flag(raw, switch)
 
 
@@ -199,7 +206,10 @@ def _ropes(
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
-    """Read the factor of attention scores."""
+    """Return the factor of attention scores, 1 / √head_dim unless config.json has another.
+
+    raw: content of config.json.
+    """
     if "attention_multiplier" in family.switches:
         return number(raw, "attention_multiplier")
     if "query_pre_attn_scalar" in family.switches:
@@ -208,7 +218,11 @@ def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> f
 
 
 def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has a rotary embedding."""
+    """Return whether each layer has a rotary embedding.
+
+    raw: content of config.json.
+    layers: number of layers.
+    """
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without
@@ -223,11 +237,13 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
 def _windows(
     raw: Mapping[str, Any], sliding: tuple[bool, ...], context: int
 ) -> tuple[int | None, ...]:
-    """Return each layer's window in tokens, a query's own token included; None: sees all.
+    """Return each layer's window in tokens, a query's own token included; None: no window.
 
-    A window as long as the context hides nothing, so it becomes None. Raises ModelError.
+    A window as long as the context excludes nothing, so it becomes None. Raises ModelError.
 
-    sliding: result of _sliding_layers.
+    raw: content of config.json.
+    sliding: whether each layer has a sliding window, from _sliding_layers.
+    context: most tokens of a sequence.
     """
     if not any(sliding) or raw["sliding_window"] is None:
         return (None,) * len(sliding)
@@ -238,8 +254,11 @@ def _windows(
 def _sliding_layers(
     raw: Mapping[str, Any], family: Family, turning: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Return which layers have a sliding window, if the model has a window. Raises ModelError.
+    """Return which layers have a sliding window, provided that the model has a window.
 
+    Raises ModelError.
+
+    raw: content of config.json.
     turning: whether each layer has a rotary embedding.
     """
     layers, switches = range(len(turning)), family.switches

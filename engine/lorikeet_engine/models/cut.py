@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part of a tensor that a process keeps.
+    """Part of a checkpoint's tensor that a tensor parallel process keeps.
 
-    shape: of the whole tensor. A tensor of several matrices counts as one matrix, which stacks
-        their rows.
-    rows: rows kept.
-    columns: columns kept of a matrix; None: all.
+    shape: shape of the whole tensor. A tensor of several matrices counts as one matrix, which
+        stacks their rows.
+    rows: rows to keep.
+    columns: columns of a matrix to keep; None: all.
     """
 
     shape: tuple[int, ...]
@@ -23,22 +23,22 @@ class Cut:
 
     @classmethod
     def whole(cls, *shape: int) -> "Cut":
-        """Keep the whole of a tensor [rows, …]."""
+        """Return a Cut that keeps the whole of a tensor of this shape."""
         return cls(shape, range(shape[0]), range(shape[1]) if len(shape) == 2 else None)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Shape of the kept part."""
+        """Shape of the part of the tensor that the process keeps."""
         kept = tuple(len(side) for side in self._sides)
         return kept + self.matrix_shape[len(kept) :]
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor as one matrix, in which rows and columns are counted."""
+        """Shape of the whole tensor as one matrix, in which rows and columns are counted."""
         return (math.prod(self.shape[:-1]), *self.shape[-1:]) if len(self.shape) > 2 else self.shape
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the kept part of a tensor of this shape."""
+        """Return a view of the part to keep, of a tensor whose shape is `shape`."""
         kept = tuple(slice(side.start, side.stop) for side in self._sides)
         return tensor.view(self.matrix_shape)[kept]
 
@@ -50,9 +50,9 @@ class Cut:
 def stack(
     cuts: Sequence[Cut], device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Allocate a tensor that stacks the rows of several kept parts, and return a view of each.
+    """Allocate a tensor for the kept parts of several tensors, stacked by rows.
 
-    All parts have the same number of columns.
+    Returns it and a view of each part. All parts have the same number of columns.
     """
     heights = [len(cut.rows) for cut in cuts]
     out = torch.empty(sum(heights), *cuts[0].kept_shape[1:], device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts MLP of a layer: a router, and experts of which a few compute each token."""
+"""Mixture-of-experts MLP of a layer: a router, and experts of which each token uses a few."""
 
 import torch
 
@@ -20,18 +20,24 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Experts:
-    """Experts y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]) over t's experts e.
+    """Experts of a layer: y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]).
 
-    Products work on rows, one for each pair of a token and one of its experts, sorted by expert
-    (kernels/moe). With tensor parallelism, each process keeps a part of every expert's width, and y
-    is its part of the sum over ranks.
+    The sum is over the experts e chosen for token t, with their weights p(t, e). Products work on
+    rows, one for each pair of a token and one of its experts, sorted by expert (kernels/moe). With
+    tensor parallelism, each process keeps a part of every expert's width, and y is its part of the
+    sum over ranks.
 
     gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
     down [experts, hidden, width], in floats or FP8.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        """Read a layer's experts. Raises ModelError, also if they are to be rounded to NF4."""
+        """Read a layer's experts from a checkpoint.
+
+        Raises ModelError, also if the checkpoint rounds linears to NF4.
+
+        layer: index of the layer.
+        """
         if checkpoint.rounding is Quantization.NF4:
             raise ModelError(
                 "weight_dtype=nf4: experts are served as floats or in FP8: want auto or fp8",
@@ -60,11 +66,13 @@ class Experts:
         lora: LoraDelta | None,
         step: LoraStep | None,
     ) -> torch.Tensor:
-        """Return y [tokens, hidden] of x [tokens, hidden].
+        """Compute the weighted sum of each token's experts → [tokens, hidden].
 
-        logits [tokens, experts]: the router's.
-        lora: the logits' LoRA delta, not yet added.
-        step: LoRA work of the experts' linears, which reads their inputs unrounded.
+        x: input [tokens, hidden], of all experts.
+        logits [tokens, experts]: output of the router, without LoRA.
+        lora: LoRA delta of the router's logits, added here; None: no adapter.
+        step: LoRA work of the forward pass, for the experts' linears; LoRA reads their inputs
+            unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
         if rows.is_cuda and len(rows) == 1 and not adapts:
@@ -86,8 +94,8 @@ class Experts:
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
-    The router is whole in every rank. All ranks compute it from the same bits, the result of the
-    all-reduce before it, so they choose the same experts, and each rank computes its part of every
+    Every rank has the whole router. All ranks compute it from the same bits, the result of the
+    all-reduce before it, so they choose the same experts. Each rank computes its part of every
     expert.
     """
 
@@ -99,18 +107,26 @@ class RoutedMlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read a layer's router, and this rank's part of its experts. Raises ModelError."""
+        """Read a layer's router, and this rank's part of its experts. Raises ModelError.
+
+        layer: index of the layer.
+        ranks: processes that share the layers; None: this process alone.
+        output_norm: name of the weight of a norm of the output; None: no norm.
+        """
         self._ranks = ranks
         self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
         self.experts = Experts(config, checkpoint, layer)
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the experts read this many tokens rounded to FP8."""
+        """Return whether the experts' products round an input of this many tokens to FP8."""
         return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
-        """Return y [tokens, hidden] of x [tokens, hidden]."""
+        """Compute the MLP of hidden states x [tokens, hidden] → Product [tokens, hidden].
+
+        lora: LoRA work of the forward pass; None: no adapter.
+        """
         logits, delta = self.router(x, lora)
         mixed = self.experts(x, logits, delta, lora)
         return summed_product(mixed, None, self.output_weight, self._ranks)
@@ -123,9 +139,10 @@ def _read(
 
     The checkpoint has one tensor, gate_up_proj or down_proj, or one for each expert's linear.
 
-    parts: names of the linears.
+    path: prefix of the tensors' names.
+    parts: names of the linears of an expert.
     count: number of experts.
-    cut: kept part of one expert's linear.
+    cut: part of one expert's linear to keep.
     → [count, parts · rows, columns]
     """
     names = [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in parts]

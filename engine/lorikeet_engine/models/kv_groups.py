@@ -1,8 +1,9 @@
 """Groups of layers that keep their keys and values in the same KV pages.
 
-A layer with a window needs only a sequence's last pages, a layer without needs all of them. So a
-group consists of layers with one window, and a sequence has a list of pages for each group. Pages
-of all groups hold equally many layers, so that one pool of pages serves all groups:
+A layer with a window needs only a sequence's last pages, a layer without a window needs all of
+them. So a group consists of layers with the same window, and a sequence has a list of pages for
+each group. Pages of all groups hold equally many layers, so that one pool of pages serves all
+groups:
 
     layers              w w w w w F w w w w w F        w: with a window, F: without
     group, place        1·0 1·1 2·0 2·1 3·0 0·0 3·1 4·0 4·1 5·0 5·1 0·1
@@ -15,7 +16,7 @@ _MOST_GROUPS = 8  # each group costs a step page tables, and copies of them in a
 
 
 class KvPlace(NamedTuple):
-    """Place of a layer's keys and values: its group, and its index in the group's pages."""
+    """Location of a layer's keys and values: its group, and its index in the group's pages."""
 
     group: int
     layer: int
@@ -23,11 +24,11 @@ class KvPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvGroups:
-    """Groups of a model's layers.
+    """Groups of a model's layers whose keys and values share KV pages.
 
     page_layers: number of layers whose keys and values a page holds.
-    windows: each group's window; None: sees all tokens. Groups without windows come first.
-    places: each layer's place.
+    windows: each group's window in tokens; None: no window. Groups without windows come first.
+    places: each layer's group, and its index in the group's pages.
     """
 
     page_layers: int
@@ -36,10 +37,11 @@ class KvGroups:
 
     @classmethod
     def of(cls, windows: tuple[int | None, ...], context: int) -> "KvGroups":
-        """Choose the groups with which a sequence of `context` tokens takes the least memory.
+        """Choose the groups of layers with which a sequence takes the least memory.
 
-        windows: each layer's window; all that are not None are equal. If all are None, there is one
-            group.
+        windows: each layer's window in tokens, None for none; all that are not None are equal. If
+            all are None, there is one group.
+        context: length of the sequence in tokens.
         """
         kinds = sorted(set(windows), key=lambda window: window is not None)
         layers = {window: windows.count(window) for window in kinds}

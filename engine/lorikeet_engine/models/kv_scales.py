@@ -12,10 +12,12 @@ _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale
 
 
 def read_kv_scales(checkpoint: Checkpoint, layer: int) -> KvScales:
-    """Read a layer's scales; 1 for keys or values without a scale.
+    """Read a layer's scales of FP8 keys and values. A scale that the checkpoint lacks is 1.
 
-    If each head has a scale, the largest is taken. Raises ModelError, whose `field` is the tensor's
-    name, unless all scales are numbers above 0.
+    If each head has a scale, the largest is returned. Raises ModelError, whose `field` is the
+    tensor's name, unless all scales are numbers above 0.
+
+    layer: index of the layer.
     """
     path = f"model.layers.{layer}.self_attn"
     return KvScales(key=_scale(checkpoint, path, "k"), value=_scale(checkpoint, path, "v"))

@@ -26,10 +26,12 @@ class LoraLinear:
     def __init__(
         self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
     ) -> None:
-        """Read the linears of a group. Raises ModelError.
+        """Read the linears of a fused group, such as qkv. Raises ModelError.
 
-        shape: of the whole model.
+        shape: shape of the whole model, not of this process's part.
+        layer: index of the layer.
         group: name of one of the shape's groups.
+        bias: whether the linears have biases.
         """
         linears = shape.groups[group]
         assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
@@ -56,14 +58,21 @@ class LoraLinear:
             self.bias = checkpoint.read_parts(biases, cuts)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and its LoRA delta, not yet added.
+        """Return x·Wᵀ + b [tokens, sum(d_outs)], and the LoRA delta to add to it.
 
-        If inputs are cut, both are this process's part of a sum over ranks.
+        If the linears' inputs are divided among ranks, both are this rank's part of a sum over
+        ranks.
+
+        x: input [tokens, d_in].
+        lora: LoRA work of the forward pass; None: no adapter.
         """
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
 
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Compute __call__ for act_and_mul, the only operator that reads an UnexpandedDelta."""
+        """Compute __call__ for a result that act_and_mul reads.
+
+        Only act_and_mul can read an UnexpandedDelta, which the delta may be.
+        """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)

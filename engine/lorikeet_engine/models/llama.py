@@ -1,4 +1,4 @@
-"""Decoder of all families: Llama and its relatives, which differ only in ModelConfig.
+"""Decoder of all model families: Llama and its relatives, which differ only in ModelConfig.
 
 Contains LlamaModel, its layers and their attention. `linears` has the linears with LoRA, `mlp` and
 `experts` the MLPs, `norms` the norms. On CUDA these launch the kernels of kernels/lora/linear.py,
@@ -52,7 +52,7 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Operands of one forward pass that all layers share."""
+    """Operands that all layers of a decoder share in one forward pass."""
 
     batch: Batch
     lora: LoraStep | None
@@ -64,7 +64,7 @@ class _Step:
 class LlamaModel:
     """Decoder from token ids to logits, over paged KV and with an adapter for each sequence.
 
-    With tensor parallelism, every process must get the same batches, and the leader gets all
+    With tensor parallelism, every process must get the same batches, and only the leader gets
     logits.
 
     config: of the whole model.
@@ -74,10 +74,12 @@ class LlamaModel:
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
     ) -> None:
-        """Read the parts of all tensors that the checkpoint's shard keeps.
+        """Read the parts of all tensors that this process keeps.
 
-        Raises ModelError, and SettingsError if the model cannot be cut into that many parts.
+        Raises ModelError, and SettingsError if the model cannot be divided among that many
+        processes.
 
+        checkpoint: tensors, and in its `shard` this process's share of them.
         ranks: processes that share the layers; None: this process alone.
         """
         self.config = config
@@ -108,11 +110,12 @@ class LlamaModel:
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Compute the last hidden states of a batch, and write its keys and values to the cache.
+        """Compute the last hidden states of a batch, and write its keys and values to the KV cache.
 
-        kv [layers of a page, 2, pages, page_size, kv_heads, head_dim]: written, each layer at its
-          place in the config's KvGroups
-        lora: may be None if batch.segments is None
+        kv [layers of a page, 2, pages, page_size, kv_heads, head_dim]: KV cache, in which each
+          layer's place is in config.kv_groups
+        lora: weights of all adapters; may be None if batch.segments is None
+        attention: back end that has planned this batch
         → [tokens, hidden] in the model's dtype
 
         On CUDA, this code runs when graphs are captured at start, and in steps that are too large
@@ -141,8 +144,8 @@ class LlamaModel:
         """Compute logits of hidden states.
 
         hidden [rows, hidden]: rows of `forward`'s result
+        lora: weights of all adapters; may be None if segments is None
         segments: runs of these rows whose adapters change lm_head; None: no adapter does
-        lora: may be None if segments is None
         → [rows, vocab] in hidden's dtype; [0, vocab] in ranks other than the leader
         """
         logits, layer = linear(hidden, self._head), self.config.shape.outer_layer
@@ -172,12 +175,12 @@ def load_model(
 
     Raises ModelError, whose `field` is the config key, file or tensor at fault. Raises
     SettingsError if the device has too little memory for the weights or no FP8 products for them,
-    or if the model cannot be cut into as many parts as there are ranks.
+    or if the model cannot be divided among as many processes as there are ranks.
 
     max_context: see ModelConfig.from_folder.
     rounding: NF4 or FP8, to which the layers' linears are rounded one after the other; None: as
         stored.
-    ranks: processes that share the layers, of which this one loads its part.
+    ranks: processes that share the layers, of which this one loads its part; None: it loads all.
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
@@ -197,12 +200,14 @@ def rehearse_load(
     rounding: Quantization | None = None,
     shard: Shard = WHOLE,
 ) -> tuple[ModelConfig, int]:
-    """Check a load from the files' headers alone, and return the config and the weights' bytes.
+    """Check that a checkpoint can be loaded, and return its config and its weights' bytes.
 
-    Takes no memory and little time, except to compare a stored lm_head with the embeddings to which
-    it is tied. Raises ModelError and SettingsError as load_model does.
+    Reads only the files' headers. Takes no memory and little time, except to compare a stored
+    lm_head with the embeddings to which it is tied. Raises ModelError and SettingsError as
+    load_model does.
 
-    shard: whose bytes are returned; the first shard's are the most.
+    max_context, rounding: as for load_model.
+    shard: the process whose bytes are returned; the first process has the most.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears
@@ -256,7 +261,13 @@ class _Layer:
     def __call__(
         self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
     ) -> Product:
-        """Add delta and attention's output to x in place; return the MLP's output, not added."""
+        """Compute one decoder layer.
+
+        Adds delta and attention's output to the hidden states x in place; returns the MLP's output,
+        which the next layer adds.
+
+        delta: product to add to x first, such as the previous layer's MLP output.
+        """
         rounded = fp8.rounds(self.attention.qkv.weight, len(x))
         inputs = self.attention_norm.inputs(x, delta, rounded=rounded)
         delta = self.attention(inputs, layer_kv, step)

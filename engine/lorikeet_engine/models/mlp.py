@@ -12,7 +12,7 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Mlp:
-    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, cut over ranks."""
+    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, divided among ranks."""
 
     def __init__(
         self,
@@ -22,7 +22,12 @@ class Mlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read this rank's part of a layer's MLP. Raises ModelError."""
+        """Read this rank's part of a layer's MLP. Raises ModelError.
+
+        layer: index of the layer.
+        ranks: processes that share the layers; None: this process alone.
+        output_norm: name of the weight of a norm of the output; None: no norm.
+        """
         shape, bias = config.shape, config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
         self.down = LoraLinear(checkpoint, shape, layer, "down", bias=bias)
@@ -31,11 +36,14 @@ class Mlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the MLP reads this many tokens rounded to FP8."""
+        """Return whether the MLP's products round an input of this many tokens to FP8."""
         return fp8.rounds(self.gate_up.weight, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
-        """Return y [tokens, hidden] of x [tokens, hidden]."""
+        """Compute the MLP of hidden states x [tokens, hidden] → Product [tokens, hidden].
+
+        lora: LoRA work of the forward pass; None: no adapter.
+        """
         down = self.down(self._gated(x, lora), lora)
         return summed_product(*down, self.output_weight, self._ranks)
 

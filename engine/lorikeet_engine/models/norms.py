@@ -1,6 +1,6 @@
 """RMS norms of a decoder: of hidden states, of products added to them, of queries and keys.
 
-Also chooses how the parts of a product are summed over ranks (summed_product).
+Also chooses how the ranks' parts of a product are summed (summed_product).
 """
 
 from dataclasses import dataclass, replace
@@ -27,12 +27,13 @@ from lorikeet_engine.parallel.sums import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Product of a linear that is not yet added to the hidden states.
+    """Output of a linear layer that is not yet added to the hidden states.
 
-    y [tokens, width].
-    lora: y's LoRA delta, not yet added to y.
-    norm_weight [width]: weight of a norm of y before it is added; None: no norm.
-    exchange: sums y and lora, which are this rank's parts, over ranks; None: y is summed already.
+    y [tokens, width]: output without LoRA.
+    lora: y's LoRA delta, not yet added to y; None: no adapter.
+    norm_weight [width]: weight of a norm that is applied to y before it is added; None: no norm.
+    exchange: memory for the sum over ranks of y and lora, which are this rank's parts; None: y is
+        already complete.
     """
 
     y: torch.Tensor
@@ -47,12 +48,15 @@ def summed_product(
     norm_weight: torch.Tensor | None,
     ranks: RankGroup | None,
 ) -> Product:
-    """Sum a product over ranks: the all-reduce after o_proj and down_proj.
+    """Sum the output of o_proj or down_proj over ranks (the all-reduce of tensor parallelism).
 
-    Small products are left to the kernel of the norm that reads them (RowExchange), others are
+    The kernel of the norm that reads it sums small outputs itself (RowExchange). All others are
     summed here by RankSums.all_reduce.
 
-    ranks: processes that have parts of the product; None: y is whole.
+    y [tokens, width]: this rank's part of the output.
+    lora: its LoRA delta; None: no adapter.
+    norm_weight: see Product.
+    ranks: processes that have the other parts; None: y is already complete.
     """
     if ranks is None:
         return Product(y, lora, norm_weight)
@@ -68,7 +72,7 @@ def summed_product(
 class RmsNorm:
     """RMS norm y = x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32.
 
-    y = x in families without a norm at this point of the layer.
+    In model families without a norm at this point of the layer, y = x.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str | None) -> None:
@@ -77,11 +81,17 @@ class RmsNorm:
         self.weight = read_norm_weight(config, checkpoint, name)
 
     def add_and_norm(self, x: torch.Tensor, product: Product) -> torch.Tensor:
-        """Add the product, times the multiplier, to x in place, and return the norm of each row."""
+        """Add a product, times the residual multiplier, to x in place, and return the norm of x.
+
+        x [tokens, hidden]: hidden states.
+        """
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Compute add_and_norm as the input of a linear; rounded: with its FP8 rounding too."""
+        """Compute add_and_norm, as input of a linear.
+
+        rounded: whether the input is also rounded to FP8.
+        """
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
         return add_rms_norm_fp8(x, product.y, self.weight, *self._operands(product))
@@ -94,15 +104,20 @@ class RmsNorm:
 def read_norm_weight(
     config: ModelConfig, checkpoint: Checkpoint, name: str | None
 ) -> torch.Tensor | None:
-    """Read a norm's weight [hidden]; None if `name` is None. Raises ModelError."""
+    """Read a norm's weight [hidden]; None if `name` is None. Raises ModelError.
+
+    name: name of the tensor.
+    """
     cut = Cut.whole(config.shape.hidden)
     return None if name is None else _weight(config, checkpoint, name, cut)
 
 
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
-    """Read a layer's norm of this process's queries and keys; None if the family has none.
+    """Read a layer's norm of this process's queries and keys; None if the model family has none.
 
     Raises ModelError.
+
+    layer: index of the layer.
     """
     if config.qk_norm is QkNormKind.NONE:
         return None
@@ -121,9 +136,11 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
 def shared_qk_norm(
     norm: QkNorm, ranks: RankGroup, qkv: torch.Tensor, kv_heads: int, lora: LoraDelta | None
 ) -> QkNorm:
-    """Sum the mean squares of all heads over ranks, for a norm of all heads together.
+    """Return a norm of queries and keys over all ranks' heads, with the mean squares of all heads.
 
-    qkv, kv_heads, lora: operands of the following rotary_and_store_kv.
+    Computes this rank's mean squares and sums them over ranks.
+
+    qkv, kv_heads, lora: operands of the rotary_and_store_kv that will apply the norm.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
     ranks.sums.all_reduce(squares)

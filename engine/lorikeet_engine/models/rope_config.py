@@ -1,4 +1,4 @@
-"""Rotary embeddings of config.json, checked and parsed."""
+"""Rotary embeddings of config.json, validated and parsed."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lorikeet_engine.adapter_format.base_config import flag, integer, number, nu
 
 @dataclass(frozen=True, slots=True)
 class LinearRopeScaling:
-    """Rotary frequencies that are all divided by `factor`."""
+    """Scaling of rotary embeddings that divides all frequencies by `factor`."""
 
     factor: float
 
@@ -20,11 +20,11 @@ class LinearRopeScaling:
 class Llama3RopeScaling:
     """Llama 3.1's scaled rotary frequencies: low ones are divided by `factor`, high ones kept.
 
-    Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`,
-    those with wavelengths below original_context / high_freq_factor are kept, those between are
+    Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`.
+    Those with wavelengths below original_context / high_freq_factor are kept. Those between are
     interpolated.
 
-    original_context: tokens of context before scaling.
+    original_context: tokens of the context that the model had before scaling.
     """
 
     factor: float
@@ -38,9 +38,10 @@ class YarnRopeScaling:
     """YaRN's scaled rotary frequencies (arXiv 2309.00071): low ones are divided, high ones kept.
 
     Frequencies with fewer than beta_slow rotations in original_context tokens are divided by
-    `factor`, those with more than beta_fast are kept, those between are interpolated over their
+    `factor`. Those with more than beta_fast are kept. Those between are interpolated over their
     indices.
 
+    original_context: tokens of the context that the model had before scaling.
     truncate: whether the interpolation's bounds are rounded to whole indices.
     """
 
@@ -53,13 +54,16 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE's rotary frequencies (arXiv 2402.13753): each is divided by its own factor."""
+    """LongRoPE's rotary frequencies (arXiv 2402.13753): each is divided by its own factor.
+
+    factors: one for each frequency.
+    """
 
     factors: tuple[float, ...]
 
 
 _LOCAL_THETA = "rope_local_base_freq"
-"""Switch of families whose layers with sliding windows have another rotary embedding."""
+"""Key of config.json in model families whose sliding-window layers have another RoPE theta."""
 _PER_KIND = {"full_attention", "sliding_attention"}
 
 RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
@@ -71,6 +75,7 @@ class RopeConfig:
 
     Unscaled frequencies are theta ** (-2i / rotary_dim).
 
+    scaling: change of the frequencies; None: unscaled.
     gain: factor of cosines and sines, and so of queries and keys.
     interleaved: see Family.
     """
@@ -84,17 +89,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerRopes:
-    """Rotary embeddings of layers that see all tokens, and of layers with sliding windows."""
+    """Rotary embeddings of layers without a window (full), and of layers with sliding windows."""
 
     full: RopeConfig
     sliding: RopeConfig
 
 
 def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
-    """Return the context of the rotary embedding, in tokens.
+    """Return the number of positions that the rotary embedding supports.
 
     With YaRN this is at least `factor` times the original context, as many config.json files have
     YaRN switched on and max_position_embeddings left at its original value.
+
+    raw: content of config.json.
     """
     positions = integer(raw, "max_position_embeddings")
     _, rope = _section(raw, family)
@@ -106,6 +113,7 @@ def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
 def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> LayerRopes:
     """Parse config.json's rotary embeddings. Raises ModelError.
 
+    raw: content of config.json.
     context: tokens of the longest context that the engine serves.
     """
     name, rope = _section(raw, family)
@@ -127,7 +135,13 @@ def _rope(
     head_dim: int,
     context: int,
 ) -> RopeConfig:
-    """Parse one section of config.json; name: of the section, for errors."""
+    """Parse one RoPE section of config.json.
+
+    raw: content of config.json.
+    name: name of the section, for errors.
+    rope: content of the section, with its rope_theta.
+    context: tokens of the longest context that the engine serves.
+    """
     theta = number(rope, "rope_theta")
     rotary_dim = _rotary_dim(raw, rope, family, head_dim)
     kind = _kind(rope)
@@ -151,7 +165,10 @@ def _rope(
 
 
 def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
-    """Return name and content of config.json's RoPE section for layers that see all tokens."""
+    """Return name and content of config.json's RoPE section for layers without a window.
+
+    raw: content of config.json.
+    """
     # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(name) or {}
@@ -170,7 +187,12 @@ def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, 
 
 
 def _local_section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return name and content of the RoPE section for sliding-window layers, empty if none."""
+    """Return name and content of config.json's RoPE section for sliding-window layers.
+
+    The content is empty if there is no such section.
+
+    raw: content of config.json.
+    """
     parameters = raw.get("rope_parameters") or {}
     return "rope_parameters.sliding_attention", parameters.get("sliding_attention") or {}
 
@@ -242,10 +264,16 @@ def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
 def _longrope(
     raw: Mapping[str, Any], rope: Mapping[str, Any], plain: RopeConfig, context: int
 ) -> RopeConfig:
-    """Parse LongRoPE, with the long factors if the engine serves more than the original context.
+    """Parse LongRoPE. It has long factors, and short factors for up to the original context.
 
+    The long factors are used for all sequences if the engine serves more than the original context.
     transformers switches from short to long factors as a sequence grows, which leaves earlier keys
     rotated by the short ones.
+
+    raw: content of config.json.
+    rope: content of its RoPE section.
+    plain: the rotary embedding without scaling.
+    context: tokens of the longest context that the engine serves.
     """
     original, pairs = _original_context(raw, rope), plain.rotary_dim // 2
     short, long = (numbers(rope, f"{length}_factor", pairs) for length in ("short", "long"))

@@ -1,4 +1,4 @@
-"""Angles of the rotary embeddings, as cosines and sines of every position."""
+"""Angles of the rotary embeddings at every position, as cosines and sines."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from lorikeet_engine.models.rope_config import (
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Cosines and sines of positions, times RopeConfig.gain.
+    """Cosines and sines of the rotary angles at some positions, times RopeConfig.gain.
 
     cos, sin [positions, rotary_dim / 2] float32.
     """
@@ -27,7 +27,7 @@ class Turns:
 
 
 class RotaryEmbeddings:
-    """Angles of every position, for each rotary embedding of the layers."""
+    """Cosines and sines of the rotary angles at every position, for each rotary embedding."""
 
     def __init__(
         self, ropes: Iterable[RopeConfig | None], positions: int, device: torch.device
@@ -36,9 +36,9 @@ class RotaryEmbeddings:
         self._turns = {rope: _turns(rope, positions, device) for rope in distinct}
 
     def at(self, positions: torch.Tensor) -> dict[RopeConfig | None, Turns]:
-        """Look up the angles of positions [tokens] int64, for each rotary embedding.
+        """Look up cosines and sines at positions [tokens] int64, for each rotary embedding.
 
-        Angles for None, layers without rotary embedding, have no columns.
+        The key None, for layers without rotary embedding, has tensors without columns.
         """
         nothing = torch.empty(len(positions), 0, device=positions.device)
         at: dict[RopeConfig | None, Turns] = {None: Turns(nothing, nothing)}
@@ -78,10 +78,10 @@ def _stretch(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Ten
 
 
 def _kept(rope: RopeConfig, yarn: YarnRopeScaling) -> torch.Tensor:
-    """Return the share of each frequency that YaRN keeps unchanged, 0 to 1: [rotary_dim / 2]."""
+    """Return how much of each frequency YaRN keeps unscaled, from 0 to 1: [rotary_dim / 2]."""
 
     def index(turns: float) -> float:
-        """Return the fractional index of the frequency with this many turns in original_context."""
+        """Return the fractional index of the frequency that turns so often in original_context."""
         per_turn = yarn.original_context / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 

@@ -19,7 +19,7 @@ STAGING_BYTES = 16 << 20  # of each reader's buffer
 class Span:
     """Position of a tensor in a file: rows of `width` elements from byte `begin` on.
 
-    columns: wanted columns of each row. If all are wanted, each element counts as a row.
+    columns: columns of each row to copy. If all are copied, each element counts as a row.
     """
 
     file: Path
@@ -30,7 +30,7 @@ class Span:
 
     @classmethod
     def of(cls, file: Path, begin: int, dtype: torch.dtype, cut: Cut) -> "Span":
-        """Return the span of the kept part of a tensor that starts at byte `begin`."""
+        """Return the span of the kept part of a tensor that starts at byte `begin` of a file."""
         width = math.prod(cut.matrix_shape[1:])
         begin += cut.rows.start * width * dtype.itemsize
         if cut.kept_shape[1:] == cut.matrix_shape[1:]:  # dense, in pieces of any length
@@ -40,9 +40,10 @@ class Span:
 
 
 class Staging:
-    """Threads that read files piece by piece, each into a buffer of its own.
+    """Threads that copy tensors from files to a device, each through a buffer of its own.
 
-    While a thread waits for its copy to the device, the others read. On CUDA buffers are pinned.
+    Files are read piece by piece. While a thread waits for its copy to the device, the other
+    threads read. On CUDA buffers are pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +53,10 @@ class Staging:
         self._copies: list[Future[None]] = []
 
     def copy(self, span: Span, out: torch.Tensor) -> None:
-        """Start to fill `out`, which is dense, with a span's elements, cast to out's dtype."""
+        """Start to fill `out` with the elements of a file's span, cast to out's dtype.
+
+        out: dense tensor.
+        """
         rows = out.view(-1, len(span.columns))
         most = STAGING_BYTES // (span.width * span.dtype.itemsize)
         for first in range(0, len(rows), most):
@@ -60,13 +64,13 @@ class Staging:
             self._copies.append(self._pool.submit(self._copy, span, first, piece))
 
     def finish(self) -> None:
-        """Wait for all copies. Raises ModelError if a file ended early."""
+        """Wait for all copies started so far. Raises ModelError if a file ended early."""
         for copy in self._copies:
             copy.result()
         self._copies.clear()
 
     def close(self) -> None:
-        """Cancel all pieces that are not yet read."""
+        """Cancel the copies of all pieces of files that are not yet read, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def _copy(self, span: Span, first: int, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Names, shapes and file positions of a Hugging Face checkpoint's tensors, from its headers."""
+"""Names, shapes and file positions of a Hugging Face checkpoint's tensors, from file headers."""
 
 import json
 import math
@@ -34,11 +34,11 @@ _PROJECTIONS = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor as its file's header describes it.
+    """Tensor of a safetensors file, as the file's header describes it.
 
-    name: in the file.
-    begin: first byte in the file.
-    dtype: safetensors' name.
+    name: the tensor's name in the file.
+    begin: byte of the file at which the values begin.
+    dtype: safetensors' name of the dtype.
     """
 
     name: str
@@ -48,7 +48,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def values(self) -> torch.Tensor:
-        """Read the whole tensor in its stored dtype, one of PART_DTYPES. Raises ModelError."""
+        """Read the tensor's values in their stored dtype, one of PART_DTYPES. Raises ModelError."""
         # not by safe_open, which parses the whole header: 4 ms if it has 5,000 experts' tensors
         values = torch.empty(self.shape, dtype=PART_DTYPES[self.dtype])
         read_bytes(self.file, self.begin, values.view(-1).view(torch.uint8))
@@ -56,9 +56,10 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Find the tensors of a folder's decoder, by their names in a checkpoint of the decoder alone.
+    """Find the tensors of the decoder in a checkpoint folder, by name.
 
-    Raises ModelError, whose `field` is the file, or the key of config.json.
+    A vision-language model's decoder gets the names of a checkpoint of a decoder alone. Raises
+    ModelError, whose `field` is the file, or the key of config.json.
     """
     stored, config = _stored_tensors(folder), folder / "config.json"
     if not config.exists() or not is_vision_language(read_json(config)):
@@ -67,9 +68,9 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_tied_head(folder: Path) -> None:
-    """Raise ModelError if config.json ties an lm_head that differs from the embeddings.
+    """Raise ModelError if config.json ties lm_head to embeddings from which the stored one differs.
 
-    In that case transformers 5 does not tie them; transformers 4 left lm_head unread.
+    For such a checkpoint transformers 5 does not tie them; transformers 4 left lm_head unread.
     """
     stored = find_tensors(folder)
     head, embeddings = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
@@ -78,9 +79,12 @@ def check_tied_head(folder: Path) -> None:
 
 
 def instead_of(weight: str, stored: Iterable[str]) -> str:
-    """Return a clause, for an error, on the tensors that are stored instead of a linear's weight.
+    """Return a clause for an error: which tensors are stored instead of a linear's weight.
 
     Empty if there are none.
+
+    weight: name of the missing weight.
+    stored: names of all tensors.
     """
     path = weight.removesuffix("weight")
     others = sorted(name for name in stored if name.startswith(path)) if path != weight else []
@@ -121,7 +125,10 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _decoder_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Select a vision-language model's decoder, with the names of a decoder alone."""
+    """Select a vision-language model's decoder tensors, and name them as for a decoder alone.
+
+    stored: all tensors by name.
+    """
     found = {}
     for name, tensor in stored.items():
         if match := _DECODER.fullmatch(name):

@@ -2,6 +2,6 @@
 
 `shard`: part of every linear, and of its LoRA weights, that each process keeps.
 `rank_group`: collective communication of the processes; `sums`: their all-reduces.
-`followers`: the processes beside the leader, which is the engine's own process.
+`followers`: all processes but the leader, which is the engine's own process.
 `ring`: shared memory through which the leader sends commands to the followers.
 """

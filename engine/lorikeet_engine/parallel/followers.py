@@ -3,9 +3,9 @@
     leader ── ring: commands, in one order for all ──▶ every follower     (process/follower.py)
            ◀── a pipe each: reports of finished copies ── follower
 
-A follower executes the leader's commands in order and knows no requests. No rank can go on without
-the others, as it would wait in a sum forever. So the leader's process ends as soon as a follower
-has ended or is stopped, and Linux ends a follower whose leader has ended.
+A follower executes the leader's commands in order and has no notion of requests. No rank can
+continue without all others, as it would wait in a sum forever. So the leader's process ends as soon
+as a follower has ended or is stopped, and Linux ends a follower whose leader has ended.
 """
 
 import logging
@@ -38,10 +38,10 @@ _END_S = 2.0  # limit of a follower's end after the ring is closed
 
 
 class CopyReport(NamedTuple):
-    """Report of a follower that a copy to its GPU is finished.
+    """Report of a follower that it has finished a copy to its GPU.
 
-    copy: the copy's number.
-    total: word_sum of the copied bytes on the GPU.
+    copy: number of the copy, as in the leader's command.
+    total: checksum (word_sum) of the copied bytes as they arrived on the GPU.
     """
 
     copy: int
@@ -49,7 +49,10 @@ class CopyReport(NamedTuple):
 
 
 class RankCopies:
-    """Followers' reports of one copy. One thread adds them, another waits for them."""
+    """Reports of all followers that they have finished one copy to their GPUs.
+
+    One thread adds reports, another waits for them.
+    """
 
     def __init__(self, followers: int) -> None:
         self._totals: list[int] = []
@@ -57,7 +60,10 @@ class RankCopies:
         self._over = threading.Event()
 
     def add(self, total: int) -> None:
-        """Add one follower's checksum."""
+        """Add the report of one follower.
+
+        total: checksum of the bytes that it has copied.
+        """
         self._totals.append(total)
         if len(self._totals) == self._followers:
             self._over.set()
@@ -79,7 +85,7 @@ class Followers:
     `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. When a
     follower is lost, `on_lost` is called with its rank and the reason, on another thread.
 
-    memory: memory shared with the followers beside the ring.
+    memory: memory shared with the followers, in addition to the ring of commands.
     """
 
     def __init__(
@@ -91,14 +97,14 @@ class Followers:
         fds: Sequence[int] = (),
         on_lost: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Start world − 1 processes. Linux ends them with the thread that calls this.
+        """Start world − 1 processes. Linux ends them if the thread that calls this ends.
 
-        world: number of ranks, the leader included.
+        world: number of ranks, including the leader.
         start: first message to the followers, picklable.
         memory: shared memory, which the followers map too.
-        ring_bytes: capacity for unread messages, and so the limit of one message.
+        ring_bytes: capacity for messages that are not yet read, and so the limit of one message.
         fds: descriptors that the followers inherit under the same numbers.
-        on_lost: called with rank and reason; None ends this process.
+        on_lost: called with rank and reason if a follower is lost; None: this process then ends.
         """
         self._on_lost = on_lost or _end_process
         self._queued: list[object] = []
@@ -126,15 +132,15 @@ class Followers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the followers, by rank from 1 on."""
+        """Process ids of the followers, in the order of their ranks, which begin at 1."""
         return [process.pid for process in self._processes]
 
     def queue(self, *messages: object) -> None:
-        """Queue messages, to be sent before those of the next `send`."""
+        """Queue messages to the followers. The next `send` sends them first."""
         self._queued += messages
 
     def send(self, *messages: object) -> None:
-        """Send all queued messages, then these, to every follower.
+        """Send all queued messages, then the given ones, to every follower.
 
         Raises DeviceLost if a follower is gone.
         """
@@ -145,12 +151,17 @@ class Followers:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
-        """Register a copy, which is not sent yet, and return the followers' reports of it."""
+        """Register a copy that followers will make, and return their reports of it.
+
+        Call this before the copy is commanded.
+
+        copy: number of the copy.
+        """
         copies = self._copies[copy] = RankCopies(len(self._processes))
         return copies
 
     def close(self) -> None:
-        """Let the followers finish what was sent, then end; kill those that do not end."""
+        """Let the followers execute all messages sent so far; kill those that then do not end."""
         self._closing.set()
         self._ring.close()
         deadline_s = time.monotonic() + _END_S
@@ -211,9 +222,9 @@ class Followers:
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """Run work of the leader that the followers do too, and turn every error into DeviceLost.
+    """Context for work that all ranks do, which turns every error into DeviceLost.
 
-    After an error in one rank alone, the ranks are out of step for good.
+    After an error in one rank alone, the ranks differ and can never work together again.
     """
     try:
         yield
@@ -234,7 +245,7 @@ def _start(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[byte
 
 
 class _State(Enum):
-    """State of a follower process."""
+    """State of a follower process: alive, stopped by a signal, or ending."""
 
     ALIVE = auto()
     STOPPED = auto()  # by a signal: exists, but executes nothing
@@ -242,10 +253,10 @@ class _State(Enum):
 
 
 def _state_of(pid: int) -> _State:
-    """Read the state of a child process from /proc.
+    """Read from /proc whether a child process is alive, stopped or ending.
 
-    Other signs say less. A heartbeat stops while torch is imported or kernels compile. The end of
-    the pipe comes only after the process has returned its memory, at 0.1 s for each GB.
+    Other signs are less reliable. A heartbeat stops while torch is imported or kernels compile. The
+    end of the pipe comes only after the process has returned its memory, at 0.1 s for each GB.
     """
     try:
         facts = Path(f"/proc/{pid}/stat").read_text()

@@ -1,8 +1,8 @@
 """Collective communication of the processes of a tensor parallel replica.
 
-Each process has a rank, counted from the leader's 0: not to be confused with the rank of an
+Each process has a rank, its index; the leader's is 0. It has nothing to do with the rank of an
 adapter. On CUDA every collective is launched on the current stream and can be captured in a graph;
-only `minimum` makes the host wait. A lost process leaves the others waiting, so followers.py
+only `minimum` makes the host wait. If a process is lost, all others wait forever, so followers.py
 watches all of them.
 """
 
@@ -39,11 +39,12 @@ class RankGroup:
     """
 
     def __init__(self, shard: Shard, rendezvous: Path, device: torch.device) -> None:
-        """Connect to the other processes. Waits for all of them.
+        """Connect to the other processes of the replica. Waits for all of them.
 
+        shard: this process's index, and the number of processes.
         rendezvous: a file on this host that does not exist yet, the same for all processes of one
             replica and for no other replica.
-        device: this process's own.
+        device: GPU that only this process uses, or the CPU.
         """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -66,23 +67,24 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0 on."""
+        """Index of this process among those of the replica; the leader is 0."""
         return self.shard.index
 
     @property
     def world(self) -> int:
-        """Number of processes."""
+        """Number of processes that compute the replica's layers together."""
         return self.shard.world
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader, which samples tokens."""
+        """Whether this process is the leader of the replica, which samples tokens."""
         return self.rank == 0
 
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Gather logits [rows, vocabulary] at the leader; the others get [0, vocabulary].
+        """Gather logits [rows, vocabulary] at the leader; all other processes get [0, vocabulary].
 
-        part [rows, width], dense: logits of this rank's part of the vocabulary (Shard.vocabulary).
+        part [rows, width], dense: logits of this process's part of the vocabulary
+            (Shard.vocabulary).
         """
         if not len(part):  # then in no rank: spares the backends an empty gather
             return part.new_empty(0, vocabulary)
@@ -99,18 +101,18 @@ class RankGroup:
         return torch.cat([p[:, :width] for p, width in zip(parts, widths, strict=True)], dim=1)
 
     def broadcast_tokens(self, tokens: torch.Tensor) -> None:
-        """Replace tokens [rows] int64 by the leader's tokens."""
+        """Overwrite tokens [rows] int64 in every process with the leader's."""
         dist.broadcast(tokens, src=0)
 
     def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest of all ranks' numbers for each value. Waits for all ranks.
+        """Return, for each position in `values`, the smallest number that any rank has passed.
 
-        For start-up, not for steps.
+        Waits for all ranks, so it is for start-up only, not for steps.
         """
         least = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return tuple(least.tolist())
 
     def close(self) -> None:
-        """Leave the group. All processes do so."""
+        """Leave the group of processes. All processes must do so."""
         dist.destroy_process_group()

@@ -22,12 +22,13 @@ _FULL_S = 50e-6  # between checks for the slowest reader while the ring is full
 
 
 class SharedMemory:
-    """Anonymous memory that child processes map through an inherited descriptor."""
+    """Anonymous shared memory, which child processes map through an inherited descriptor."""
 
     def __init__(self, size: int, fd: int | None = None) -> None:
-        """Map new memory, or the memory of a descriptor, which `close` then closes.
+        """Create and map new memory, or map the memory of an existing descriptor.
 
-        size: bytes, at least.
+        size: bytes, which become at least 1.
+        fd: descriptor of existing memory, which `close` will close; None: create new memory.
         """
         self.size = max(1, size)
         self.fd = os.memfd_create("lorikeet") if fd is None else fd
@@ -41,7 +42,7 @@ class SharedMemory:
 
 
 class _Ring:
-    """Layout of the memory, shared by both ends: read positions, then the records."""
+    """Memory layout that a ring's writer and readers share: read positions, then records."""
 
     def __init__(self, memory: SharedMemory, readers: int) -> None:
         self._positions = np.frombuffer(memory.bytes, np.int64, readers)
@@ -61,19 +62,23 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """Writing end of the ring. Belongs to one thread at a time.
+    """Writing end of a ring buffer. Used by one thread at a time.
 
-    capacity: limit of the bytes of unread records, each with 8 bytes for its length.
+    capacity: limit of the bytes of records that some reader has not read, each with 8 bytes for its
+        length.
     """
 
     def __init__(self, memory: SharedMemory, wake_fds: list[int]) -> None:
-        """Take the writing ends of the readers' pipes, which `close` closes."""
+        """Open the ring for writing.
+
+        wake_fds: writing end of each reader's pipe; `close` closes them.
+        """
         super().__init__(memory, len(wake_fds))
         self._wake_fds = wake_fds
         self._written = 0
 
     def write(self, record: bytes) -> None:
-        """Write a record. Waits while unread records take the space.
+        """Write a record. Waits while records that some reader has not read take the space.
 
         Raises ValueError for a record larger than the ring, BrokenPipeError when a reader is gone.
         """
@@ -89,28 +94,31 @@ class RingWriter(_Ring):
             os.write(fd, b"\0")
 
     def close(self) -> None:
-        """Close the pipes: readers get EOFError once they have read all records."""
+        """Close the readers' pipes: readers get EOFError once they have read all records."""
         for fd in self._wake_fds:
             os.close(fd)
         self._wake_fds = []
 
 
 class RingReader(_Ring):
-    """Reading end of the ring. Belongs to one thread."""
+    """Reading end of a ring buffer. Used by one thread."""
 
     def __init__(self, memory: SharedMemory, readers: int, index: int, wake_fd: int) -> None:
-        """Open the ring for one reader.
+        """Open the ring for one of its readers.
 
         readers: number of readers.
-        index: this reader's number.
-        wake_fd: reading end of this reader's pipe.
+        index: index of this reader.
+        wake_fd: reading end of this reader's pipe, which the writer writes to for each record.
         """
         super().__init__(memory, readers)
         self._index, self._wake_fd = index, wake_fd
         self._ready = 0
 
     def read(self) -> bytes:
-        """Wait for the next record and return it. Raises EOFError after the last record."""
+        """Wait for the next record and return it.
+
+        Raises EOFError if the writer has closed the ring and no record is left.
+        """
         if not self._ready:
             self._ready = len(os.read(self._wake_fd, _WAKES))
             if not self._ready:

@@ -4,11 +4,11 @@
     W     by output                             by input
     LoRA  A whole, B by output                  A by input, B whole
 
-Each of q, k, v, gate, up and lm_head is cut on its own, at heads where it has them, even if several
-are stored stacked. For o and down, a process adds B A x of its inputs to its part of the base
-product, and the all-reduce that the base product needs anyway sums both. Embeddings, with their
-adapters, and the router of a mixture of experts are whole in every process; each expert's gate, up
-and down are cut as an MLP's are.
+Each of q, k, v, gate, up and lm_head is divided on its own, at heads where it has them, even if
+several are stored stacked. For o and down, a process adds B·A·x of its inputs to its part of the
+base product, and the all-reduce that the base product needs anyway sums both. Embeddings, with
+their adapters, and the router of a mixture of experts are whole in every process; each expert's
+gate, up and down are divided as an MLP's are.
 """
 
 import math
@@ -23,7 +23,7 @@ _VOCABULARY_MULTIPLE = 8  # 16 bytes of 16-bit logits: products of other widths 
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """Part of one linear that a process keeps.
+    """Part of one linear that a tensor parallel process keeps.
 
     inputs: columns of W [d_out, d_in] and of A [rank, d_in].
     outputs: rows of W and of B [d_out, rank]; several ranges if the linear stores several stacked.
@@ -34,16 +34,19 @@ class ShardRange:
 
     @property
     def d_out(self) -> int:
-        """Number of outputs kept."""
+        """Number of outputs that the process keeps."""
         return sum(map(len, self.outputs))
 
     @property
     def dims(self) -> tuple[int, int]:
-        """(d_in, d_out) of the part kept."""
+        """(d_in, d_out) of the part that the process keeps."""
         return len(self.inputs), self.d_out
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """Number of elements of A and of B that are kept, for an adapter of this rank."""
+        """Return how many elements of A and of B the process keeps.
+
+        rank: LoRA rank of the adapter.
+        """
         return rank * len(self.inputs), rank * self.d_out
 
 
@@ -53,7 +56,7 @@ class Shard:
 
     The first process keeps at least as much of everything as any other.
 
-    index: the process, from 0 on.
+    index: index of the process.
     world: number of processes that share the layers.
     """
 
@@ -64,17 +67,18 @@ class Shard:
         assert 0 <= self.index < self.world
 
     def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
-        """Return the part kept of each of the shape's modules.
+        """Return the part of each of the base model's modules that this process keeps.
 
-        Raises SettingsError, whose `field` is tensor_parallel, if the base model cannot be cut into
-        `world` parts.
+        Raises SettingsError, whose `field` is tensor_parallel, if the base model cannot be divided
+        among `world` processes.
         """
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def part_of(self, shape: BaseShape) -> BaseShape:
-        """Return the shape of the layers that this process computes. Whole parts keep their size.
+        """Return the shape of the layers that this process computes.
 
-        Raises SettingsError if the base model cannot be cut into `world` parts.
+        What every process keeps whole has its full size. Raises SettingsError if the base model
+        cannot be divided among `world` processes.
         """
         self.ranges(shape)
         return replace(
@@ -85,7 +89,10 @@ class Shard:
         )
 
     def vocabulary(self, size: int) -> range:
-        """Return the tokens, of a vocabulary of `size`, whose logits this process computes."""
+        """Return the ids of the tokens whose logits this process computes.
+
+        size: number of tokens in the vocabulary.
+        """
         each = -(-size // self.world)
         if self.world > 1:
             each = -(-each // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -98,7 +105,10 @@ class Shard:
         return ShardRange(inputs, cut_outputs._share(linear.outputs, shape))
 
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
-        """Return the process's elements of one side of a linear, which consists of `widths`."""
+        """Return which inputs, or which outputs, of a linear this process keeps.
+
+        widths: kinds of the stacked parts of these inputs or outputs; each part gives one range.
+        """
         sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
             return (range(sum(sizes)),)

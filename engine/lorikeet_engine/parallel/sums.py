@@ -1,12 +1,12 @@
 """Sums over ranks: the all-reduce after o_proj and down_proj in a tensor parallel replica.
 
-`RankSums` has four ways to sum and takes the fastest that fits the tensor:
+`RankSums` has four ways to sum and uses the fastest that supports the tensor:
 
     way                             kernel                                       tensors
     row exchange, inside the norm   kernels/pointwise/sum_over_ranks.py          few rows, bfloat16
     symmetric memory, one shot      torch.ops.symm_mem.one_shot_all_reduce_out   to ONE_SHOT_BYTES
     symmetric memory, two shots     torch.ops.symm_mem.two_shot_all_reduce_      to LARGEST_BYTES
-    plain all-reduce                NCCL's on CUDA, Gloo's on CPUs               all others
+    ordinary all-reduce             NCCL's on CUDA, Gloo's on CPUs               all others
 
 models/norms.py:summed_product asks for a row exchange first (`exchange_for`), and calls
 `all_reduce` where there is none. No way uses NVLink multicast (multimem). On CUDA every sum is
@@ -29,11 +29,17 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 ONE_SHOT_BYTES = 256 << 10
-"""Largest tensor that every rank sums by itself: docs/benchmarks.md, two H200s."""
+"""Bytes of the largest tensor that is summed in one shot, by every rank for itself.
+
+Measured on two H200s (docs/benchmarks.md).
+"""
 LARGEST_BYTES = 8 << 20
-"""Largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
+"""Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
 MOST_SENT_BYTES = 1 << 20
-"""Most bytes that a rank sends for one sum by row exchange: docs/log.md, two H200s."""
+"""Most bytes that a rank sends for one sum by row exchange.
+
+Measured on two H200s (docs/log.md).
+"""
 _DTYPES = (torch.bfloat16, torch.float32)  # that torch's symmetric memory kernels add
 # Limit of the wait, in torch's exchange of memory handles, for a rank that has failed there.
 _MAP = timedelta(seconds=20)
@@ -52,8 +58,8 @@ class RankSums:
     def __init__(self, device: torch.device, store: dist.Store) -> None:
         """Map symmetric memory on CUDA, if all ranks can. Waits for all ranks.
 
-        device: this rank's own.
-        store: of the process group, which has to be initialised.
+        device: GPU that only this rank uses, or the CPU.
+        store: store of the process group, which must be initialised.
         """
         self._device = device
         self._store = store
@@ -61,27 +67,30 @@ class RankSums:
         self._exchange: RowExchange | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by its sum over all ranks, bit for bit the same in each."""
+        """Replace a dense tensor by its sum over all ranks, bit for bit the same in each rank."""
         if self._symmetric is not None and self._symmetric.can_sum(tensor):
             self._symmetric.all_reduce(tensor)
         else:
             dist.all_reduce(tensor)
 
     def connect_rows(self, width: int) -> None:
-        """Map memory for row exchanges of this width, if all ranks can. Waits for all ranks."""
+        """Map memory to exchange rows of this width with all ranks, if all ranks can map it.
+
+        Waits for all ranks.
+        """
         if self._symmetric is not None:
             self._exchange = self._connect(partial(RowMemory, self._device, width))
 
     def exchange_for(self, rows: torch.Tensor) -> "RowExchange | None":
-        """Return the exchange by which a norm's kernel can sum rows like these itself.
+        """Return the exchange by which a norm's kernel can itself sum rows of this shape and dtype.
 
-        None: the rows have to be summed by `all_reduce` before the norm.
+        None: the rows must be summed by `all_reduce` before the norm.
         """
         exchange = self._exchange
         return exchange if exchange is not None and exchange.can_sum(rows) else None
 
     def _connect_symmetric(self, device: torch.device) -> "SymmetricSums | None":
-        """Return sums over symmetric memory, or None in all ranks unless all can map it."""
+        """Return sums over symmetric memory, or None in all ranks if any rank cannot map it."""
         if not _in_all_ranks(can_map_peers(device, dist.get_world_size())):
             return None
         sums = self._connect(partial(SymmetricSums, device))
@@ -90,7 +99,7 @@ class RankSums:
         return sums
 
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
-        """Allocate memory and map that of all ranks; None in all ranks if one of them fails."""
+        """Allocate memory and map that of all ranks. Returns None in all ranks if one fails."""
         # in two steps: no rank enters the exchange of handles unless all can
         unmapped = self._attempt(allocate)
         if unmapped is None:
@@ -102,7 +111,7 @@ class RankSums:
         return mapped
 
     def _attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, or None in all ranks if it raises RuntimeError in any.
+        """Return the result of `make`, or None in all ranks if `make` raises RuntimeError in any.
 
         Waits for all ranks.
         """
@@ -115,19 +124,22 @@ class RankSums:
 
 
 class SymmetricSums:
-    """Sums in one or two launches, in which each GPU reads the memory of the others itself.
+    """Sums over ranks in one or two launches, in which each GPU reads all others' memory.
 
     NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
-    memory that all ranks have mapped, and one of torch's kernels sums there: every rank the whole
-    of a small tensor (one shot); every rank its share of a larger tensor, after which the ranks
-    fetch one another's shares (two shots). There is one buffer for each dtype, used by all sums in
-    the order of launches.
+    memory that all ranks have mapped, and one of torch's kernels sums there. For a small tensor,
+    every rank sums the whole (one shot). For a larger tensor, every rank sums its share, after
+    which the ranks fetch one another's shares (two shots). There is one buffer for each dtype, used
+    by all sums in the order of launches.
 
     Call map_peers before the first sum.
     """
 
     def __init__(self, device: torch.device, largest_bytes: int = LARGEST_BYTES) -> None:
-        """Allocate this rank's buffers. Raises RuntimeError if there is no such memory."""
+        """Allocate this rank's buffers. Raises RuntimeError if symmetric memory is not available.
+
+        largest_bytes: bytes of the largest tensor that can be summed.
+        """
         from torch.distributed import _symmetric_memory as memory
 
         assert dist.group.WORLD is not None
@@ -142,7 +154,8 @@ class SymmetricSums:
     def map_peers(self) -> Self:
         """Map the buffers of all ranks and return self. All ranks must call this together.
 
-        Raises RuntimeError if a GPU cannot map another's memory, or another rank has raised.
+        Raises RuntimeError if a GPU cannot map another's memory, or if another rank has raised an
+        error.
         """
         from torch.distributed import _symmetric_memory as memory
 
@@ -151,14 +164,14 @@ class SymmetricSums:
         return self
 
     def can_sum(self, tensor: torch.Tensor) -> bool:
-        """Return whether tensors of this dtype and size can be summed here."""
+        """Return whether a tensor of this dtype and size can be summed over symmetric memory."""
         size, unit = tensor.nbytes, 16
         if size > ONE_SHOT_BYTES:
             unit *= dist.get_world_size()  # every rank's share is a multiple of 16 bytes
         return tensor.dtype in self._buffers and size <= self._largest_bytes and not size % unit
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by its sum over all ranks, the same in each."""
+        """Replace a dense tensor by its sum over all ranks, which is the same in each rank."""
         if tensor.nbytes <= ONE_SHOT_BYTES:
             self.sum_in_one_shot(tensor)
         else:
@@ -172,13 +185,13 @@ class SymmetricSums:
         self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
 
     def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
-        """Sum in two launches: every rank sums its share, then fetches the other ranks'."""
+        """Sum in two launches: every rank sums its share, then fetches the shares of all others."""
         shared = self._shared(tensor)
         self._operators.two_shot_all_reduce_(shared, "sum", self._group)
         tensor.copy_(shared)
 
     def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the memory that all ranks can read."""
+        """Copy a tensor to memory that all ranks can read, and return the copy."""
         shared: torch.Tensor = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
         return shared.copy_(tensor)
 
@@ -188,33 +201,33 @@ class RowExchange:
     """Memory through which ranks send one another rows to sum, without any barrier.
 
     A sum by torch's kernels is a copy to shared memory, a barrier, the sum and another barrier. A
-    row exchange is part of the kernel that norms the sum (kernels/pointwise/sum_over_ranks.py):
-    the kernel writes its row straight into the memory of every peer, and waits until the peers'
-    rows have arrived in its own.
+    row exchange is part of the kernel that normalises the sum
+    (kernels/pointwise/sum_over_ranks.py): the kernel writes its row directly to the memory of every
+    other rank, and waits until their rows have arrived in its own.
 
-    Each 32-bit word there holds one bfloat16 and 16 bits of the row's epoch, the number of times
-    that the row was summed. So neither the order of writes matters nor the thread that makes them
-    (NCCL calls this protocol LL): a word arrives whole, and its reader sees whether it is new.
+    Each 32-bit word in this memory holds one bfloat16 and 16 bits of the row's epoch, the number of
+    times that the row was summed. So neither the order of writes matters nor the thread that makes
+    them (NCCL calls this protocol LL): a word arrives whole, and its reader sees whether it is new.
 
-    Each rank counts a row's epochs on the device, in the kernel itself: a CUDA graph that is
-    replayed counts on. All ranks launch the same sums in the same order, so they agree on every
-    row's epoch, whatever lies between: sums of fewer rows, or sums by another way.
+    Each rank counts a row's epochs on the device, in the kernel itself, so replays of a CUDA graph
+    continue the count. All ranks launch the same sums in the same order, so they agree on every
+    row's epoch, even with sums of fewer rows, or sums by another way, in between.
 
-    Even and odd epochs have memory of their own. No rank overwrites a row that another has yet to
-    read: rank A writes its row of epoch e over that of e - 2 in B's memory. A's kernel of epoch
-    e - 1 has ended by then, as kernels of a stream follow one another, and it ended only after it
-    had read B's row of e - 1. B's kernel that sent this row began after B's kernel of epoch e - 2
-    had ended, with all its reads. So A is ahead of B by one epoch at most. (A kernel that is
-    launched before the one in front of it has ended would break this.)
+    Even and odd epochs have separate memory. No rank overwrites a row that another has yet to read:
+    rank A writes its row of epoch e over that of e - 2 in B's memory. A's kernel of epoch e - 1 has
+    ended by then, as kernels of a stream follow one another, and it ended only after it had read
+    B's row of e - 1. B's kernel that sent this row began after B's kernel of epoch e - 2 had ended,
+    with all its reads. So A is ahead of B by one epoch at most. (This would not hold for a kernel
+    that is launched before the preceding one has ended.)
 
-    No rank takes an old word for a new one: the place of epoch e holds the word of e - 2 before, or
-    a zero before epochs 1 and 2, whose 16 bits differ from those of e. All rows have one width, so
+    No rank takes an old word for a new one: before epoch e, its place holds the word of e - 2, or a
+    zero before epochs 1 and 2, whose 16 bits differ from those of e. All rows have one width, so
     every word is written in every epoch.
 
-    rank: this rank.
+    rank: index of this rank.
     received [2, world, most rows, width] int32: rows sent to this rank, by parity of the epoch and
-        by sender.
-    addresses [world] int64: address of each rank's `received`, as this GPU sees it.
+        by sending rank.
+    addresses [world] int64: address of each rank's `received`, as mapped on this GPU.
     epochs [most rows] int32: last epoch of each row.
     """
 
@@ -224,22 +237,29 @@ class RowExchange:
     epochs: torch.Tensor
 
     def can_sum(self, rows: torch.Tensor) -> bool:
-        """Return whether rows like these [rows, width], dense, fit the exchange."""
+        """Return whether the exchange can sum dense rows [rows, width] of this shape and dtype."""
         _, _, most, width = self.received.shape
         return rows.dtype == torch.bfloat16 and len(rows) <= most and rows.shape[1] == width
 
 
 def most_rows(width: int, world: int) -> int:
-    """Return the largest number of rows that are summed by row exchange."""
+    """Return the largest number of rows that are summed by row exchange.
+
+    width: elements of a row.
+    world: number of ranks.
+    """
     word_bytes, peers = 4, world - 1
     return max(1, MOST_SENT_BYTES // (width * word_bytes * peers))
 
 
 class RowMemory:
-    """Memory of a RowExchange, before the ranks have mapped one another's."""
+    """Memory of this rank for a RowExchange, which the ranks have yet to map."""
 
     def __init__(self, device: torch.device, width: int) -> None:
-        """Allocate this rank's part. Raises RuntimeError if there is no such memory."""
+        """Allocate this rank's memory. Raises RuntimeError if symmetric memory is not available.
+
+        width: elements of a row.
+        """
         from torch.distributed import _symmetric_memory as memory
 
         assert dist.group.WORLD is not None
@@ -251,9 +271,10 @@ class RowMemory:
         torch.cuda.synchronize(device)  # before any peer can write
 
     def map_peers(self) -> RowExchange:
-        """Map the memory of all ranks. All ranks must call this together.
+        """Map the memory of all ranks and return the exchange. All ranks must call this together.
 
-        Raises RuntimeError if a GPU cannot map another's memory, or another rank has raised.
+        Raises RuntimeError if a GPU cannot map another's memory, or if another rank has raised an
+        error.
         """
         from torch.distributed import _symmetric_memory as memory
 
@@ -270,7 +291,7 @@ class RowMemory:
 
 
 def can_map_peers(device: torch.device, world: int) -> bool:
-    """Return whether this GPU can map the memory of the first `world` GPUs, those of all ranks."""
+    """Return whether this GPU can map the memory of all ranks' GPUs, the first `world` ones."""
     others = [index for index in range(world) if index != device.index]
     return device.type == "cuda" and all(
         torch.cuda.can_device_access_peer(device, other) for other in others

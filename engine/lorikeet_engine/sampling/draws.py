@@ -1,4 +1,4 @@
-"""Sampling parameters of a step's rows, and their columns for kernels.sampling."""
+"""Sampling parameters of a step's rows of logits, and their conversion for kernels.sampling."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ _64_BITS = (1 << 64) - 1
 
 
 class SamplingRow(NamedTuple):
-    """Parameters of the next token of one choice.
+    """Sampling parameters for the next token of one choice of a request.
 
-    Seed and step alone determine the point at which the distribution is inverted.
+    Seed and step alone determine the random number by which the token is drawn.
 
     params: the request's sampling parameters.
-    seed: the choice's own, any integer.
-    step: number of tokens of the choice's output.
+    seed: random seed of the choice, any integer.
+    step: number of tokens that the choice's output already has.
     banned: ids that may not be sampled now, such as stop ids before min_tokens.
     slot: the choice's slot in the sampler's Penalties, if params change logits.
     """
@@ -46,9 +46,10 @@ class SamplingRow(NamedTuple):
 
 
 def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:
-    """Return kernels.sampling's `draws` [rows, DRAW_FIELDS] for rows that are not greedy.
+    """Return the operand `draws` of kernels.sampling, int64 [rows, DRAW_FIELDS].
 
-    rows: each row of the logits, with its parameters.
+    rows: sampling parameters by row of the logits, without greedy rows.
+    vocab: number of tokens in the vocabulary.
     """
     draws = np.empty((len(rows), DRAW_FIELDS), np.int64)
     params = [row.params for row in rows.values()]
@@ -70,7 +71,7 @@ def _uniforms(choices: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix 64 bits as SplitMix64 does: each bit of the result depends on all 64."""
+    """Mix 64 bits by the hash SplitMix64: each bit of the result depends on all 64."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return bits ^ (bits >> np.uint64(31))

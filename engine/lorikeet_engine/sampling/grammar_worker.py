@@ -1,4 +1,4 @@
-"""Thread that compiles grammars, which may take long, tenants in turn."""
+"""Thread that compiles grammars, which may take long, taking those of each tenant in turn."""
 
 import math
 import os
@@ -24,13 +24,19 @@ _UNUSED_S = 60.0
 _MAX_WAITING = 32
 _MIN_RETRY_AFTER_S = 1.0
 _NICENESS = 5
-"""Gives the worker a third of a step's CPU share if all cores are busy: schemas delay no step."""
+"""Niceness of the worker thread, so that compiling schemas delays no step.
+
+If all cores are busy, the worker gets a third of the CPU time that a step gets.
+"""
 
 Result = TypeVar("Result")
 
 
 class _Work(Future[Result]):
-    """Result of one grammar, which cannot be cancelled, with the tenant that asked first."""
+    """Future of one grammar's result, which cannot be cancelled.
+
+    tenant: the tenant that asked for the grammar first.
+    """
 
     def __init__(self, grammar: str, tenant: str) -> None:
         super().__init__()
@@ -44,19 +50,20 @@ class GrammarWorker(Generic[Result]):
     """Worker thread that processes each grammar once, and caches the latest results. Thread-safe.
 
     Tenants take turns, each with a limited queue: a tenant with many or costly grammars delays only
-    itself. The cache is bounded by the results' expected memory, for each tenant and for all; over
-    a bound, the tenant with the most memory loses its oldest result. Results unused for a minute
-    are dropped, and their memory returns to the system.
+    itself. The cache is bounded by the results' expected memory, for each tenant and for all. If a
+    bound is exceeded, the tenant with the most memory loses its oldest result. Results unused for a
+    minute are dropped, and their memory returns to the system.
 
-    A replica tries grammars with one GrammarWorker, and its engine compiles them with another; both
-    cache the same grammars. The thread runs with a higher niceness, which cannot make others wait
-    for it: `work` releases the GIL while it computes.
+    A replica validates grammars with one GrammarWorker, and its engine compiles them with another;
+    both cache the same grammars. The thread runs with a higher niceness, and still cannot make
+    threads of the engine wait for it: `work` releases the GIL while it computes.
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
         """Create the worker; the thread starts with the first grammar.
 
-        work: called with each grammar on the worker's thread. Errors are not cached.
+        work: called with each grammar on the worker's thread; returns its result. Its errors are
+            not cached.
         """
         self._work = work
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -69,7 +76,7 @@ class GrammarWorker(Generic[Result]):
         self._closed = False
 
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
-        """Return the future of a grammar's result, done at once if it is cached.
+        """Return the future of a grammar's result, which is already done if the result is cached.
 
         The future cannot be cancelled. Hold it while the result is in use: its memory counts for
         the tenant until then. Raises EngineOverloaded if too many of the tenant's grammars wait or
@@ -95,7 +102,10 @@ class GrammarWorker(Generic[Result]):
             return queue[grammar]
 
     def close(self) -> None:
-        """Finish the current grammar, and fail all others with EngineClosed. Safe to call twice."""
+        """Finish the current grammar, and fail all waiting ones with EngineClosed.
+
+        Safe to call twice.
+        """
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}
@@ -116,7 +126,7 @@ class GrammarWorker(Generic[Result]):
             self._work_on_next()
 
     def _used_for_s(self) -> float | None:
-        """Return the seconds until the oldest result expires if unused; None: nothing is cached."""
+        """Return the seconds until the least recently used result expires; None without results."""
         for kept in self._kept.values():
             return max(0.0, kept.used_s + _UNUSED_S - time.monotonic())
         return None

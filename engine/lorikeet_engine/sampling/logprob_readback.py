@@ -1,4 +1,4 @@
-"""Log probabilities of sampled and most likely tokens, and their copy to the host."""
+"""Log probabilities of sampled tokens and of the most likely ones, and their copy to the host."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +11,11 @@ from lorikeet_engine.request import TokenLogprobs
 
 
 class LogprobReadback:
-    """log_softmax of some rows of logits at the sampled and the most likely tokens.
+    """Log probabilities of the sampled and the most likely tokens, for some rows of logits.
 
-    For the model's own log probabilities, created before sampling, which sets logits of banned
-    tokens to -inf; for those of the distribution drawn from, after sampling
-    (processed_logprobs.py).
+    For the model's own log probabilities, create it before sampling, which sets logits of banned
+    tokens to -inf. For those of the distribution that tokens are drawn from, create it after
+    sampling (processed_logprobs.py).
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class LogprobReadback:
         """Launch the search for the most likely tokens.
 
         logits [rows, vocab], any dtype.
-        counts: number of most likely tokens of each row; rows without get no log probabilities.
-        temperatures: divisors of the logits of these rows; None: 1.
+        counts: number of most likely tokens to find, by row; other rows get no log probabilities.
+        temperatures: divisors of the logits of the rows in `counts`, in the same order; None: 1.
         """
         self._counts = {row: min(count, logits.shape[1]) for row, count in counts.items()}
         wanted = np.empty((len(counts), FIELDS), np.int64)
@@ -39,15 +39,16 @@ class LogprobReadback:
         self._found = likeliest(logits, self._wanted, max(self._counts.values()))
 
     def download(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Start the copy to the host.
+        """Compute the sampled tokens' log probabilities, and start the copy of all to the host.
 
+        logits [rows, vocab]: at the sampled tokens, the same as before.
         sampled [rows] int64: tokens sampled from the logits.
         """
         set_given(self._found, logits, self._wanted, sampled)
         self._download = Download(self._found.packed)
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """Wait for the copy, and return the log probabilities by row."""
+        """Wait for the copy to the host, and return the log probabilities by row of the logits."""
         packed, begin = self._download.wait(), 1 + self._found.most
         ids = packed[:, begin:].view(torch.int32).tolist()
         results = zip(self._counts.items(), packed[:, :begin].tolist(), ids, strict=True)

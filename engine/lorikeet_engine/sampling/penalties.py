@@ -25,14 +25,14 @@ V = TypeVar("V")
 
 
 class PenaltySlot:
-    """Slot of a sequence in Penalties, held from its first sampled token until `release`."""
+    """A sequence's slot in Penalties, held from its first sampled token until `release`."""
 
     def __init__(self, pool: "Penalties", index: int) -> None:
         self.index = index
         self._pool: Penalties | None = pool
 
     def release(self) -> None:
-        """Return the slot to the pool. Safe to call twice."""
+        """Return the slot to the pool of free slots. Safe to call twice."""
         if self._pool is not None:
             self._pool._take_back(self.index)
             self._pool = None
@@ -41,12 +41,16 @@ class PenaltySlot:
 class Penalties:
     """Biases, penalties and token counts of sequences, with a slot for each sequence.
 
-    The device works in the order of launches. So a step in flight that still counts tokens in a
-    released slot does so before the slot is filled for its next sequence.
+    The device works in the order of launches. So if a running step still counts tokens in a
+    released slot, it does so before the slot is filled for its next sequence.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        """Allocate 8 bytes for each pair of a slot and a token of the vocabulary."""
+        """Allocate the slots, with 8 bytes a slot for each token of the vocabulary.
+
+        slots: number of slots.
+        vocab: number of tokens in the vocabulary.
+        """
         self._state = PenaltyState(
             torch.zeros((slots, vocab), dtype=torch.int32, device=device),
             torch.zeros((slots, vocab), dtype=torch.float32, device=device),
@@ -57,16 +61,18 @@ class Penalties:
 
     @property
     def free(self) -> int:
-        """Number of free slots."""
+        """Number of slots that no sequence holds."""
         return len(self._free)
 
     def begin(
         self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> PenaltySlot:
-        """Take a slot for a sequence of these tokens. The next `change` fills it.
+        """Reserve a slot for a sequence. The next `change` writes the sequence's state to it.
 
         Choices of one request pass the identical params and prompt objects, which are then uploaded
         once for all of them.
+
+        prompt, output: the sequence's token ids.
         """
         assert self._free, "more sequences are sampled at once than there are slots"
         index = self._free.pop()
@@ -74,19 +80,29 @@ class Penalties:
         return PenaltySlot(self, index)
 
     def change(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Copy some rows of logits, and apply their slots' penalties: see kernels.penalties."""
+        """Copy some rows of logits, and apply penalties and biases to the copies.
+
+        See kernels.penalties.
+
+        rows [n] int64: indices of the rows.
+        slots [n] int64: slot of each row's sequence.
+        """
         if self._new:
             self._fill()
         return penalise(logits, rows, slots, self._state)
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count sampled tokens [slots] int64 in their slots; below 0: none was sampled."""
+        """Count tokens that were just sampled, each in its sequence's slot.
+
+        slots [n] int64: the sequences' slots.
+        tokens [n] int64: token sampled for each sequence; below 0: none.
+        """
         seen = self._state.seen
         places = slots * seen.shape[1] + tokens.clamp(min=0)
         seen.view(-1).scatter_add_(0, places, IN_OUTPUT * (tokens >= 0).to(seen.dtype))
 
     def release_all(self) -> None:
-        """Free all slots. PenaltySlots taken before must not be used any more."""
+        """Free all slots. PenaltySlots created before must not be used any more."""
         self._free = list(reversed(range(self._slots)))
         self._new: dict[int, tuple[SamplingParams, Sequence[int], Sequence[int]]] = {}
 
@@ -95,7 +111,7 @@ class Penalties:
         self._free.append(index)
 
     def _fill(self) -> None:
-        """Write the initial state of all new slots at once."""
+        """Write the initial state of all slots that were reserved since the last call, at once."""
         new, self._new = self._new, {}
         device, seen, biases = self._state.seen.device, self._state.seen, self._state.biases
         slots = upload(np.array(list(new), np.int64), device)
@@ -129,7 +145,11 @@ class Penalties:
 
 
 def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
-    """Group slots by identical values: the first slot's value, and the first slot's other slots."""
+    """Group slots whose values are the identical object.
+
+    Returns the value of the first slot of each group, and the group's other slots, both by this
+    first slot.
+    """
     first: dict[int, int] = {}
     own, others = dict[int, V](), dict[int, list[int]]()
     for slot, value in values.items():
@@ -141,7 +161,11 @@ def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]
 
 
 def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
-    """Copy each owner's row to other slots."""
+    """Copy rows of a tensor to other slots.
+
+    state: tensor with a row for each slot.
+    others: for a slot to copy from, the slots to copy to.
+    """
     for owner, slots in others.items():
         at = upload(np.array(slots, np.int64), state.device)
         state[at] = state[owner].clone()
@@ -150,7 +174,10 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
 def _places(
     tokens: Mapping[int, Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upload the pairs of slot and token: slots, tokens [all tokens] int64."""
+    """Upload all pairs of a slot and one of its tokens: slots and tokens, both int64 [pairs].
+
+    tokens: token ids by slot.
+    """
     lengths = [len(some) for some in tokens.values()]
     slots = np.repeat(np.array(list(tokens), np.int64), lengths)
     ids = np.concatenate([np.array(some, np.int64) for some in tokens.values()])

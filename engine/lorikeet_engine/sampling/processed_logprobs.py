@@ -17,16 +17,20 @@ _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of a step, and their log probabilities in the order of `rows`."""
+    """Log probabilities of some rows of a step.
+
+    rows: rows of the step, in the order of the rows in `logprobs`.
+    """
 
     rows: tuple[int, ...]
     logprobs: LogprobReadback
 
 
 class ProcessedLogprobs:
-    """Log probabilities of the distributions that some rows of a step were drawn from.
+    """Log probabilities of the distributions that tokens of a step were drawn from.
 
-    counts: number of most likely tokens of each wanted row.
+    counts: number of most likely tokens to return, by row of the step; other rows get no log
+        probabilities.
     """
 
     def __init__(self, counts: Mapping[int, int]) -> None:
@@ -44,7 +48,7 @@ class ProcessedLogprobs:
 
         logits [n, vocab]: after penalties and biases, -inf at banned tokens.
         tokens [n] int64: tokens drawn from these logits.
-        row_at: row of the step of each of the n rows that are valid.
+        row_at: row of the step, by row of the logits; other rows of the logits are ignored.
         rows: sampling parameters of the step's rows.
         """
         wanted = [(at, row) for at, row in row_at.items() if row in self._counts]
@@ -68,7 +72,7 @@ class ProcessedLogprobs:
         self._pieces.append(_Piece(rows, of))
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """Wait for the copies, and return the log probabilities by row."""
+        """Wait for the copies to the host, and return the log probabilities by row of the step."""
         return {
             row: logprobs
             for piece in self._pieces
@@ -77,7 +81,11 @@ class ProcessedLogprobs:
 
 
 def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Divide logits x [rows, vocab] float32 by temperature, and set filtered tokens to -inf."""
+    """Return logits divided by temperature, and -inf at tokens that top_k, top_p or min_p exclude.
+
+    x [rows, vocab] float32: logits.
+    params: sampling parameters of each row.
+    """
     fields = {i: SamplingRow(p, 0, 0) for i, p in enumerate(params)}
     draws = upload(draws_of(fields, x.shape[-1]), x.device)
     ranked = any(p.top_k or p.top_p < 1.0 for p in params)
@@ -87,11 +95,11 @@ def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
 
 
 def _has_filters(params: SamplingParams) -> bool:
-    """Return whether top_k, top_p or min_p may exclude tokens; not in a greedy row."""
+    """Return whether top_k, top_p or min_p may exclude tokens; False for temperature 0."""
     filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     return filters and params.temperature > 0.0
 
 
 def _temperature(params: SamplingParams) -> float:
-    """Return the temperature, or 1 for a greedy row, which divides by none."""
+    """Return the divisor of logits: the temperature, at least LEAST_TEMPERATURE, or 1 for 0."""
     return max(params.temperature, LEAST_TEMPERATURE) if params.temperature > 0.0 else 1.0

@@ -1,7 +1,7 @@
-"""Sampler that promises the same token for the same logits, seed and step, in any batch.
+"""Sampler that draws the same token for the same logits, seed and step, in any batch.
 
-The promise holds for every row of every batch and on every device. kernels.sampling defines the
-draws to the last bit to keep it.
+This holds for every row of every batch and on every device, because kernels.sampling defines draws
+to the last bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 
 NOT_FINITE = -1
-"""Token id of a row whose largest logit is not finite."""
+"""Result for a row of logits whose largest is not finite, instead of a token id."""
 
 
 class Sampler:
-    """Sampler of one token for each row, by temperature, top_k, top_p, min_p and a seed.
+    """Sampler of one token for each row of logits, by temperature, top_k, top_p, min_p and a seed.
 
     The cumulative distribution is inverted at a number in [0, 1) that is a hash of the row's seed
     and step. So a row needs only a few numbers whatever the vocabulary, and equal logits, seed and
@@ -39,7 +39,7 @@ class Sampler:
         rows: Sequence[SamplingRow],
         processed: ProcessedLogprobs | None = None,
     ) -> torch.Tensor:
-        """Sample a token for each row, and count it in the row's slot.
+        """Sample a token for each row of logits, and count it in the row's slot of `penalties`.
 
         In this order:
         1. The repetition penalty, then biases and the other penalties, in float32 copies of the
@@ -50,7 +50,9 @@ class Sampler:
            kernels.sampling defines them. Temperature 0 takes the first of the largest logits.
 
         logits [rows, vocab], any dtype
-        processed: takes log probabilities of the distributions drawn from, for the rows it wants
+        rows: sampling parameters of each row
+        processed: collects log probabilities of the distributions that tokens are drawn from; None:
+          nobody needs them
         → tokens [rows] int64; NOT_FINITE if a row's largest logit is not finite
 
         The host does not wait for the device.
@@ -76,7 +78,12 @@ class Sampler:
 
 
 def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tensor:
-    """Return tokens [all rows of logits] int64; those of rows not in `rows` are undefined."""
+    """Ban tokens and draw a token for some rows of logits → [all rows of logits] int64.
+
+    The result is undefined for all other rows.
+
+    rows: sampling parameters by row of the logits.
+    """
     _mask_banned(logits, rows)
     best, tokens = logits.max(dim=-1)
     finite = best.isfinite()

@@ -35,25 +35,28 @@ from lorikeet_engine.request import (
 )
 
 MOST_LOGPROBS_BYTES = 2**26
-"""Limit on the log probabilities in one body, which a replica and a gateway hold whole.
+"""Limit on the bytes of log probabilities in one body, which replica and gateway hold whole.
 
-Log probabilities of short tokens take 40 MB at most; with longer tokens, a choice ends here.
+Log probabilities of short tokens take 40 MB at most. With longer tokens, a choice ends once its
+body reaches this limit.
 """
 RESPONSE_COPIES = 4
-"""Copies of all log probabilities in the last events of a streamed response."""
+"""Number of times that the last events of a streamed response repeat all log probabilities."""
 
 
 class Answer:
-    """Converter of the engine's outputs for one call into the items of its answer.
+    """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
     stopped: choices that ended at a stop string or after a single tool call while the engine still
         generates for them; the owner aborts these choices and clears the list.
 
     Constructor arguments:
+    prompts: token ids of each prompt.
     syntax: the model's syntax for tool calls; None if no tools may be called.
-    thinking: the model's thinking before the answer.
-    echoes: the prompts as the answer repeats them; None makes them here, slowly for long prompts.
+    thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
+    echoes: the prompts as the answer repeats them; None computes them here, which is slow for long
+        prompts.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Answer:
         self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
-        """Take the engine's outputs; return new items for the client, as one chunk if possible."""
+        """Convert the engine's outputs; return new items for the client, joined if possible."""
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):
@@ -111,7 +114,7 @@ class Answer:
         return [chunk] if chunk else []
 
     def usage(self) -> FinalUsage:
-        """Return the tokens of all prompts and choices until now."""
+        """Return the number of tokens of all prompts and choices until now."""
         made = sum(choice.tokens for choice in self._choices)
         prompts = range(0, len(self._choices), self._call.n)
         # Later choices of a prompt hit the prefix that its first choice computed: take the least.
@@ -123,7 +126,7 @@ class Answer:
         return FinalUsage(sum(map(len, self._prompts)), cached, made, timings, thought)
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return the tokens of one choice and its prompt until now."""
+        """Return the number of tokens of one choice and its prompt until now."""
         prompt_tokens = len(self._prompts[choice // self._call.n])
         made, cached = self._choices[choice], self._cached.get(choice, 0)
         return FinalUsage(
@@ -131,11 +134,11 @@ class Answer:
         )
 
     def stop_string(self, choice: int) -> str | None:
-        """Return the stop string that ended a choice, if one did."""
+        """Return the stop string that ended the choice; None if no stop string did."""
         return self._choices[choice].stop_string
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
-        """Add log probabilities of a prompt; return the body's bytes of log probabilities."""
+        """Add a prompt's log probabilities; return the bytes that they take in the body."""
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
         size = self._prompt_logprobs[output.choice // call.n].add(output.logprobs)
@@ -233,7 +236,7 @@ def event_stream(
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
-    """Return the body of a call without `stream`.
+    """Return the JSON body that answers a call without `stream`.
 
     choices: in order of index.
     """
@@ -246,7 +249,7 @@ def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> by
 
 
 def refusal_of(error: EngineError) -> Refusal:
-    """Return the API's refusal for an engine's error."""
+    """Return the HTTP API's refusal for an exception of the engine."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
     own_disk = bool(fields.get("own_disk"))

@@ -12,27 +12,29 @@ from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamI
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 
 Abort = Callable[[str, int], object]
-"""Abort of one choice: takes the request's id and the choice's index."""
+"""Function that aborts one choice: takes the request's id and the choice's index."""
 _REPORT_EVERY = 64
-"""Tokens from one RunningUsage to the next: less than 2% more items for a gateway."""
+"""Generated tokens between two RunningUsage items: less than 2% more items for a gateway."""
 _PROMPT_LOGPROBS_AT_ONCE = 128
-"""Prompt tokens formatted in one callback of the event loop.
+"""Prompt tokens whose log probabilities are formatted in one callback of the event loop.
 
-They take some 4 ms with 20 alternatives each. A step computes thousands.
+They take some 4 ms with 20 alternatives each. One step of the engine computes thousands of them.
 """
 
 
 class AnswerSender:
-    """Sender that turns the engine's outputs into items of one answer as soon as they come.
+    """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
     switches of the event loop would cost more than the work.
 
-    ended: future that is done once all is sent, and fails with an exception of our code.
+    ended: future that is done once the whole answer is sent. It fails with an exception if our own
+        code raises one.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
-    abort: called for choices that ended here while the engine still generates.
+    abort: called for choices that have ended, as at a stop string, while the engine still generates
+        for them.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Send the header, then the outputs that came before it."""
+        """Send the answer's first header, then the outputs that arrived before it."""
         self._header = header
         self._stream.put(self._request_id, (header,))
         self._work()
 
     def take(self, output: Output) -> None:
-        """Take an output of the engine. Raises nothing."""
+        """Accept one output of the engine for this answer. Raises nothing."""
         self._waiting.extend(_split(output))
         if self._header is not None and not self._is_scheduled:
             self._work()
@@ -99,7 +101,7 @@ class AnswerSender:
 
 
 def _split(output: Output) -> list[Output]:
-    """Return an output in parts, each short enough for one callback of the event loop."""
+    """Split an output of the engine into parts, each short enough for one event-loop callback."""
     if not isinstance(output, PromptLogprobs) or len(output.logprobs) <= _PROMPT_LOGPROBS_AT_ONCE:
         return [output]
     parts = range(0, len(output.logprobs), _PROMPT_LOGPROBS_AT_ONCE)

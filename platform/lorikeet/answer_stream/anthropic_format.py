@@ -33,23 +33,23 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class AnswerProgress(Protocol):
-    """State of a growing answer beside its deltas. Implemented by Answer."""
+    """State of a growing answer that its deltas do not include. Implemented by Answer."""
 
     def usage(self) -> FinalUsage:
-        """Return the tokens of all prompts and choices until now."""
+        """Return the number of tokens of all prompts and choices until now."""
         ...
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return the tokens of one choice and its prompt until now."""
+        """Return the number of tokens of one choice and its prompt until now."""
         ...
 
     def stop_string(self, choice: int) -> str | None:
-        """Return the stop string that ended a choice, if one did."""
+        """Return the stop string that ended the choice; None if no stop string did."""
         ...
 
 
 class MessageEventStream:
-    """Server-sent events of one streamed message; the interface is EventStream's."""
+    """Server-sent events of one streamed message (Messages API), with EventStream's interface."""
 
     def __init__(self, call: Call, progress: AnswerProgress) -> None:
         self._call, self._progress = call, progress
@@ -69,11 +69,11 @@ class MessageEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text and calls and, with `finish`, for the end of the last block.
+        """Return events for new text and tool calls and, with `finish`, the last block's end.
 
         choice: always 0.
         reasoning: new thinking, which comes before the text.
-        logprobs, token_ids: ignored: this API has neither.
+        logprobs, token_ids: ignored: the Messages API has neither.
         """
         assert choice == 0
         if not self._started:
@@ -97,7 +97,7 @@ class MessageEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: stop reason and usage, then the end."""
+        """Return the last events: message_delta with stop reason and usage, then message_stop."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
         delta = dump(_stop_fields(reason, stop)), dump(_usage(usage))
@@ -138,7 +138,7 @@ class MessageEventStream:
 
 
 def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the JSON body of a call without `stream`: thinking, text, tool calls."""
+    """Return the JSON body of a Messages API call without `stream`: thinking, text, tool calls."""
     blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
     if choice.text:
         blocks.append(dump({"type": "text", "text": choice.text}))
@@ -152,13 +152,13 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
 
 
 def failed_message_event(call: Call, code: str, message: str) -> bytes:
-    """Return the error event that ends a stream after its first byte."""
+    """Return the error event that ends a stream that fails after its first byte."""
     body = dump(anthropic_error_body(code, message, call.request_id))
     return b"event: error\ndata: " + body + b"\n\n"
 
 
 def token_count_body(tokens: int) -> bytes:
-    """Return the body of a token count."""
+    """Return the JSON body that answers a request to count tokens."""
     return b'{"input_tokens":%d}' % tokens
 
 
@@ -210,7 +210,7 @@ def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
 
 
 def _input(arguments: str) -> bytes:
-    """Return a tool's input as JSON; the readable beginning if the call was cut off.
+    """Return a tool's input as JSON. If the call was cut off, return the part that can be parsed.
 
     Complete input keeps its text: Python may be unable to represent a number that is valid JSON.
     """

@@ -8,12 +8,13 @@ from lorikeet_engine.request import Output, Tokens
 
 
 class BilledTokens:
-    """Meter of one call's tokens.
+    """Counter of the tokens of one call that its tenant is billed for.
 
-    A finished answer is billed by its FinalUsage. An answer that its client left, or that failed
-    halfway, is billed the prompts that reached their first token and the tokens generated until
+    A finished answer is billed by its FinalUsage. If the client disconnects, or the answer fails
+    halfway, the bill has the prompts that reached their first token and the tokens generated until
     then. A call that was refused, or failed before its first byte, is billed nothing: another
-    replica may repeat it, and tokens are billed once.
+    replica
+    may repeat it, and tokens are billed once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -26,11 +27,11 @@ class BilledTokens:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated until now."""
+        """Number of tokens generated until now."""
         return self._output_tokens
 
     def on_output(self, output: Output) -> None:
-        """Count an output of the engine."""
+        """Count the generated tokens in an output of the engine, and its prompt's cached tokens."""
         if isinstance(output, Tokens):
             self._output_tokens += len(output.token_ids)
             prompt = output.choice // self._n
@@ -39,7 +40,7 @@ class BilledTokens:
                 self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
-        """Take an item that is sent to the gateway."""
+        """Note an item sent to the gateway, as far as it decides what is billed."""
         if isinstance(item, bytes):
             self._begun = True
         elif isinstance(item, FinalUsage):
@@ -48,7 +49,7 @@ class BilledTokens:
             self.failed()
 
     def failed(self) -> None:
-        """End a call that failed by itself, not by its client's departure."""
+        """End a call that failed, as opposed to one whose client disconnected."""
         self._refused = not self._begun
 
     def counts(self) -> UsageCounts | None:

@@ -19,7 +19,7 @@ from lorikeet_engine.request import TokenLogprobs, Tokens
 class OutputDelta:
     """New part of a choice: thinking, then text, then tool calls.
 
-    logprobs: of the tokens of this text, if asked for.
+    logprobs: logprobs of this text's tokens, if asked for.
     token_ids: all new tokens, if asked for; `logprobs` then covers all of them.
     """
 
@@ -31,7 +31,7 @@ class OutputDelta:
 
 
 class ChoiceStream:
-    """Converter of one choice's tokens into text and tool calls.
+    """Converter of one choice's tokens into thinking, text and tool calls.
 
     finish: why the choice ended; set with the last delta.
 
@@ -39,11 +39,14 @@ class ChoiceStream:
     text: the choice's detokenizer.
     parser: parser of tool calls; None if the model may call no tools.
     vocabulary: names of tokens; None if no logprobs are asked for.
-    echo: prompt text that the choice's text begins with. Special tokens then have logprobs too:
-        clients that know the prompt's number of tokens expect one entry for each.
-    reasoning: parser of thinking, which `text` feeds; None if the model does not think.
-    thinking_shown: deltas have the thinking.
-    returns_token_ids: deltas have token ids.
+    echo: prompt text that the choice's text begins with; None without `echo`. With an echo, special
+        tokens have logprobs too: clients that know the prompt's number of tokens expect one entry
+        for
+        each.
+    reasoning: parser of thinking, which the detokenizer `text` feeds; None if the model does not
+    think.
+    thinking_shown: deltas include the thinking.
+    returns_token_ids: deltas include token ids.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class ChoiceStream:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the choice."""
+        """Number of tokens of the choice received until now."""
         return self._text.tokens
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of thinking, including the closing tag."""
+        """Number of tokens of the choice's thinking, including the closing tag."""
         if self._reasoning is None:
             return 0
         if self._reasoning.thinks:
@@ -88,11 +91,11 @@ class ChoiceStream:
 
     @property
     def stop_string(self) -> str | None:
-        """Stop string that ended the choice, if one did."""
+        """Stop string that ended the choice; None if no stop string did."""
         return self._text.stop_string
 
     def take(self, output: Tokens) -> OutputDelta:
-        """Take new tokens; return the new part of the choice."""
+        """Convert new tokens of the choice; return the new thinking, text and tool calls."""
         begin = self.tokens
         text = self._text.push(output.token_ids)
         if output.finish is not None:
@@ -126,7 +129,7 @@ class ChoiceStream:
         return OutputDelta(text, calls, logprobs, thought, token_ids)
 
     def _sent_logprobs(self, vocabulary: Vocabulary) -> tuple[list[SampledToken], int]:
-        """Return the logprobs of answer text that is sent now, and the count of tokens sent.
+        """Return the logprobs of the answer text that is sent now, and the number of tokens sent.
 
         Tokens of thinking and of tool calls have no logprobs but are counted.
         """
@@ -144,7 +147,7 @@ class ChoiceStream:
         return listed, end
 
     def _answer_begin(self) -> tuple[int, int]:
-        """Return the first character and the first token of the answer after its thinking."""
+        """Return the indices of the first character and first token after the thinking."""
         if self._reasoning is None:
             return 0, 0
         removed = self._reasoning.removed
@@ -166,9 +169,13 @@ def open_choice(
     stop: StopStrings,
     echoes: PromptEchoes,
 ) -> ChoiceStream:
-    """Open the stream of one choice.
+    """Create the ChoiceStream of one choice of a call.
 
-    index: the prompt that the choice continues.
+    index: index of the prompt that the choice continues.
+    prompt: token ids of that prompt.
+    thinking: whether the model's thinking may come before the answer, or has begun in the prompt.
+    stop: stop strings of the call.
+    echoes: the prompts as the answer repeats them.
     """
     shown: list[str] = []
     reasoning = None

@@ -17,10 +17,10 @@ _HIDDEN = (byte for byte in range(256) if byte not in _SHOWN)
 _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
     chr(256 + index): byte for index, byte in enumerate(_HIDDEN)
 }
-"""Byte of each character in byte-level vocabularies (GPT-2's)."""
+"""Byte that each character stands for in byte-level vocabularies (GPT-2's)."""
 _BYTE = regex.compile("<0x([0-9A-F]{2})>")  # byte tokens of SentencePiece vocabularies
 _KEPT_NAMES = 2**15
-"""Tokens whose names and JSON are cached: some 400 bytes each."""
+"""Number of tokens whose names and JSON are cached, at some 400 bytes each."""
 _CONTEXT_TOKENS = 8  # enough for decoders that join words with spaces
 _MAX_UNDECODED = 64
 """Longest run of tokens that is held back because it ends in an incomplete character.
@@ -31,7 +31,7 @@ _PART_TOKENS = 3  # longest incomplete UTF-8 character, at one byte a token
 
 
 class Vocabulary:
-    """Tokens of one tokenizer.
+    """Names and bytes of one tokenizer's tokens.
 
     added: ids of the tokenizer's added tokens by their text, special or not.
     special: ids of special tokens.
@@ -47,7 +47,7 @@ class Vocabulary:
         self.named = lru_cache(_KEPT_NAMES)(self._named)
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
-        """Return the ids of special tokens other than `shown`."""
+        """Return the ids of all special tokens except those whose text is in `shown`."""
         return self.special.difference(map(self.tokenizer.token_to_id, shown))
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -64,7 +64,9 @@ class Vocabulary:
         return str(word).replace("▁", " ").encode()
 
     def name_of(self, token: int) -> str:
-        r"""Return a token's text; an incomplete character as bytes, such as \xf0\x9f."""
+        r"""Return a token's text. Bytes of an incomplete character are escaped, such as
+        \xf0\x9f.
+        """
         return self._name_of(token, self.bytes_of(token))
 
     def _name_of(self, token: int, octets: bytes | None) -> str:
@@ -82,10 +84,10 @@ class Vocabulary:
         offset: int,
         alternatives: int = MAX_LOGPROBS,
     ) -> SampledToken:
-        """Return a token with its log probability and up to `alternatives` alternatives.
+        """Return a token with its log probability and at most `alternatives` alternatives.
 
         logprobs: None for a prompt's first token.
-        offset: the token's first character in the text.
+        offset: index in the text of the token's first character.
         """
         named = self.named
         if logprobs is None:
@@ -115,7 +117,7 @@ class StopStrings:
         return min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
 
     def at(self, text: str, begin: int) -> str:
-        """Return the stop string at a position that `find` returned."""
+        """Return which stop string is in the text at `begin`, a position that `find` returned."""
         return next(stop for stop in self._stop if text.startswith(stop, begin))
 
     def partial_length(self, text: str) -> int:
@@ -128,18 +130,18 @@ NO_STOP_STRINGS = StopStrings()
 
 
 class Detokenizer:
-    """Incremental decoder of one choice, which ends at a stop string.
+    """Incremental decoder of one choice's tokens, which ends at a stop string.
 
     Text that may still become a stop string and bytes of an incomplete character are held back.
 
-    tokens: tokens taken.
-    sent_tokens: tokens whose text was returned.
-    offsets: the first character of each token in the text.
+    tokens: number of tokens received.
+    sent_tokens: number of tokens whose text was returned.
+    offsets: index in the text of each token's first character.
     stop_string: the stop string that ended the choice.
 
     Constructor arguments:
-    min_tokens: leading tokens in which stop strings are ignored.
-    hidden: tokens that are no text; None hides all special tokens.
+    min_tokens: number of leading tokens in which stop strings are ignored.
+    hidden: ids of tokens that are left out of the text; None hides all special tokens.
     reasoning: parser that removes thinking from the text's beginning; stop strings are looked for
         only after the thinking.
     """
@@ -177,7 +179,7 @@ class Detokenizer:
         return self.stop_string is not None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that is now certain."""
+        """Decode new tokens; return the text that later tokens can no longer change."""
         sendable = ""
         for token_id in token_ids:
             if self.stopped:
@@ -220,7 +222,10 @@ class Detokenizer:
         return str(text)
 
     def _flush_undecodable(self) -> str:
-        """Decode a run that never became text; its last tokens may yet begin a character."""
+        """Decode a run of tokens that never became text, except its last tokens.
+
+        The last tokens may be the beginning of a character, so they are decoded afresh.
+        """
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
             str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
@@ -244,7 +249,7 @@ class Detokenizer:
         self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
-        """Return the number of tokens that end at or before a character of the text."""
+        """Return the number of tokens that end at or before an index of the choice's text."""
         return bisect_right(self._ends, character)
 
     def _count_sent(self) -> None:

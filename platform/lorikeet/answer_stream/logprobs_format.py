@@ -39,11 +39,11 @@ class NamedToken:
 
 
 class SampledToken(NamedTuple):
-    """A sampled token with its log probability and those of the likeliest tokens.
+    """A token with its log probability and those of the likeliest tokens in its place.
 
     tokens: the sampled token, then the alternatives, likeliest first.
     logprobs: log probabilities of `tokens`; (None,) for a prompt's first token, which has none.
-    offset: the sampled token's first character in the text.
+    offset: index in the text of the sampled token's first character.
     """
 
     tokens: Sequence[NamedToken]
@@ -52,16 +52,16 @@ class SampledToken(NamedTuple):
 
 
 Fields = Mapping[str, bytes]
-"""Lists in a `logprobs` object by name: their elements as JSON, without brackets."""
+"""Lists of a `logprobs` object by field name; each value is JSON elements without the brackets."""
 
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a chat's choice, without `refusal`."""
+    """Return the `logprobs` of a chat completion's choice, without the field `refusal`."""
     return {"content": b",".join([_chat_entry(sampled) for sampled in tokens])}
 
 
 def response_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a response's text, as "content"; its bytes are never null."""
+    """Return the `logprobs` of a text in the Responses API, as "content"; `bytes` is never null."""
     return {"content": b",".join([_chat_entry(sampled, b"[]") for sampled in tokens])}
 
 
@@ -115,13 +115,17 @@ class LogprobsJson:
     """
 
     def __init__(self, endpoint: Endpoint, tokens: Sequence[SampledToken] = ()) -> None:
-        """tokens: the first tokens."""
+        """Encode the first tokens.
+
+        endpoint: called endpoint, which decides the shape of the JSON.
+        tokens: the first tokens.
+        """
         self._shape = _LOGPROBS[endpoint]
         self._lists: dict[str, list[bytes]] = {name: [] for name in self._shape(())}
         self.add(tokens)
 
     def add(self, tokens: Sequence[SampledToken]) -> int:
-        """Add the next tokens; return the bytes that they take."""
+        """Encode the next tokens; return the number of bytes that they take in the JSON."""
         if not tokens:
             return 0
         shaped = self._shape(tokens)
@@ -142,5 +146,8 @@ class LogprobsJson:
         return b"{%s}" % b",".join(fields + refusal)
 
     def values(self, field: str) -> bytes:
-        """Return one list of the `logprobs` object."""
+        """Return the elements of one list of the `logprobs` object.
+
+        field: name of the list.
+        """
         return b"[%s]" % b",".join(self._lists[field])

@@ -48,13 +48,13 @@ class ToolCallPart:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice.
+    """One finished choice of an answer.
 
     text: all text of the answer.
     finish: reason for the end.
-    calls: all parts of its tool calls.
-    logprobs: of the text's tokens; None if not asked for.
-    stop: the stop string that ended the choice, if one did.
+    calls: all parts of the choice's tool calls.
+    logprobs: log probabilities of the text's tokens; None if not asked for.
+    stop: the stop string that ended the choice; None if no stop string did.
     reasoning: thinking before the answer.
     prompt_logprobs: JSON of the prompt's log probabilities; None if not asked for.
     token_ids: all tokens; None if not asked for.
@@ -73,13 +73,14 @@ class Choice:
 
 
 class EventStream:
-    """Server-sent events of one streamed chat or completion.
+    """Server-sent events of one streamed chat completion or completion.
 
     Call `delta` for each delta of text, then `end` once. `delta` puts a chat's role chunk before a
     choice's first delta.
 
     Constructor arguments:
-    choice_usage: usage of a choice until now, which each event then includes; None leaves it out.
+    choice_usage: function that returns the usage of a choice until now, for each event; None leaves
+        the usage out.
     prompts: JSON of each prompt's token ids, for the first event of a chat or of each choice of a
         completion; empty if not asked for.
     """
@@ -115,9 +116,9 @@ class EventStream:
 
         The result is b"" if there is nothing to send.
 
-        choice: index in the answer, prompt_index * n + j.
+        choice: index of the choice in the answer, prompt_index * n + j.
         text: new text, possibly empty.
-        logprobs: of this text's tokens.
+        logprobs: log probabilities of this text's tokens.
         reasoning: new thinking, which comes before the text.
         token_ids: new tokens, if asked for.
         """
@@ -170,7 +171,11 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Return an event's choice members and end with its prompt's token ids, if still unsent."""
+        """Add the prompt's token ids to the two JSON parts of an event, if they were not sent yet.
+
+        of_choice: members of the event's choice.
+        close: end of the event.
+        """
         prompt = _member("prompt_token_ids", self._unsent_prompts.pop(choice, None))
         if not self._chat:
             return of_choice + prompt, close
@@ -182,7 +187,7 @@ class EventStream:
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
-    """Return the JSON body of a call without `stream`.
+    """Return the JSON body of a chat completion or completion without `stream`.
 
     choices: in order of index; choice i continues prompt i // n.
     """
@@ -207,7 +212,7 @@ def _adapter(call: Call) -> bytes:
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
-    """Return the error event that ends a stream."""
+    """Return the error event that ends a failed stream of a chat completion or completion."""
     return b"data: " + dump(openai_error_body(code, message, param)) + b"\n\n"
 
 
@@ -242,7 +247,11 @@ def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> byte
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
-    """Return JSON of token ids as a further member of an object; b"" for None."""
+    """Return token ids as a further JSON member of an object; b"" for None.
+
+    name: key of the member.
+    token_ids: the token ids as JSON.
+    """
     return b"" if token_ids is None else b",%s:%s" % (dump(name), token_ids)
 
 

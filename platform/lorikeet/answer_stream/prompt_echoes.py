@@ -13,7 +13,7 @@ _AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 
 @dataclass(frozen=True, slots=True)
 class PromptEchoes:
-    """Prompts in the forms that an answer repeats.
+    """Prompts of one call, in the forms in which its answer repeats them.
 
     texts: text of each prompt, which its choices begin with; () without `echo`.
     token_ids: JSON of each prompt's token ids; () without `return_token_ids`.

@@ -9,7 +9,7 @@ from lorikeet_engine.request import TokenLogprobs
 
 
 class PromptLogprobsJson:
-    """Growing JSON of one prompt's log probabilities. The first token has none.
+    """Growing JSON of the log probabilities of one prompt's tokens. The first token has none.
 
     echoed: logprobs of the prompt's tokens, for a completion that echoes its prompt.
     """
@@ -24,9 +24,9 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Add the log probabilities of the next tokens; return the bytes that they take.
+        """Add the log probabilities of the prompt's next tokens; return the bytes that they take.
 
-        logprobs: None for the prompt's first token.
+        logprobs: one entry for each token; None for the prompt's first token.
         """
         vocabulary, begin, size = self._vocabulary, self._text.tokens, 0
         tokens = self._prompt[begin : begin + len(logprobs)]
@@ -47,7 +47,7 @@ class PromptLogprobsJson:
         return size
 
     def json(self) -> bytes | None:
-        """Return the answer's `prompt_logprobs` (vLLM's field); None if not asked for."""
+        """Return JSON of the answer's `prompt_logprobs` (vLLM's field); None if not asked for."""
         return None if self._alternatives is None else b"[%s]" % b",".join(self._entries)
 
 

@@ -13,11 +13,11 @@ THINK_TAGS = (OPENS, CLOSES)
 
 
 class Thinking(Enum):
-    """Thinking that may come before an answer, as far as the prompt decides it.
+    """Possibility of thinking before an answer, as far as the prompt decides it.
 
     NEVER: the answer begins at once.
-    POSSIBLE: the model may open thinking.
-    BEGUN: the prompt has opened thinking.
+    POSSIBLE: the model may begin to think.
+    BEGUN: the prompt has the opening tag of thinking.
     """
 
     NEVER = "never"
@@ -26,7 +26,7 @@ class Thinking(Enum):
 
 
 def thinking_behind(prompt: str) -> Thinking:
-    """Return the thinking that may follow a prompt.
+    """Return whether thinking may follow a prompt, or has begun in it.
 
     prompt: text of the prompt's end.
     """
@@ -37,7 +37,7 @@ def thinking_behind(prompt: str) -> Thinking:
 
 
 def thinking_within(said: str) -> Thinking:
-    """Return the thinking that may follow the given beginning of an answer."""
+    """Return whether thinking may follow the given beginning of an answer, or has begun in it."""
     if said.rfind(OPENS) > said.rfind(CLOSES):
         return Thinking.BEGUN
     return Thinking.NEVER if said.strip() else Thinking.POSSIBLE
@@ -49,9 +49,9 @@ class ReasoningParser:
     Thinking can only come first in an answer; later tags are text. Line ends around thinking are
     removed with the tags.
 
-    thinks: thinking has begun and not ended.
-    removed: characters known to be no part of the answer.
-    closed_at: `removed` right after the closing tag; None until that tag.
+    thinks: True while the model thinks: thinking has begun and not ended.
+    removed: number of characters known to be no part of the answer.
+    closed_at: value of `removed` right after the closing tag; None until that tag.
     """
 
     def __init__(self, thinking: Thinking) -> None:
@@ -68,7 +68,7 @@ class ReasoningParser:
         self.closed_at: int | None = None
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take new text; return the part that belongs to the answer.
+        """Parse new text of the choice; return the part that belongs to the answer.
 
         last: no more text follows.
         """
@@ -76,7 +76,7 @@ class ReasoningParser:
         return self._look(last)
 
     def take(self) -> str:
-        """Return the thinking since the last call."""
+        """Return the thinking that was parsed since the last call of this method."""
         thought = "".join(self._thought)
         self._thought.clear()
         return thought

@@ -17,10 +17,13 @@ from lorikeet.protocol.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
 DeltaGroup = tuple[str, list[StreamItem], bool]
-"""A request's id, new items of its answer, and True at its end. Tuples pickle fast."""
+"""New items of one answer: the request's id, the items, and True at the answer's end.
+
+A tuple, because tuples pickle fast.
+"""
 
 _MESSAGE_BYTES = 2**18
-"""Approximate limit on the bytes of one message; larger bytes are sent in parts.
+"""Approximate limit on the bytes of one message; longer items are sent in parts.
 
 A message above RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH makes gRPC end the stream, and with it all
 answers in flight to that gateway.
@@ -35,9 +38,9 @@ behind Serve's own proxy.
 
 
 class ResponseStream:
-    """Unsent items of all answers to one gateway. For one event loop.
+    """Queue of unsent items of all answers from a replica to one gateway. For one event loop.
 
-    closed: the gateway reads no more.
+    closed: True once the gateway no longer reads the stream.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,10 @@ class ResponseStream:
         self.closed = False
 
     def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
-        """Add new items of an answer, split into parts that fit a message."""
+        """Add new items of an answer, split into parts that fit a message.
+
+        ended: these are the answer's last items.
+        """
         waiting = self._waiting.setdefault(request_id, [])
         for item in items:
             waiting += _cut(item) if isinstance(item, bytes) else (item,)
@@ -57,7 +63,7 @@ class ResponseStream:
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """Wait for new items; return as many as fit a message, or none if the stream is closed."""
+        """Wait for new items; return as many as fit a message, or an empty list once closed."""
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
         while self._waiting and size < _MESSAGE_BYTES:
@@ -78,7 +84,7 @@ class ResponseStream:
         return groups
 
     def close(self) -> None:
-        """Wake `take` and fail unfinished answers."""
+        """Close the stream: wake `take` and fail unfinished answers."""
         self.closed = True
         self._ready.set()
         for ended in self._unfinished:
@@ -86,7 +92,10 @@ class ResponseStream:
                 ended.set_exception(_gateway_gone())
 
     async def wait_for(self, ended: asyncio.Future[None]) -> None:
-        """Wait until an answer has ended. Raise EngineClosed if the gateway is gone."""
+        """Wait until an answer is complete. Raises EngineClosed if the gateway is gone.
+
+        ended: future that is done at the answer's end.
+        """
         if self.closed and not ended.done():
             raise _gateway_gone()
         self._unfinished.add(ended)
@@ -97,14 +106,17 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """Open streams by gateway."""
+    """A replica's open ResponseStreams by gateway."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseStream] = {}
 
     @contextmanager
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
-        """Open a gateway's stream and close its older stream, which must be broken."""
+        """Open a gateway's stream until the context ends.
+
+        An older stream of the same gateway is closed: it must be broken.
+        """
         if gateway in self._open:
             self._open[gateway].close()
         stream = self._open[gateway] = ResponseStream()
@@ -116,7 +128,10 @@ class ResponseStreams:
                 del self._open[gateway]
 
     async def to(self, gateway: str) -> ResponseStream:
-        """Return a gateway's stream; wait for a new gateway to open it. Raises EngineClosed."""
+        """Return the stream to a gateway; wait for a new gateway to open it.
+
+        Raises EngineClosed if the gateway does not open it in time.
+        """
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _OPENING_S
         while gateway not in self._open:
@@ -146,18 +161,19 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 
 
 class ResponseBuffer:
-    """Received items of one call's answer. For one event loop.
+    """Received items of one call's answer at a gateway. For one event loop.
 
     Nothing between this buffer and the client slows deltas down, so deltas that are too frequent
-    for this gateway would queue up where they can no longer be joined. This buffer joins them: the
-    next delta is ready `interval_s` after a delta was taken. The first and last never wait.
+    for
+    this gateway would queue up where they can no longer be joined. This buffer joins them: the next
+    delta is ready `interval_s` after the one before was taken. The first and last never wait.
 
     received: number of items received.
-    ended: all items were received, whether taken or not.
+    ended: True once all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
 
     Constructor arguments:
-    interval_s: returns the least seconds between deltas.
+    interval_s: function that returns the least seconds between two deltas.
     """
 
     def __init__(self, interval_s: Callable[[], float]) -> None:
@@ -172,20 +188,26 @@ class ResponseBuffer:
         self.replica: str | None = None
 
     def put(self, items: Sequence[StreamItem], *, ended: bool) -> None:
-        """Add new items, and wake `take` when the interval has passed."""
+        """Add new items of the answer; wake `take` once the interval between deltas has passed.
+
+        ended: these are the answer's last items.
+        """
         self._items += items
         self.received += len(items)
         self.ended = self.ended or ended
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End an incomplete answer with an error; a complete one stays as it is."""
+        """End the answer with an error, unless all its items were received."""
         if not self.ended:
             self._error = error
             self._wake()
 
     async def take(self) -> list[StreamItem]:
-        """Wait for new items and return them; none at the end. Raises the error given to `fail`."""
+        """Wait for new items and return them; an empty list at the end of the answer.
+
+        Raises the error given to `fail`.
+        """
         await self._ready.wait()
         if self._waking is not None:
             self._waking.cancel()
@@ -211,7 +233,7 @@ class ResponseBuffer:
 
 
 class ResponseBuffers:
-    """Buffers of a gateway's calls by request id."""
+    """A gateway's ResponseBuffers, one for each open call, by request id."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseBuffer] = {}
@@ -234,15 +256,18 @@ class ResponseBuffers:
                 buffer.put(items, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
-        """Fail a replica's answers that have begun and not ended."""
+        """Fail all answers of a replica that have begun and are not complete."""
         for buffer in self._open.values():
             if buffer.replica == replica:
                 buffer.fail(error)
 
     def awaits(self, replica: str) -> bool:
-        """Return True if an answer of a replica has begun and not ended."""
+        """Return True if a call is open whose answer comes from the replica."""
         return any(buffer.replica == replica for buffer in self._open.values())
 
     def _interval_s(self) -> float:
-        """Return the seconds between deltas of one answer at which this gateway keeps up."""
+        """Return the shortest interval between an answer's deltas that this gateway can sustain.
+
+        In seconds; it grows with the number of open calls.
+        """
         return len(self._open) / DELTAS_PER_S

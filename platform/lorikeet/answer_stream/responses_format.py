@@ -31,7 +31,7 @@ from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
 
 class ItemStatus(Enum):
-    """Status of an output item. INCOMPLETE: ended by the token limit."""
+    """Status of an output item. INCOMPLETE: the token limit cut the item off."""
 
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
@@ -39,7 +39,7 @@ class ItemStatus(Enum):
 
 
 class ItemEvent(NamedTuple):
-    """Event of one item.
+    """Event of one output item of a response.
 
     kind: event type after `response.`.
     members: JSON members other than the item's id and index.
@@ -50,17 +50,17 @@ class ItemEvent(NamedTuple):
 
 
 class ItemState(NamedTuple):
-    """JSON of an item at its begin or end, and the events sent with it."""
+    """JSON of an output item at its beginning or end, and the events sent with it."""
 
     json: bytes
     events: list[ItemEvent]
 
 
 class ReasoningItem:
-    """Output item of the model's thinking.
+    """Output item with the model's thinking.
 
     index: position in the output.
-    text: all text, if known.
+    text: all text of the thinking, if known.
     """
 
     def __init__(self, call: Call, index: int, text: str = "") -> None:
@@ -68,17 +68,17 @@ class ReasoningItem:
         self._texts = [text]
 
     def add(self, text: str) -> ItemEvent:
-        """Add new text."""
+        """Add new text to the thinking; return its event."""
         self._texts.append(text)
         return _of_part("reasoning_text.delta", b'"delta":' + dump(text))
 
     def begin(self) -> ItemState:
-        """Return the item without its text."""
+        """Begin the reasoning item: return it without its text."""
         added = _of_part("content_part.added", b'"part":' + _reasoning_part(b'""'))
         return ItemState(self._json(ItemStatus.IN_PROGRESS, b""), [added])
 
     def end(self, status: ItemStatus) -> ItemState:
-        """Return the item with its text."""
+        """Finish the reasoning item: return it with its whole text and the given status."""
         text = dump("".join(self._texts))
         part = _reasoning_part(text)
         done = _of_part("reasoning_text.done", b'"text":' + text)
@@ -92,10 +92,10 @@ class ReasoningItem:
 
 
 class MessageItem:
-    """Output item of the answer's text.
+    """Output item with the answer's text.
 
     index: position in the output.
-    text, logprobs: all of them, if known.
+    text, logprobs: the whole text and the logprobs of all its tokens, if known.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class MessageItem:
         self._logprobs = logprobs or LogprobsJson(Endpoint.RESPONSES)
 
     def add(self, text: str, logprobs: Sequence[SampledToken] | None) -> ItemEvent:
-        """Add new text and its tokens' logprobs."""
+        """Add new text and its tokens' logprobs to the message; return its event."""
         self._texts.append(text)
         self._logprobs.add(logprobs or ())
         known = LogprobsJson(Endpoint.RESPONSES, logprobs or ()).values("content")
         return _of_part("output_text.delta", b'"delta":%s,"logprobs":%s' % (dump(text), known))
 
     def begin(self) -> ItemState:
-        """Return the item without its text."""
+        """Begin the message: return its item without the text."""
         added = _of_part("content_part.added", b'"part":' + _text_part(b'""', b"[]"))
         return ItemState(self._json(ItemStatus.IN_PROGRESS, b""), [added])
 
     def end(self, status: ItemStatus) -> ItemState:
-        """Return the item with its text."""
+        """Finish the message: return its item with the whole text and the given status."""
         text, logprobs = dump("".join(self._texts)), self._logprobs.values("content")
         part = _text_part(text, logprobs)
         done = _of_part("output_text.done", b'"text":%s,"logprobs":%s' % (text, logprobs))
@@ -135,7 +135,7 @@ class FunctionCallItem:
     """Output item of one function call.
 
     index: position in the output.
-    first: first part of the call, with its id and name.
+    first: first part of the function call, with its id and name.
     arguments: all arguments as JSON text, if known.
     """
 
@@ -148,16 +148,16 @@ class FunctionCallItem:
         self._arguments = [arguments]
 
     def add(self, arguments: str) -> ItemEvent:
-        """Add the next part of the arguments."""
+        """Add the next part of the function call's arguments; return its event."""
         self._arguments.append(arguments)
         return ItemEvent("function_call_arguments.delta", b'"delta":' + dump(arguments))
 
     def begin(self) -> ItemState:
-        """Return the item without its arguments."""
+        """Begin the function call: return its item without arguments."""
         return ItemState(self._json(ItemStatus.IN_PROGRESS, b'""'), [])
 
     def end(self, status: ItemStatus) -> ItemState:
-        """Return the item with its arguments."""
+        """Finish the function call: return its item with all arguments and the given status."""
         arguments = dump("".join(self._arguments))
         done = ItemEvent("function_call_arguments.done", b'"arguments":' + arguments)
         return ItemState(self._json(status, arguments), [done])
@@ -177,7 +177,7 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """Server-sent events of one streamed response; the interface is EventStream's."""
+    """Server-sent events of one streamed response (Responses API), with EventStream's interface."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -197,12 +197,12 @@ class ResponseEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text and calls and, with `finish`, for the end of the last item.
+        """Return events for new text and function calls and, with `finish`, the last item's end.
 
         choice: always 0.
-        logprobs: of this text's tokens.
+        logprobs: log probabilities of this text's tokens.
         reasoning: new thinking, which comes before the text.
-        token_ids: ignored: this API has none.
+        token_ids: ignored: the Responses API has none.
         """
         assert choice == 0
         if not self._sent:
@@ -223,7 +223,7 @@ class ResponseEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last event, with the whole response."""
+        """Return the stream's last event, which holds the whole response."""
         status = self._status.value
         self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
         return self._take()
@@ -266,7 +266,7 @@ class ResponseEventStream:
         self._item = None
 
     def _next_index(self) -> int:
-        """Return the index of the item after the open one."""
+        """Return the output index of the next item to open."""
         return len(self._output) + (self._item is not None)
 
     def _add_of_item(self, event: ItemEvent) -> None:
@@ -287,7 +287,7 @@ class ResponseEventStream:
 
 
 def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
-    """Return the JSON body of a call without `stream`: reasoning, text, function calls."""
+    """Return the body of a Responses API call without `stream`: reasoning, text, function calls."""
     items = list[OutputItem]()
     if choice.reasoning:
         items.append(ReasoningItem(call, 0, choice.reasoning))
@@ -353,7 +353,11 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:
-    """Return an event of an item's only content part."""
+    """Return an event of an output item's only content part.
+
+    kind: event type after `response.`.
+    members: JSON members of the event besides the index of the part.
+    """
     return ItemEvent(kind, b'"content_index":0,' + members)
 
 

@@ -14,7 +14,7 @@ FunctionCall = tuple[str, dict[str, Any]]
 
 _ESCAPE = "<escape>"
 _MOST_VALUES = 4096
-"""Limit on values, keys and names in one body.
+"""Limit on the number of values, keys and names in one body of tool calls.
 
 A body is parsed in one callback of the event loop that all answers share: 15 ms at this limit.
 """
@@ -48,10 +48,10 @@ _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 
 
 class BodyEnd(Protocol):
-    """Incremental finder of a body's end that reads each character once."""
+    """Incremental finder of the end of a body of tool calls. It reads each character once."""
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end; None if the end is not reached."""
+        """Return how many new characters precede the end of the body; None before that end."""
         ...
 
 
@@ -63,7 +63,7 @@ class JsonEnd:
         self._in_string = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end; None if the end is not reached."""
+        """Return how many new characters precede the end of the body; None before that end."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -82,11 +82,12 @@ class JsonEnd:
 
 
 class PythonEnd:
-    """Finder of the end of calls in Python syntax.
+    """Finder of the end of tool calls in Python syntax.
 
     Calls end with the closing mark, or without one at their list's closing bracket. Text that
-    cannot belong to a call, such as an apostrophe outside a string, is an end as well: otherwise
-    all later text would be held back. Values are not checked.
+    cannot
+    belong to a call, such as an apostrophe outside a string, is an end as well: otherwise all later
+    text would be held back. Values are not checked.
 
     closes: the closing mark, or "".
     """
@@ -99,7 +100,7 @@ class PythonEnd:
         self._open, self._items = [_OUTSIDE], [""]  # current item of each open bracket
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end; None if the end is not reached."""
+        """Return how many new characters precede the end of the body; None before that end."""
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -130,7 +131,7 @@ class PythonEnd:
         return not (char.isspace() or (self._ends_item() if char == "," else self._takes(char)))
 
     def _takes(self, part: str) -> bool:
-        """Add a part to the innermost bracket's current item; return whether it fits there."""
+        """Add a part to the innermost bracket's current item; return whether it is valid there."""
         before = self._items[-1]
         if self._open[-1] == _OUTSIDE and len(before) == _WHOLE_ITEM[_OUTSIDE]:
             before = ""  # no separator between calls
@@ -156,13 +157,13 @@ class PythonEnd:
         return True
 
     def _ends_item(self) -> bool:
-        """Begin the next item; return whether the last one was complete."""
+        """End the current item of the innermost bracket; return whether it was complete."""
         item, self._items[-1] = self._items[-1], ""
         return self._open[-1] != _OUTSIDE and len(item) == _WHOLE_ITEM[self._open[-1]]
 
 
 class GemmaEnd:
-    """Finder of the closing mark outside strings in FunctionGemma's syntax."""
+    """Finder of the closing mark of FunctionGemma's tool calls, outside their strings."""
 
     def __init__(self, closes: str) -> None:
         self._closes = closes
@@ -171,7 +172,7 @@ class GemmaEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end; None if the end is not reached."""
+        """Return how many new characters precede the end of the body; None before that end."""
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
             if self._tail.endswith(_ESCAPE):
@@ -182,7 +183,7 @@ class GemmaEnd:
 
 
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
-    """Return the pattern that a body of calls must begin with."""
+    """Return the pattern that the beginning of a body of tool calls must match."""
     match syntax.style:
         case CallStyle.JSON:
             return regex.compile(r"[{[]" if syntax.opens else r"\{")
@@ -193,10 +194,10 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 
 
 def body_end(syntax: ToolSyntax) -> BodyEnd:
-    """Return a finder of the end of a body of calls.
+    """Return a finder of the end of a body of tool calls.
 
     In the JSON style a body ends before the closing mark. In other styles a body may hold several
-    calls, includes the closing mark, and ends early where it can be no call.
+    calls and includes the closing mark. It ends early at text that cannot belong to a call.
     """
     match syntax.style:
         case CallStyle.JSON:
@@ -208,7 +209,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
 
 
 def calls_of(body: str, syntax: ToolSyntax) -> list[FunctionCall]:
-    """Parse the calls in a body. Raises ValueError for any other content."""
+    """Parse the tool calls in a body. Raises ValueError for any other content."""
     try:
         if syntax.style is CallStyle.JSON:
             return _json_calls(json.loads(body), syntax.arguments)
@@ -311,7 +312,7 @@ class _Reader:
             raise ValueError(f"want {sign}")
 
     def _takes(self, sign: str) -> bool:
-        """Consume the sign if it comes next; return whether it did."""
+        """Consume the given sign if it is next in the text; return whether it was."""
         found = self._next.match(self._text, self._at)
         if found is None or found["sign"] != sign:
             return False

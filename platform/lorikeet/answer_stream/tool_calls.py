@@ -25,14 +25,15 @@ class ParsedDelta(NamedTuple):
 
 
 class ToolCallParser:
-    """Incremental parser of one choice's text and calls, in time linear in their length.
+    """Incremental parser of one choice's text and tool calls, in time linear in their length.
 
     Text that begins like a call is held back until it proves to be a call or not. Everything else
-    is text, including a call of a function that the client did not offer. Whitespace before calls
-    and after the last call is dropped.
+    is
+    text, including a call of a function that the client did not offer. Whitespace before calls and
+    after the last call is dropped.
 
-    done: no further call is wanted.
-    parsed: characters assigned to text or calls until now.
+    done: True if no further call is wanted.
+    parsed: number of characters assigned to text or calls until now.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
@@ -57,7 +58,7 @@ class ToolCallParser:
         self.done = False
 
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """Take new text; return the text and call parts that are now certain.
+        """Parse new text; return the text and call parts that later text can no longer change.
 
         last: no more text follows.
         """
@@ -75,11 +76,14 @@ class ToolCallParser:
 
     @property
     def called(self) -> bool:
-        """Whether complete calls were parsed."""
+        """True once a complete tool call was parsed."""
         return self._calls > 0
 
     def is_text(self, at: int) -> bool:
-        """Return True if a parsed character is text and not part of a call."""
+        """Return True if the character at an index is text and not part of a tool call.
+
+        at: index of a character that is already parsed.
+        """
         before = bisect_right(self._text, at, key=lambda part: part.start)
         return before > 0 and at in self._text[before - 1]
 
@@ -151,14 +155,19 @@ class ToolCallParser:
         return True
 
     def _look_at_text(self) -> bool:
-        """Emit everything: unmarked calls must begin the answer, and text came first."""
+        """Emit all remaining characters as text.
+
+        This state serves syntaxes without an opening mark: their calls must begin the answer, and
+        this
+        answer began with text.
+        """
         self._emit_text(self._take_rest(len(self._rest)))
         return False
 
     def _emit_calls(self, closing: int) -> None:
-        """Emit the held text as calls.
+        """Emit the held-back text as tool calls.
 
-        closing: length of the closing mark, at the beginning of the rest.
+        closing: length of the closing mark, with which the unparsed text begins.
         """
         held = (*self._held, *self._body, *self._behind, self._take_rest(closing))
         self.parsed += sum(map(len, held))
@@ -170,14 +179,21 @@ class ToolCallParser:
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:
-        """Emit the held text as text; whitespace after a body may precede another call."""
+        """Emit the held-back text as text: it was no tool call.
+
+        Whitespace after it stays unparsed, since it may precede another call.
+        """
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
         self._emit_held()
         self._look = self._look_for_opening if self._syntax.opens else self._look_at_text
 
     def _calls_of(self, body: str) -> list[_Call]:
-        """Return the calls in a body; none if it is invalid or calls a function not offered."""
+        """Parse the tool calls in a body.
+
+        Returns an empty list if the body is invalid or calls a function that the client did not
+        offer.
+        """
         try:
             calls = calls_of(body, self._syntax)
             found = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
@@ -186,7 +202,7 @@ class ToolCallParser:
         return found if all(name in self._names for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
-        """Move leading whitespace from the rest to `into`; return whether anything is left."""
+        """Move the unparsed text's leading whitespace to `into`; return whether text is left."""
         into.append(self._take_rest(len(self._rest) - len(self._rest.lstrip())))
         return bool(self._rest)
 
@@ -211,7 +227,8 @@ class ForcedCallParser:
     """Incremental parser of an answer that a grammar constrains to calls; it streams arguments.
 
     A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-    call without arguments.
+    call
+    without arguments.
     """
 
     done = False
@@ -224,7 +241,7 @@ class ForcedCallParser:
         self._calls = 0
 
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:  # noqa: ARG002
-        """Take new text; return the new parts of calls."""
+        """Parse new text; return the new parts of tool calls."""
         self._held += text
         self.parsed += len(text)
         deltas: list[ToolCallPart] = []
@@ -244,11 +261,11 @@ class ForcedCallParser:
 
     @property
     def called(self) -> bool:
-        """Whether calls were parsed and all are complete."""
+        """True if tool calls were parsed and all of them are complete."""
         return self._calls > 0 and self._arguments is None
 
     def is_text(self, at: int) -> bool:  # noqa: ARG002
-        """Return False: the answer has no text."""
+        """Return False: an answer that a grammar constrains to tool calls has no text."""
         return False
 
     def _next_arguments(self, arguments: JsonEnd) -> ToolCallPart:
@@ -262,7 +279,7 @@ class ForcedCallParser:
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[ToolCallPart]:
-    """Return a complete call in two parts: the function's name, then its arguments."""
+    """Return a complete tool call in two parts: the function's name, then its arguments."""
     return [ToolCallPart(index, "", call_id(), name), ToolCallPart(index, arguments)]
 
 

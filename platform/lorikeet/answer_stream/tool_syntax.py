@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class CallStyle(Enum):
-    """Syntax of one call.
+    """Syntax in which a model family writes one tool call.
 
     JSON: an object, or an array of objects.
     PYTHON: name(key=value, …) with literals of Python or JSON.
@@ -23,7 +23,7 @@ class ToolSyntax:
 
     before, between, after: text around calls as the family writes it, for grammars.
     opens, closes: marks required around calls, for parsers. Without an opening mark, an answer
-        calls from its first character or not at all.
+        that makes calls must begin with them.
     style: syntax of one call.
     arguments: key of a JSON call's arguments; the key of its function is always "name".
     """
@@ -38,13 +38,13 @@ class ToolSyntax:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Marks that must be decoded as text even if they are special tokens."""
+        """Marks around tool calls that must be decoded as text even if they are special tokens."""
         quote = "<escape>" if self.style is CallStyle.GEMMA else ""
         return tuple(text for text in (self.opens, self.closes, quote) if text)
 
     @property
     def can_be_held(self) -> bool:
-        """Whether grammars exist that constrain a model to this syntax and to schemas."""
+        """Whether a grammar can constrain a model to this syntax and to the tools' schemas."""
         return self.style is not CallStyle.GEMMA
 
 
@@ -55,21 +55,21 @@ HERMES = ToolSyntax(
     opens="<tool_call>",
     closes="</tool_call>",
 )
-"""Hermes, Qwen 2.5, Qwen 3, SmolLM 3."""
+"""Tool calls of Hermes, Qwen 2.5, Qwen 3, SmolLM 3."""
 MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
     after="]",
     opens="[TOOL_CALLS]",
 )
-"""Mistral: all calls in one list."""
+"""Tool calls of Mistral: all calls in one list."""
 GRANITE = ToolSyntax(
     before="<|tool_call|>[",
     between=", ",
     after="]",
     opens="<|tool_call|>",
 )
-"""Granite 3: all calls in one list."""
+"""Tool calls of Granite 3: all calls in one list."""
 PHI = ToolSyntax(
     before="<|tool_call|>",
     between="<|/tool_call|><|tool_call|>",
@@ -77,14 +77,14 @@ PHI = ToolSyntax(
     opens="<|tool_call|>",
     closes="<|/tool_call|>",
 )
-"""Phi-4-mini whose own template shows tools."""
+"""Tool calls of a Phi-4-mini whose own template shows tools."""
 FUNCTOOLS = ToolSyntax(
     before="functools[",
     between=", ",
     after="]",
     opens="functools",
 )
-"""Phi-4-mini with vLLM's template: all calls in one list."""
+"""Tool calls of Phi-4-mini with vLLM's template: all calls in one list."""
 OLMO = ToolSyntax(
     before="<function_calls>",
     between="\n",
@@ -93,7 +93,7 @@ OLMO = ToolSyntax(
     closes="</function_calls>",
     style=CallStyle.PYTHON,
 )
-"""OLMo 3 Instruct: one call a line."""
+"""Tool calls of OLMo 3 Instruct: one call a line."""
 TOOL_CODE = ToolSyntax(
     before="```tool_code\n",
     between="\n",
@@ -104,7 +104,7 @@ TOOL_CODE = ToolSyntax(
 )
 """Gemma whose template shows this code block, as in Google's guides: one call a line."""
 PYTHON_LIST = ToolSyntax(before="[", between=", ", after="]", style=CallStyle.PYTHON)
-"""Gemma 3 with vLLM's template."""
+"""Tool calls of Gemma 3 with vLLM's template."""
 FUNCTION_GEMMA = ToolSyntax(
     before="<start_function_call>",
     between="<end_function_call><start_function_call>",
@@ -113,13 +113,16 @@ FUNCTION_GEMMA = ToolSyntax(
     closes="<end_function_call>",
     style=CallStyle.GEMMA,
 )
-"""FunctionGemma."""
+"""Tool calls of FunctionGemma."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
-"""Llama 3.1 and later. <|python_tag|> may come first; it is a special token and no text."""
+"""Tool calls of Llama 3.1 and later.
+
+<|python_tag|> may come first; it is a special token and left out of the text.
+"""
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
-    """Return the syntax in a chat template; None if it is unknown."""
+    """Return the tool-call syntax that a chat template shows; None if it shows no known one."""
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:

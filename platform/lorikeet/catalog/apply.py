@@ -113,7 +113,9 @@ def _partitions_of(change: Change) -> Collection[int]:
 
 
 class _Draft:
-    """Mutable copy of a partition's tables, and of the adapter tables of changed tenants."""
+    """Mutable copy of a partition's tables, and of the adapter tables of tenants that entries
+    change.
+    """
 
     def __init__(self, partition: Partition, number: int) -> None:
         self._partition = partition

@@ -124,7 +124,9 @@ class GarbageCollector:
         return (found for found in self._store.scan(prefix) if found.modified < self._before)
 
     def _sweep(self, garbage: Iterable[StoredObject]) -> Iterator[StoredObject]:
-        """Delete objects that were not written again meanwhile, and yield each deleted one."""
+        """Delete these objects, except those that were written again meanwhile; yield each deleted
+        one.
+        """
         left = iter(garbage)
         while batch := list(islice(left, _BATCH)):
             yield from batch if self._dry_run else self._delete(batch)
@@ -170,7 +172,7 @@ def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
 
 
 def _stored(upload: Upload) -> StoredObject:
-    """Return the upload as an object, with the size that was to arrive."""
+    """Return the upload as an entry of the store's listing, with the size that it was to have."""
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)
 

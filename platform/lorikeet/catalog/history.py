@@ -12,7 +12,7 @@ from lorikeet.errors import InvalidInput
 
 _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
-"""Most entries that one search reads before it returns a page: some 160 objects."""
+"""Most entries that one search reads before it returns a page: about 160 objects of the log."""
 _CLOCKS_DIFFER_S = 3600.0
 """Largest difference between the clocks of two writers, whose times the entries hold."""
 

@@ -87,7 +87,7 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return a partition's bytes; or an unread one's digest and the entries to apply to it."""
+    """Return a partition as (None, bytes), an unread one as (digest, its pending log entries)."""
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

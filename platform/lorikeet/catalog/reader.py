@@ -31,7 +31,10 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read the unread among these partitions. Raises StoreError."""
+        """Read those of these partitions that are still unread. Raises StoreError.
+
+        numbers: numbers of partitions.
+        """
         try:
             super().read(numbers)
         except ObjectNotFound:  # the snapshot was garbage collected: use the newest
@@ -101,7 +104,9 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Read partitions from the newest snapshot from now on: unread ones hold fewer entries."""
+        """Read unread partitions from the newest snapshot from now on, so that fewer entries are
+        pending.
+        """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
         if manifest is not None and self._snapshot_seq < manifest.seq <= self.state.seq:

@@ -153,7 +153,10 @@ class VersionRecord(BlobFacts):
 
 @dataclass(frozen=True, slots=True)
 class AliasShare:
-    """Share of an alias's requests that a second version gets: 0 < fraction < 1."""
+    """Second version of an alias and the fraction of the alias's requests that it gets.
+
+    0 < fraction < 1.
+    """
 
     version: int
     fraction: float

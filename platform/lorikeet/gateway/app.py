@@ -77,7 +77,7 @@ def create_app(services: Services) -> FastAPI:
     for router in (
         request_routes(authenticator, request_log),
         usage_routes(authenticator, usage),
-        model_routes(services, authenticator, catalog_view),
+        model_routes(services, authenticator),
         response_routes(authenticator, rate_limiter, request_log, stored),
         push_routes(PushEndpoints(*checks, catalog_view, of_pushes, pipeline)),
         openapi_routes(authenticator),

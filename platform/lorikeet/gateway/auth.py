@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends
 from starlette.requests import Request
 
-from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord, secret_sha256
+from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
 from lorikeet.gateway.catalog_view import GatewayCatalogView
@@ -130,6 +130,15 @@ class RequestAuthenticator:
                 "which is not served now"
             )
         return found
+
+    async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
+        """Return the adapters that a tenant may use, with its pushed versions not yet in the log.
+
+        Raises Unavailable.
+        """
+        return await self._catalog_view.ask(
+            lambda state: self._pushed.applied_to(state, tenant).visible_to(tenant)
+        )
 
     async def _caller(self, request: Request, scope: Scope) -> Caller:
         key = await self._authenticate(request, scope)

@@ -26,6 +26,13 @@ OK = 200
 CREATED = 201
 ACCEPTED = 202
 
+_LONGEST_RETRY_S = 60
+"""Longest Retry-After that clients should wait out by themselves.
+
+Above it x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at once.
+Anthropic's clients would sleep for any Retry-After, twice (anthropic 2.14).
+"""
+
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
 
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
@@ -92,7 +99,10 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
     status = status_of(error.code)
     headers = dict[str, str]()
     if status in (429, 503):
-        headers["retry-after"] = str(whole_seconds(error.retry_after_s))
+        wait_s = whole_seconds(error.retry_after_s)
+        headers["retry-after"] = str(wait_s)
+        if wait_s > _LONGEST_RETRY_S:
+            headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status == 408:
@@ -100,7 +110,7 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
     if isinstance(error, RateLimited):
         headers |= limit_headers(error.limits)
     if isinstance(error, InsufficientQuota):
-        headers["x-should-retry"] = "false"  # OpenAI's clients obey it
+        headers["x-should-retry"] = "false"
     return _response(scope, error.code, error.message, error.param, headers=headers)
 
 

@@ -104,7 +104,7 @@ class StoredResponses:
             try:
                 async with asyncio.timeout(SAVE_S):
                     await _in_thread(self._savers, lambda: save(last))
-            except Exception as error:  # also for tool arguments that were cut off or are no JSON
+            except Exception as error:
                 self._metrics.count_not_stored()
                 facts = {"request_id": call.request_id, "error": repr(error)}
                 log.warning("response_not_stored", extra=facts)

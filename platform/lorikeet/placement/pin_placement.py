@@ -80,7 +80,10 @@ def _precedence(resolved: ResolvedPin) -> tuple[int, float, PinKey]:
 
 
 class _Draft:
-    """Plan under construction: targets so far, and bytes left of replicas and budgets."""
+    """Placement plan under construction.
+
+    Holds the pin targets so far, and the bytes that remain of replicas' tiers and tenants' budgets.
+    """
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
         self.targets: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}

@@ -99,7 +99,7 @@ def sole_copies(
 
 
 class _Draft:
-    """Plan under construction, and the state of the fleet once its prefetches are done."""
+    """Prefetch plan under construction, with the fleet as it will be after these prefetches."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class _TierBudget:
 
     @property
     def free_share(self) -> float:
-        """Free fraction of the tier."""
+        """Fraction of the tier's bytes that is free."""
         return self.free_bytes / max(1, self._capacity_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
@@ -323,9 +323,10 @@ class _TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict `victims`, from this class's `victims`, and add an image that stays.
+        """Evict adapters and place an image that this plan will not evict again.
 
-        size: bytes of the image, which this plan never evicts.
+        size: bytes of the image.
+        victims: digests of the adapters to evict, as the method `victims` returned them.
         """
         for digest in victims:
             self.free_bytes += self._sizes.pop(digest)

@@ -14,7 +14,10 @@ from lorikeet_engine.adapter import Residency
 SURVEY_S = 3.0
 """Seconds between surveys of replicas; a report costs an engine milliseconds."""
 _SETTLES_S = 30.0
-"""Seconds for which a prefetch that was sent counts as done: it may be slow or be refused."""
+"""Seconds for which a sent prefetch counts as completed.
+
+The load may still be under way; a replica may also have refused it, and is asked again later.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """Beginning of the present pressure or calm, in seconds of the caller's clock."""
+    """Start of the present period of pressure or of calm, in seconds of the caller's clock."""
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None
@@ -119,9 +119,9 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 
 
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
-    """Return the highest ratio of a mean load to its bound, and the reason.
+    """Return the highest ratio of a mean load to its bound, with the reason to scale up by it.
 
-    More replicas lower the ratio.
+    These are the loads that more replicas lower: working set, running sequences, KV pages.
     """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))
@@ -136,9 +136,9 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """Return the ratio of the mean wait to its bound.
+    """Return the ratio of the replicas' mean queue wait to its bound.
 
-    One replica's queue counts little, because other replicas can take its requests.
+    The mean is used because other replicas can take the requests of one replica's queue.
     """
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

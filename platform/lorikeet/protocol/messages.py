@@ -30,7 +30,7 @@ class Endpoint(Enum):
 
 
 class FormatKind(Enum):
-    """Language of a Format's text."""
+    """Language of the text that a required answer format is written in."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -76,11 +76,11 @@ class ToolUse:
 
 
 class Work(NamedTuple):
-    """Work that a request means for a replica.
+    """Amount of work that a request makes for a replica.
 
-    prompt_tokens: tokens of all prompts, possibly an estimate.
-    rank, adapter_bytes: of the adapter; 0 for the base model.
-    sequences: sequences that will decode; those of one prompt share its KV pages.
+    prompt_tokens: number of tokens of all prompts, possibly an estimate.
+    rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
+    sequences: number of sequences that will decode; those of one prompt share its KV pages.
     """
 
     prompt_tokens: int
@@ -163,16 +163,16 @@ class Call:
 
 @dataclass(frozen=True)
 class AnswerHeader:
-    """Replica of an answer and its adapter's tier. An answer has two headers.
+    """Header of an answer: its replica and its adapter's tier. An answer has two headers.
 
     The first is the answer's first item: the replica has taken the call. The second comes with the
     first token, before the first bytes.
 
-    digest: the adapter's; None for the base model.
+    digest: SHA-256 of the adapter's blob; None for the base model.
     residency: tier at which the adapter was found.
     status: the replica's status as it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
-        header.
+    header.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
     """
 
@@ -185,7 +185,7 @@ class AnswerHeader:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first header; the second one comes with the first token."""
+        """Whether this is the first of the answer's two headers, sent before any token."""
         return self.load_s is None
 
 
@@ -211,10 +211,10 @@ class FinalUsage:
 
 @dataclass(frozen=True, slots=True)
 class RunningUsage:
-    """Tokens of all choices of an unfinished answer until now.
+    """Number of tokens of all choices of an unfinished answer until now.
 
-    Sent every few dozen tokens, even without bytes: limits settle an answer that never completes
-    by its last RunningUsage.
+    Sent every few dozen tokens, even without bytes. For an answer that never completes, rate limits
+    count its last RunningUsage.
     """
 
     completion_tokens: int
@@ -222,7 +222,7 @@ class RunningUsage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Error in place of the rest of an answer.
+    """Error that a replica sends instead of the remaining answer.
 
     code: code of a LorikeetError.
     param: field of the request at fault.
@@ -255,7 +255,7 @@ class Cost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Total by which replicas are compared."""
+        """Sum of the expected costs in seconds, by which the router compares replicas."""
         return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
 
 
@@ -291,7 +291,7 @@ StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | byte
 
 @dataclass(frozen=True, slots=True)
 class SmokeTest:
-    """Smoke test of an adapter: each prompt with the adapter and with the base model, greedy.
+    """Request to run each prompt with an adapter and with the base model, by greedy sampling.
 
     prompts: user messages.
     max_tokens: limit of each continuation.
@@ -313,7 +313,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class SmokeResult:
-    """Continuations of each prompt, in order.
+    """Result of a smoke test: the continuations of each prompt, in order.
 
     residency: the adapter's tier before the test.
     """

@@ -9,9 +9,9 @@ Handler = Callable[..., Awaitable[Any]]
 
 
 class Poll(NamedTuple):
-    """Answers of gateways.
+    """Answers of several gateways to one question.
 
-    silent: gateways that did not answer in time; None if no other gateway could be asked.
+    silent: number of gateways that did not answer in time; None if no other gateway could be asked.
     """
 
     answers: Sequence[Any]
@@ -19,9 +19,9 @@ class Poll(NamedTuple):
 
 
 class Peers:
-    """Questions that one gateway answers and asks.
+    """One gateway's means to answer the questions of other gateways and to ask its own.
 
-    This class has no other gateways to ask; the subclass in `serving/peers.py` has.
+    This class knows no other gateways; the subclass in `serving/peers.py` does.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Peers:
         self._handlers[question] = handler
 
     async def answer(self, question: str, *arguments: Any) -> Any:
-        """Return this gateway's own answer."""
+        """Return this gateway's own answer to a question."""
         return await self._handlers[question](*arguments)
 
     async def ask(self, question: str, *arguments: Any) -> Poll:
-        """Return all gateways' answers, this gateway's first."""
+        """Return all gateways' answers to a question, this gateway's first."""
         own = await self.answer(question, *arguments)
         try:
             others = await self.poll(question, *arguments)
@@ -45,5 +45,8 @@ class Peers:
         return Poll([own, *others.answers], others.silent)
 
     async def poll(self, question: str, *arguments: Any) -> Poll:  # noqa: ARG002
-        """Return the other gateways' answers. Raises Unavailable if they cannot be asked."""
+        """Return the other gateways' answers to a question.
+
+        Raises Unavailable if they cannot be asked.
+        """
         return Poll((), 0)

@@ -8,7 +8,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 
 @dataclass(frozen=True, slots=True)
 class PinTarget:
-    """Adapter that a replica must hold at a tier or nearer."""
+    """Adapter that a replica must hold at the given memory tier or nearer to the GPU."""
 
     ref: AdapterRef
     tier: Residency
@@ -16,9 +16,11 @@ class PinTarget:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTarget:
-    """Adapter to load to a tier if no request suffers; its success is not reported.
+    """Adapter that a replica should load to a tier unless that delays requests.
 
-    uses: requests of the fleet that the copy is expected to serve.
+    Its success is not reported.
+
+    uses: number of the fleet's requests that the copy is expected to serve.
     """
 
     ref: AdapterRef

@@ -25,9 +25,9 @@ class HoldState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PushedPart:
-    """Part of a blob from `offset` on.
+    """Part of a pushed adapter's blob that begins at byte `offset`.
 
-    transfer: name of the file that the part goes into.
+    transfer: name of the file that the part is written to.
     """
 
     digest: str
@@ -38,7 +38,7 @@ class PushedPart:
 
 @dataclass(frozen=True, slots=True)
 class PushedEnd:
-    """End of a transfer: the replica verifies the blob and keeps it."""
+    """End of a blob's transfer: the replica then verifies the blob and keeps it."""
 
     digest: str
     transfer: str
@@ -73,14 +73,14 @@ class ExpectPushed:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePushed:
-    """Release of a hold: the adapter is in the store and may be evicted."""
+    """Release of a gateway's hold: the pushed adapter is in the store and may be evicted."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Question for an adapter's state; changes nothing."""
+    """Question for a pushed adapter's state on a replica; changes nothing."""
 
     digest: str
 

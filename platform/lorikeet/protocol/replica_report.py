@@ -9,12 +9,12 @@ from lorikeet_engine.telemetry.status import AdapterRows, AdapterStatus, EngineS
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """Report of one replica.
+    """Report of one replica's status and adapters.
 
     replica: the replica's name.
     base_model: name of the served base model.
     status: the engine's last status.
-    rows: fields of the requested adapters.
+    rows: fields of an AdapterStatus for each requested adapter.
     quantization, fp8_kv: as in EngineInfo.
     """
 

@@ -40,5 +40,5 @@ def to_stats(update: StatusUpdate) -> dict[str, Any]:
 
 
 def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
-    """Return the update in `to_stats`' result; None for a replica without an update yet."""
+    """Return the update that `to_stats` made into `stats`; None for a replica without one yet."""
     return _UPDATE.validate_json(stats["status"]) if "status" in stats else None

@@ -16,10 +16,13 @@ _PATIENCE_S = 300.0
 
 
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
-    """Return the modules whose copies differ from the checkpoint in the folder, in their dtype.
+    """Return the modules whose copied matrices differ from those of the base model's checkpoint.
 
-    Reads each matrix once and caches its SHA-256; a gigabyte takes about two seconds. Raises
-    SubprocessError if the checkpoint cannot be read.
+    Matrices are compared in the copies' dtype. Each matrix of the checkpoint is read once and its
+    SHA-256 is cached; a gigabyte takes about two seconds. Raises SubprocessError if the checkpoint
+    cannot be read.
+
+    folder: folder of the base model.
     """
     return [
         copy.module

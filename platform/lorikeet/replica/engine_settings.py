@@ -48,7 +48,10 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
 
 
 def adapter_memory(settings: Settings) -> AdapterMemory:
-    """Return the memory for adapters as settings give it; None for a share of a device."""
+    """Return the memory for adapters that the settings give.
+
+    The GPU memory is None if it is a share of the device.
+    """
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
     return AdapterMemory(

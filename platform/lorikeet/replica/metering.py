@@ -31,7 +31,7 @@ class Metering:
 
     @contextmanager
     def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[BilledTokens]:
-        """Meter a call until the context ends, and bill it however it ends."""
+        """Count a call's tokens until the context ends, and bill the call however it ends."""
         meter = BilledTokens(call, prompts)
         try:
             yield meter
@@ -42,7 +42,7 @@ class Metering:
             self._count(call, meter)
 
     def close(self) -> None:
-        """Write all usage. The engine must still be running."""
+        """Write all usage to the store. The engine must still be running."""
         self._writer.close(_LAST_FLUSH_S)
 
     def _count(self, call: Call, meter: BilledTokens) -> None:
@@ -51,7 +51,7 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add slot time and loads, which the engine's process counts."""
+        """Add slot time and adapter loads to the usage; the engine's process counts them."""
         asked = self._engine.take_use()
         asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):

@@ -12,9 +12,9 @@ Receiver = Callable[[Output], object]
 
 
 class OutputDispatcher:
-    """Receivers of all running requests by id. For one event loop.
+    """Dispatcher of the engine's outputs to running requests by id. For one event loop.
 
-    failed_steps: consecutive failed steps of the engine since its last step with tokens.
+    failed_steps: number of consecutive failed steps of the engine since its last step with tokens.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class OutputDispatcher:
             del self._receivers[request_id]
 
     def dispatch(self, outputs: list[Output]) -> None:
-        """Dispatch the outputs of one step. Any thread."""
+        """Hand the outputs of one engine step to their requests' receivers. Any thread."""
         self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def fail_all(self, error: EngineClosed) -> None:

@@ -30,12 +30,12 @@ _TEMPLATE_ERRORS = (
 )
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""Bytes for each token of the context up to which a text is tokenised whole, without a check.
+"""Bytes for each token of the context up to which a text is tokenised without a length check.
 
 Such a text may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Characters of a part in the check of long texts; tokens that a cut may add to a part."""
+"""Characters of each part in the check of long texts, and tokens that a cut may add to a part."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -65,6 +65,9 @@ class PromptEncoder:
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(model)
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
+        # Many trainers save tokenizer.json with the truncation and padding of their last batch.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
         templates = _templates(self._tokenizer.chat_template)
         self._variables = _names_in(templates)
@@ -87,7 +90,7 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return the thinking that may come before the answer to a call.
+        """Return whether thinking may come before the answer to a call, or has begun in a prompt.
 
         prompts: token ids of each prompt.
         """
@@ -99,12 +102,15 @@ class PromptEncoder:
         return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
 
     def ignored(self, call: Call) -> tuple[str, ...]:
-        """Return names of ignored fields: template_args unknown to the template, and `left_out`."""
+        """Return names of fields that this replica ignores in a call.
+
+        They are the template_args that the chat template does not use, and the call's `left_out`.
+        """
         unread = (name for name in call.template_args if name not in self._variables)
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Return a user's first message as token ids; the bare text without a template."""
+        """Encode a user's first message; the bare text if there is no chat template."""
         if self._tokenizer.chat_template is None:
             return self._tokens(text, "prompt")
         text = self._render([{"role": "user", "content": text}])

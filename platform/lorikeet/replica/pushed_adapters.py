@@ -40,17 +40,23 @@ from lorikeet_engine.process.client import EngineProcessClient
 log = logging.getLogger(__name__)
 
 HELD_S = 60.0
-"""Seconds that a hold lasts; the gateway of a push renews it every few seconds."""
+"""Seconds that a gateway's hold of a pushed adapter lasts without renewal.
+
+The gateway of a push renews it every few seconds.
+"""
 _LOAD_WAIT_S = 1.5
-"""Seconds that an answer waits for a load; gateways wait for the answer for 2 s."""
+"""Seconds that the answer to a gateway waits for an adapter's load.
+
+Gateways wait for the answer for 2 s.
+"""
 _POLL_S = 0.01
 _ABANDONED_S = 600.0
 _REMEMBERED_TRANSFERS = 256
-"""Ended transfers that are remembered, so that their late parts are not written."""
+"""Number of ended transfers that are remembered, so that their late parts are not written."""
 
 
 class _Held(NamedTuple):
-    """Adapter that a gateway holds until event-loop time `until_s`."""
+    """Adapter that a gateway holds in host memory until event-loop time `until_s`."""
 
     ref: AdapterRef
     until_s: float
@@ -80,7 +86,7 @@ class PushedAdapters:
         self._transfers = threading.Lock()  # guards these two and the creation and removal of files
 
     async def answer(self, message: PushMessage) -> HoldState:
-        """Handle a gateway's message; return the adapter's state."""
+        """Handle a gateway's message about a pushed adapter; return the adapter's state here."""
         match message:
             case PushedPart():
                 await asyncio.to_thread(self._write, message)
@@ -99,7 +105,10 @@ class PushedAdapters:
                 return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
-        """Forget a hold whose pin the controller has removed: the next hold pins it again."""
+        """Forget a gateway's hold of an adapter whose pin the controller has removed.
+
+        The next hold then pins the adapter again.
+        """
         self._held.pop(digest, None)
 
     async def _expect(self, message: ExpectPushed) -> HoldState:
@@ -199,7 +208,10 @@ class PushedAdapters:
             os.close(descriptor)
 
     def _finish_transfer(self, end: PushedEnd) -> bool:
-        """Verify a transferred blob and move it into the cache; False if it is damaged."""
+        """Verify a transferred blob and move it into the disk cache.
+
+        Returns False if the blob is damaged or missing.
+        """
         path, blob = self._path(end.digest, end.transfer), self._blob(end.digest)
         try:
             if blob.exists():

@@ -50,17 +50,17 @@ from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
 _STALLED_S = 2.0
-"""Silence of an engine, seconds, after which gateways get no status updates.
+"""Seconds without a message from the engine after which gateways get no status updates.
 
-The engine may hang: gateways that hear nothing route elsewhere.
+The engine may hang: gateways that get no updates route elsewhere.
 """
 _SUBMIT_S = 5.0
-"""Silence of an engine, seconds, after which a request that it has not accepted goes elsewhere.
+"""Seconds without a message from the engine after which an unaccepted request goes elsewhere.
 
 An engine that is only busy is not silent, and accepts the request from its queue in time.
 """
 _DEAD_S = 60.0
-"""Silence of an engine, seconds, after which the replica is unhealthy."""
+"""Seconds without a message from the engine after which the replica is unhealthy."""
 _PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a minute
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
@@ -158,13 +158,14 @@ class Replica:
             return _refuse(error)
 
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies differ from the base model's matrices."""
+        """Return the modules whose copies of base-model matrices differ from the model's own."""
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
-        """Pin, unpin and prefetch as the plan says; return this replica's name.
+        """Pin, unpin and prefetch adapters as the plan says; return this replica's name.
 
-        A plan without this replica changes nothing; the result is then None.
+        plan: the controller's decisions by replica name. If it lacks this replica, nothing changes
+            and the result is None.
         """
         decision = plan.get(self.name)
         if decision is None:
@@ -186,7 +187,7 @@ class Replica:
         return await self._pushed.answer(message)
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
-        """Return the engine's status and its adapters at `tier` or nearer, or in the arena."""
+        """Return the engine's status and the adapters at `tier` or nearer, or in the host arena."""
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
         status, info = self._engine.status, self._engine.info
         return ReplicaReport(
@@ -258,7 +259,7 @@ class Replica:
         self._engine.close()
 
     async def _count_tokens(self, call: Call, stream: ResponseStream) -> None:
-        """Answer a token count, which is not billed. Raises InvalidInput."""
+        """Answer a request to count tokens, which is not billed. Raises InvalidInput."""
         tokens = await self._requests.count_tokens(call)
         ignored, status = self._encoder.ignored(call), self._feed.update()
         header = AnswerHeader(self.name, None, None, status, ignored=ignored)

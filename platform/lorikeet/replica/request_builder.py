@@ -24,13 +24,19 @@ from lorikeet_engine.request import Request
 T = TypeVar("T")
 
 MOST_LOGPROBS = 2**19
-"""Limit on log probabilities in one body, which replica and gateway hold whole: some 40 MB."""
+"""Limit on the number of log probabilities in one body, which replica and gateway hold whole.
+
+They take some 40 MB.
+"""
 MOST_PROMPT_IDS = 2**20
-"""Limit on prompt token ids that an answer's choices repeat: 7 MB."""
+"""Limit on the number of prompt token ids that an answer's choices repeat: 7 MB."""
 MOST_ECHOED = 2**22
-"""Limit on prompt characters that an answer's choices repeat."""
+"""Limit on the number of prompt characters that an answer's choices repeat."""
 _ENCODERS, _ENCODERS_PER_TENANT = 3, 2
-"""Encoder threads in all, and for one tenant: its long prompts must not delay others."""
+"""Threads that encode prompts: in all, and for one tenant.
+
+The limit for one tenant keeps its long prompts from delaying other tenants.
+"""
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to this length are encoded on the event loop: a thread would wait longer for it."""
 
@@ -54,8 +60,9 @@ class EncodedCall:
 class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
-    Long prompts take seconds to tokenise and schemas seconds to compile: threads do the one, and a
-    child process tries the other before the engine compiles it.
+    Long prompts take seconds to tokenise and schemas seconds to compile. Threads tokenise the
+    prompts,
+    and a child process compiles each grammar once as a trial, before the engine does.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
@@ -104,7 +111,10 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
-        """Try a grammar; return the request with the remaining queue time. Raises like `check`."""
+        """Try a grammar in the sandbox; return the request with the queue time that remains.
+
+        Raises like GrammarSandbox.check.
+        """
         began_s = time.monotonic()
         await self._grammars.check(call, grammar)
         scheduling = request.scheduling
@@ -149,10 +159,12 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return the tokens that the longest prompt leaves for a choice, at least 1.
+    """Return how many tokens each choice may have: the context less the longest prompt.
 
-    Raises ContextLengthExceeded if prompt and max_tokens exceed the caller's own limit. Requests
-    beyond the engine's context are refused by the engine.
+    The result is at least 1. Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the
+    context limit set for the tenant or key. The engine itself refuses what exceeds its own context.
+
+    engine_context: the engine's longest sequence, tokens.
     """
     longest = max(map(len, prompts))
     limit = call.max_context
@@ -173,7 +185,7 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
 
 
 def check_prompt_echoes(call: Call, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise InvalidInput unless the prompts' token ids fit one body, if asked for."""
+    """Raise InvalidInput if the answer would repeat more prompt token ids than fit one body."""
     if not call.return_token_ids or call.endpoint is not Endpoint.COMPLETIONS:
         return  # a chat returns its prompt once
     ids = call.n * sum(map(len, prompts))
@@ -186,7 +198,7 @@ def check_prompt_echoes(call: Call, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_echo(call: Call, echoes: PromptEchoes) -> None:
-    """Raise InvalidInput unless the echoed prompts fit one body."""
+    """Raise InvalidInput if the answer would repeat more prompt text than fits one body."""
     characters = call.n * sum(map(len, echoes.texts))
     if characters > MOST_ECHOED:
         raise InvalidInput(
@@ -199,7 +211,8 @@ def check_echo(call: Call, echoes: PromptEchoes) -> None:
 def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     """Return the number of log probabilities of prompt tokens in an answer's body.
 
-    Raises InvalidInput unless they and those of one token of each choice fit one body.
+    Raises InvalidInput if these do not fit one body together with those of the first token of each
+    choice.
     """
     logprobs, of_prompt = call.sampling.logprobs, call.prompt_logprobs
     each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
@@ -217,14 +230,15 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the tokens of each choice whose log probabilities fit one body.
+    """Return the number of tokens of each choice whose log probabilities fit one body.
 
     The result is `limit` for a streamed chat or completion, and without logprobs. Raises
-    InvalidInput if the caller's own max_tokens does not fit.
+    InvalidInput
+    if the request's max_tokens does not fit.
 
     choices: number of choices.
-    limit: tokens of a choice that other limits allow.
-    prompt_logprobs: log probabilities of prompt tokens in the same body.
+    limit: number of tokens of a choice that other limits allow.
+    prompt_logprobs: number of log probabilities of prompt tokens in the same body.
     """
     logprobs = call.sampling.logprobs
     repeats = call.endpoint is Endpoint.RESPONSES  # its last four events repeat all logprobs
@@ -245,6 +259,9 @@ def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: in
 
 
 def _is_short(call: Call) -> bool:
-    """Return True if encoding takes a fraction of a millisecond; schemas may take long."""
+    """Return True if encoding the call takes a fraction of a millisecond.
+
+    Calls with tools or a format are never short: their schemas may take long.
+    """
     short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
     return short and call.tools is None and call.format is None

@@ -14,9 +14,9 @@ from lorikeet_engine.request import Request, SamplingParams
 
 
 class Completions(NamedTuple):
-    """Result of a request.
+    """Tokens that the engine generated for one request.
 
-    residency: tier of its adapter at the start; None for the base model.
+    residency: tier of the request's adapter at the start; None for the base model.
     tokens: token ids of each choice.
     """
 

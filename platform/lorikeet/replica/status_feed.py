@@ -11,18 +11,21 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus
 
 FEED_S = 60.0
-"""Approximate length of a subscription: one that ends by itself never delays shutdown."""
+"""Approximate seconds that a subscription lasts.
+
+A subscription that ends by itself never delays shutdown.
+"""
 HEARTBEAT_S = 1.0
-"""Seconds between updates without news, so that gateways do not take the replica for dead."""
+"""Seconds between updates while nothing changes, so that gateways see that the replica is alive."""
 _SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 
 
 @dataclass(slots=True, eq=False)
 class _Subscriber:
-    """Subscription of one gateway.
+    """Subscription of one gateway to a replica's status.
 
     moved: adapters' tiers that changed since the last update, by digest.
-    woken: set if there is news.
+    woken: set when the status has changed.
     """
 
     moved: dict[str, Residency] = field(default_factory=dict)
@@ -33,14 +36,17 @@ class StatusFeed:
     """Feed of the engine's status to any number of subscribers. For one event loop."""
 
     def __init__(self, status: EngineStatus) -> None:
-        """status: the first status, whose `moved` is ignored: `post` brings adapters' tiers."""
+        """Begin with a first status of the engine.
+
+        status: the first status, whose `moved` is ignored: `post` brings adapters' tiers.
+        """
         self._status = status
         self._held: dict[str, Residency] = {}
         self._subscribers: set[_Subscriber] = set()
         self._seq = 0
 
     def post(self, status: EngineStatus) -> None:
-        """Take a new status of the engine and wake all subscribers."""
+        """Record a new status of the engine and wake all subscribers."""
         self._status = status
         for digest, tier in status.moved.items():
             if tier is Residency.REMOTE:

@@ -9,7 +9,10 @@ from pydantic import TypeAdapter
 from lorikeet.request_log.record import RequestRecord
 
 _BLOCK_RECORDS = 32
-"""Records compressed together, as they share names, digests and replicas. Takes 0.3 ms."""
+"""Number of records compressed together, as they share names, digests and replicas.
+
+Compressing them takes 0.3 ms.
+"""
 _LEVEL = 1  # of zlib; the highest saves 4% more and takes 1.5 times as long
 _OVERHEAD_BYTES = 200  # Python objects of a block
 
@@ -37,10 +40,11 @@ class _Block(NamedTuple):
 
 
 class EndedRequests:
-    """Archive of at most `most_bytes` that drops its oldest records. Not thread-safe.
+    """Archive of ended requests' compressed records, in at most `most_bytes`. Not thread-safe.
 
-    Records are kept as few large objects: many small long-lived objects would fragment the heap and
-    keep freed memory from the operating system.
+    The oldest records are dropped first. Records are kept as few large objects: many small
+    long-lived
+    objects would fragment the heap and keep freed memory from the operating system.
     """
 
     def __init__(self, most_bytes: int) -> None:

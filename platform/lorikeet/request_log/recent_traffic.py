@@ -16,7 +16,7 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
-"""Seconds shown."""
+"""Seconds of recent traffic that the page at /ui shows."""
 WINDOW_S = 5
 """Seconds that each point covers: a single second has too few requests for quantiles."""
 
@@ -73,7 +73,7 @@ class RecentTraffic:
                 del self._seconds[at]
 
     async def everywhere(self) -> Poll:
-        """Ask all gateways for their GatewayTraffic."""
+        """Return the recent traffic of all gateways, a GatewayTraffic from each."""
         return await self._peers.ask(_QUESTION)
 
     async def _answer(self) -> GatewayTraffic:

@@ -31,11 +31,12 @@ _SHOWN_MODEL = 200  # characters kept of a name, which may be any text
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """Attempt of one replica at a request.
+    """Attempt of one replica to answer a request.
 
     request_id: the attempt's own id.
     replica: None if no replica took the call.
-    taken_s, failed_s: times like RequestRecord's; None if the replica did not take or fail it.
+    taken_s, failed_s: seconds from the request's arrival until the replica took or failed the call;
+        None if it did not.
     failure: reason of the failure; None without one.
     candidates: replicas that the router considered, the best first.
     """
@@ -50,9 +51,9 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndedStage:
-    """Ended stage of a request without generation, such as a push.
+    """Ended stage of a request that generates nothing, such as a push.
 
-    at_s: end time like RequestRecord's.
+    at_s: end of the stage, seconds since the request's arrival.
     """
 
     name: str
@@ -112,7 +113,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """State: running, finished, refused, failed, or cancelled if the client left."""
+        """Outcome: running, finished, refused, failed, or cancelled if the client left."""
         if not self.ended:
             return "running"
         if self.code is not None:
@@ -179,7 +180,7 @@ class RequestTrace:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Enter while the request is read and checked; an error ends the request."""
+        """Context in which the request is read and checked; an error ends the request."""
         try:
             yield
         except Exception as error:
@@ -188,7 +189,7 @@ class RequestTrace:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Enter while a request without a replica is answered; the exit ends the request."""
+        """Context in which a request without a replica is answered; its exit ends the request."""
         try:
             yield
         except BaseException as error:
@@ -227,7 +228,7 @@ class RequestTrace:
         self._running(self)
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """End the request."""
+        """End the request's record, with the error if there is one."""
         self._end(error)
 
     def on_item(self, item: StreamItem) -> None:

@@ -12,7 +12,10 @@ from lorikeet.request_log.why import Json, explain
 
 KEPT_S = 3600.0
 KEPT_BYTES = 64 * 2**20
-"""At some 300 bytes a request, an hour of 60 requests a second."""
+"""Limit on the bytes of kept records.
+
+At some 300 bytes a request, it holds an hour of 60 requests a second.
+"""
 _QUESTION = "explain"
 Subscriber = Callable[[RequestRecord], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
@@ -55,7 +58,7 @@ class RequestLog:
 
     @property
     def open(self) -> int:
-        """Number of running requests."""
+        """Number of requests of this gateway that are running."""
         return len(self._running)
 
     @property

@@ -1,6 +1,8 @@
-"""Traffic, as tests, benchmarks and load tests describe it: who asks, when, and for how much.
+"""Workload models: popularity of adapters, arrival processes, length models, recorded traces.
 
-Everything is drawn from a numpy Generator or a seed, so the same seed gives the same traffic.
+Tests, benchmarks, load tests and the simulator draw their requests from them, with a NumPy
+Generator or a seed: equal seeds give equal traffic. Importing this module loads NumPy alone, so
+that engine benchmarks run where the platform's dependencies are not installed.
 """
 
 import csv
@@ -21,44 +23,47 @@ RANKS = (8, 16, 32, 64)
 
 
 class Popularity(Protocol):
-    """How requests fall on adapters that are numbered from the most popular down."""
+    """Distribution of requests over adapters, numbered from the most popular down."""
 
     def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
-        """The adapter of each request, [requests] in [0, adapters)."""
+        """Draw the adapter of each request, [requests] in [0, adapters)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """Every request asks for another adapter than the ones before it, as long as there is one."""
+    """Adapters in turn: none repeats before all have been requested."""
 
     def draw(self, _rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
-        """0, 1, 2, … and round again; nothing is random."""
+        """Return 0, 1, 2, … modulo `adapters`; nothing is random."""
         return np.arange(requests, dtype=np.int64) % adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Identical:
-    """Every request asks for the same adapter."""
+    """One adapter for every request."""
 
     def draw(self, _rng: np.random.Generator, _adapters: int, requests: int, /) -> Ints:
-        """All 0."""
+        """Return zeros."""
         return np.zeros(requests, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Zipf:
-    """The k-th most popular of N adapters gets a share of k^-s / Σ j^-s; s = 0 is uniform."""
+    """Zipf's law: the k-th most popular of N adapters gets a share of k^-s / Σ j^-s.
+
+    exponent: s; 0 is uniform.
+    """
 
     exponent: float
 
     def shares(self, adapters: int) -> Floats:
-        """The shares [adapters], falling, with sum 1."""
+        """Return the shares [adapters], falling, with sum 1."""
         weights: Floats = np.arange(1, adapters + 1, dtype=np.float64) ** -self.exponent
         shares: Floats = weights / weights.sum()
         return shares
 
     def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
-        """Independent draws from shares()."""
+        """Draw independently from `shares`."""
         return rng.choice(adapters, size=requests, p=self.shares(adapters))
 
 
@@ -66,7 +71,7 @@ UNIFORM = Zipf(0.0)
 
 
 def parse_popularity(text: str) -> Popularity:
-    """'distinct', 'uniform', 'identical' or 'zipf:1.2'. Raises ValueError."""
+    """Parse 'distinct', 'uniform', 'identical' or 'zipf:1.2'. Raises ValueError."""
     known: dict[str, Popularity] = {
         "distinct": Distinct(),
         "uniform": UNIFORM,
@@ -83,9 +88,10 @@ def parse_popularity(text: str) -> Popularity:
 def choose_adapters(
     popularity: Popularity, adapters: int, times_s: Floats, *, seed: int, reshuffle_s: float
 ) -> Ints:
-    """The adapter of each request, [requests]; who is popular changes every reshuffle_s seconds.
+    """Choose the adapter of each request, [requests], with a changing popularity order.
 
-    times_s: when each request arrives, rising. reshuffle_s: math.inf for one order throughout.
+    times_s: arrival times, rising.
+    reshuffle_s: seconds between new orders; math.inf for one order throughout.
     """
     epochs = np.floor_divide(times_s, reshuffle_s).astype(np.int64)
     chosen = np.empty(len(times_s), dtype=np.int64)
@@ -97,22 +103,22 @@ def choose_adapters(
 
 
 def deal_ranks(adapters: int, ranks: Sequence[int] = RANKS) -> Ints:
-    """The rank of each adapter, [adapters]: the ranks dealt round like cards."""
+    """Return the rank of each adapter, [adapters]: the ranks dealt round."""
     return np.resize(np.asarray(ranks, dtype=np.int64), adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps between arrivals from a Gamma distribution: mean 1 / rate, coefficient of variation cv.
+    """Arrivals with Gamma-distributed gaps of mean 1 / rate.
 
-    cv 1 is a Poisson process; above it requests come in bursts.
+    cv: coefficient of variation of the gaps; 1 is a Poisson process, more makes bursts.
     """
 
     rate_per_s: float
     cv: float
 
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
-        """Seconds from the start, rising, all below duration_s; a gap comes first."""
+        """Draw arrival times in seconds, rising, all below `duration_s`; a gap comes first."""
         shape = self.cv**-2
         scale = 1 / (self.rate_per_s * shape)
         drawn: list[Floats] = []
@@ -126,13 +132,16 @@ class GammaArrivals:
 
 
 def poisson(rate_per_s: float) -> GammaArrivals:
-    """Independent arrivals at a constant rate."""
+    """Return independent arrivals at a constant rate."""
     return GammaArrivals(rate_per_s, cv=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Lognormal prompt and answer lengths in tokens: μ and σ of the logarithm."""
+    """Lognormal prompt and answer lengths in tokens.
+
+    *_mu, *_sigma: mean and deviation of the length's logarithm.
+    """
 
     input_mu: float
     input_sigma: float
@@ -140,7 +149,7 @@ class LengthModel:
     output_sigma: float
 
     def draw(self, rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
-        """(input tokens, output tokens), [requests] each, at least 1."""
+        """Draw (input tokens, output tokens), [requests] each, at least 1."""
         inputs = rng.lognormal(self.input_mu, self.input_sigma, requests)
         outputs = rng.lognormal(self.output_mu, self.output_sigma, requests)
         return _whole(inputs), _whole(outputs)
@@ -153,16 +162,17 @@ LENGTH_MODELS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Ints]:
-    """Cut lengths to input + output ≤ context: the input is cut first, down to half."""
+    """Cut lengths to input + output ≤ context: inputs first, down to half the context."""
     outputs = np.minimum(outputs, np.maximum(context - inputs, context // 2))
     return np.minimum(inputs, context - outputs), outputs
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficTrace:
-    """Recorded traffic, to be replayed: arrival, prompt and answer length of each request.
+    """Recorded traffic to replay: arrival, prompt and answer length of each request, [requests].
 
-    times_s rises from 0; all [requests].
+    times_s: arrival times, rising from 0.
+    inputs, outputs: tokens.
     """
 
     times_s: Floats
@@ -174,7 +184,7 @@ class TrafficTrace:
 
     @classmethod
     def read(cls, path: Path) -> "TrafficTrace":
-        """A CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError."""
+        """Read a CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError."""
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         if not rows:
@@ -189,12 +199,12 @@ class TrafficTrace:
         return cls(times_s, inputs, outputs)
 
     def at_rate(self, rate_per_s: float) -> "TrafficTrace":
-        """The trace sped up or slowed down to a mean rate, with its bursts."""
+        """Return the trace sped up or slowed down to a mean rate, bursts included."""
         factor = (len(self) - 1) / (rate_per_s * self.times_s[-1])
         return TrafficTrace(self.times_s * factor, self.inputs, self.outputs)
 
     def until(self, duration_s: float) -> "TrafficTrace":
-        """The requests that arrive before duration_s."""
+        """Return the requests that arrive before `duration_s`."""
         kept = self.times_s < duration_s
         return TrafficTrace(self.times_s[kept], self.inputs[kept], self.outputs[kept])
 

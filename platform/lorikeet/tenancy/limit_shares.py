@@ -60,10 +60,10 @@ class GatewayClaims:
 
 @dataclass(slots=True)
 class LimitShare:
-    """One gateway's share of one subject's limits.
+    """One gateway's share of the limits of one tenant or key.
 
-    share: fraction that the gateway enforces.
-    claimed: fraction that the gateway claims in this round.
+    share: fraction of each limit that the gateway enforces.
+    claimed: fraction that the gateway claims in the present round.
     at: time of the last request, seconds.
     running: running requests in this gateway.
     others_run: running requests in other gateways.
@@ -82,7 +82,7 @@ class LimitShare:
         self.at = now
 
     def demand(self, now: float) -> float:
-        """Return the number of recent requests, faded, plus the running ones."""
+        """Return this gateway's demand: recent requests, decayed, plus running ones."""
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
@@ -117,7 +117,11 @@ class LimitShares:
         self._peers: dict[str, _Peer] = {}
 
     def share_of(self, subject: Subject, now: float) -> LimitShare:
-        """Return the share of a subject; it begins even, or with the least in a new gateway."""
+        """Return the share of a subject's limits.
+
+        A new subject starts with the even share, 1/N, or with FLOOR of it in a gateway that has not
+        yet agreed with the others.
+        """
         own = self._own.get(subject)
         if own is None:
             share = self.even() if self.settled_s(now) else self.least()
@@ -129,7 +133,7 @@ class LimitShares:
         return 1 / max(self._gateways, 1 + len(self._peers))
 
     def least(self) -> float:
-        """Return the share that a new gateway begins with."""
+        """Return the share of a gateway that has not yet agreed with the others: FLOOR of 1/N."""
         return FLOOR / self._gateways
 
     def settled_s(self, now: float) -> float:
@@ -173,7 +177,11 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return this gateway's share by demand, at least FLOOR of the even share."""
+        """Return the share of the subject's limits that this gateway's part of all demand
+        justifies.
+
+        The result is at least FLOOR of the even share.
+        """
         demand = own.demand(now)
         total = demand + sum(claim.demand for claim in self._claims_of_peers(subject))
         count = 1 + len(self._peers)

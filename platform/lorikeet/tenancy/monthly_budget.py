@@ -27,8 +27,8 @@ class MonthlyBudget:
 
     Tokens that other gateways have settled since the last read are unknown here. Single event loop,
     except `read`, which runs in a thread. Every `now` is in Unix seconds.
-    recorded: source of recorded usage; None: none is recorded.
-    unseen_s: seconds before a read whose usage the read may miss.
+    recorded: source of recorded usage; None if usage is not recorded.
+    unseen_s: seconds; a read may miss usage that was settled less than this long before it.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:

@@ -6,9 +6,9 @@ from lorikeet.errors import Overloaded
 from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
-"""Time constant, in seconds, with which first tokens fade from the rate."""
+"""Time constant, in seconds, with which earlier first tokens decay in the measured rate."""
 _ENOUGH_S = 5.0
-"""Faded seconds at full capacity that an estimate needs."""
+"""Seconds of observation at full capacity, decayed, below which no queue time is estimated."""
 
 
 class QueueTimeEstimator:

@@ -14,7 +14,7 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor: while bodies arrive, one tenant may have 1/2 of the requests a gateway carries."""
+"""Divisor of max_requests: requests of one tenant whose bodies still arrive may take 1/2 of it."""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -66,7 +66,10 @@ class SubjectLimits:
             self._bytes.count(size, now)
 
     def count(self, requests: int, tokens: int, now: float) -> None:
-        """Count requests and tokens, even beyond the limits; negative amounts are given back."""
+        """Count requests and tokens, even beyond the limits.
+
+        Negative amounts are put back into the token buckets.
+        """
         if self._requests is not None:
             self._requests.count(requests, now)
         if self._tokens is not None:
@@ -141,10 +144,10 @@ class SubjectLimits:
 
 
 class RateLimiter:
-    """The limits that one gateway enforces. Single event loop.
+    """Limits that one gateway enforces for all tenants and keys. Single event loop.
 
-    running: requests that the gateway carries now.
-    reading: running requests without a body yet, by tenant.
+    running: number of requests that the gateway carries now.
+    reading: number of these whose body has not arrived yet, by tenant.
     """
 
     def __init__(
@@ -353,7 +356,7 @@ class RateLimitHold:
             self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
 
     def limit_statuses(self) -> list[LimitStatus]:
-        """Return the tighter status of tenant and key for each kind of limit per minute."""
+        """Return the tighter one of the tenant's and the key's limits, for each kind per minute."""
         now = self._limiter.clock()
         tightest: dict[str, LimitStatus] = {}
         for status in (each for limits in self._limits for each in limits.limit_statuses(now)):
@@ -366,7 +369,7 @@ class RateLimitHold:
         self._refuse([limits.refusal(requests, tokens, now) for limits in self._limits])
 
     def _refuse(self, found: Sequence[RateLimited | None]) -> None:
-        """Raise the refusal with the longest wait, if there is any."""
+        """Raise the refusal with the longest Retry-After; return if all are None."""
         refusals = [refusal for refusal in found if refusal is not None]
         if refusals:
             longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)

@@ -39,7 +39,7 @@ class TraceExporter:
         self._queue = BatchSpanProcessor(sender, _QUEUE, _BATCH_MS, _BATCH)
 
     def ended(self, record: RequestRecord) -> None:
-        """Send the spans of an ended request if it is sampled."""
+        """Queue the spans of an ended request for sending if the request is sampled."""
         if record.tenant is None:  # no valid key: anybody can send such requests
             return
         origin = origin_of(record.request_id, record.traceparent, self._share)
@@ -48,7 +48,7 @@ class TraceExporter:
                 self._queue.on_end(span)
 
     async def close(self) -> None:
-        """Send the last spans if the collector takes them at once."""
+        """Send the remaining spans; wait at most _CLOSE_S for the collector."""
         # daemon thread: the queue waits half a minute for an unreachable collector
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()

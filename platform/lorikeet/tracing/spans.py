@@ -55,9 +55,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Origin(NamedTuple):
-    """Trace of a request's spans.
+    """Trace that a request's spans belong to.
 
-    parent: the caller's span, if it sent one.
+    parent: the caller's span, if the caller sent one.
     """
 
     trace_id: int
@@ -95,7 +95,11 @@ def replica_resource(name: str, base_model: str) -> Resource:
 
 
 def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[ReadableSpan]:
-    """Return all spans of a request; parents come before their children."""
+    """Return all spans of an ended request; parents come before their children.
+
+    origin: the trace that the spans belong to.
+    gateway: resource of the gateway's spans.
+    """
     spans = _Spans(origin.trace_id, round(record.received * 1e9))
     operation = _OPERATIONS.get(record.path, "")
     failure = record.code if record.outcome == "failed" else None

@@ -26,7 +26,7 @@ from lorikeet.usage.object_format import (
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""Seconds for which compacted objects stay, for readers that have listed them before."""
+"""Seconds for which superseded objects stay, because readers may have listed them before."""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
@@ -41,7 +41,7 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact the usage so far of today and yesterday. Raises StoreError.
+    """Compact today's and yesterday's usage as far as it is written. Raises StoreError.
 
     now: Unix seconds.
     """

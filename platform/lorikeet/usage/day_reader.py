@@ -1,4 +1,4 @@
-"""Reader of one day's usage, incrementally as the day grows."""
+"""Incremental reader of the usage objects of one day, to which writers still add."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ K = TypeVar("K")
 
 _ATTEMPTS = 5
 _BACK_S = 120.0
-"""Seconds by which an object may be written later than another with a later time in its name."""
+"""Bound, in seconds, on how late an object is written after the time in its name."""
 
 
 class DayReader(Generic[K]):

@@ -27,7 +27,7 @@ class MonthTokens:
         return self._tokens.get(tenant, 0)
 
     def refresh(self) -> None:
-        """Read new usage, usually with one LIST. Raises StoreError, keeping the old."""
+        """Read new usage, usually with one LIST. Raises StoreError and then keeps the old sums."""
         now = self._clock()
         today = day_of(now)
         month = days(today.replace(day=1), today)

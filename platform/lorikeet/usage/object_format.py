@@ -45,9 +45,9 @@ Marks = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class UsageContent:
-    """Content of an object.
+    """Content of a usage object.
 
-    marks: last included object of each writer, for compacted objects; else empty.
+    marks: in a compacted object, the last included object of each writer; else empty.
     """
 
     use: UsageByAccount

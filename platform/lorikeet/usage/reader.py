@@ -12,8 +12,11 @@ from lorikeet.usage.ledger import UsageAccount, UsageByAccount, day_of
 
 MOST_DAYS = 400
 WHOLE_S = 900.0
-"""Seconds between two full reads of a growing day, which find late objects, for example after an
-outage of the store."""
+"""Seconds between full reads of a day to which writers still add.
+
+Full reads find objects that incremental reads missed because they arrived late, for example after
+an outage of the store.
+"""
 _AT_ONCE = 8
 _DAY_S = 86400.0
 
@@ -31,7 +34,7 @@ def days(first: date, last: date) -> list[date]:
 
 
 class UsageReader:
-    """Reader of usage by day, which reads growing days incrementally. Thread-safe.
+    """Reader of usage by day; days to which writers still add are read incrementally. Thread-safe.
 
     An object that was written late is missed for WHOLE_S at most.
     """

@@ -40,7 +40,7 @@ def get_weather(city: Place) -> str:
 
 @pytest.fixture(params=[OpenAIResponsesModel, OpenAIChatCompletionsModel])
 def api(request: pytest.FixtureRequest) -> Any:
-    """What makes a model of the service that speaks one of OpenAI's two APIs."""
+    """Return a function that makes a model of the service for one of OpenAI's two APIs."""
 
     def model(name: str) -> Any:
         return request.param(name, AsyncOpenAI(max_retries=0))
@@ -59,12 +59,12 @@ def test_hello_world(api: Any) -> None:
     assert result.context_wrapper.usage.output_tokens > 0
 
 
-def test_the_default_model_settings_are_taken_by_name() -> None:
+def test_the_default_model_is_used_by_name() -> None:
     result = Runner.run_sync(Agent("Assistant", model=MODEL), "Hello!")
     assert result.final_output
 
 
-def test_a_function_tool_is_called_and_its_output_sent_back(api: Any) -> None:
+def test_a_function_tool_is_called_and_its_output_is_sent_back(api: Any) -> None:
     agent = Agent(
         "Hello world", "Help.", model=api(MODEL), tools=[get_weather], model_settings=FORCED
     )
@@ -91,12 +91,12 @@ def test_a_run_is_streamed(api: Any) -> None:
     assert result.final_output
 
 
-def test_an_output_type_is_held_to(api: Any) -> None:
+def test_an_answer_follows_the_output_type(api: Any) -> None:
     agent = Agent("Orders", model=api(ORDERS_MODEL), output_type=Order, model_settings=GREEDY)
     assert asyncio.run(Runner.run(agent, PROMPT)).final_output == ORDER
 
 
-def test_a_handoff_is_a_tool(api: Any) -> None:
+def test_a_handoff_is_called_as_a_tool(api: Any) -> None:
     tutor = Agent("Tutor", handoff_description="History.", model=api(MODEL), model_settings=GREEDY)
     triage = Agent("Triage", handoffs=[tutor], model=api(MODEL), model_settings=FORCED)
     result = asyncio.run(Runner.run(triage, "Who was the first president?"))
@@ -104,7 +104,7 @@ def test_a_handoff_is_a_tool(api: Any) -> None:
     assert result.final_output
 
 
-def test_a_session_remembers(api: Any) -> None:
+def test_a_session_remembers_earlier_turns(api: Any) -> None:
     async def main() -> list[Any]:
         agent = Agent("Assistant", model=api(MODEL), model_settings=GREEDY)
         session = SQLiteSession("conversation")
@@ -115,7 +115,7 @@ def test_a_session_remembers(api: Any) -> None:
     assert [item["role"] for item in asyncio.run(main())] == ["user", "assistant"] * 2
 
 
-def test_a_guardrail_asks_an_agent_of_its_own(api: Any) -> None:
+def test_a_guardrail_asks_its_own_agent(api: Any) -> None:
     taker = Agent("Orders", model=api(ORDERS_MODEL), output_type=Order, model_settings=GREEDY)
 
     @input_guardrail

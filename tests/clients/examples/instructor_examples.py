@@ -32,7 +32,7 @@ def test_a_model_is_extracted(mode: Mode) -> None:
     order = client(mode).chat.completions.create(response_model=Order, **ASKED)
     assert isinstance(order, Order)
     if mode in BY_FORMAT:
-        assert order.model_dump() == ORDER.model_dump()  # of a class of its own
+        assert order.model_dump() == ORDER.model_dump()  # Instructor makes a class of its own
 
 
 @pytest.mark.parametrize("mode", [*BY_FORMAT, *BY_TOOL])
@@ -52,7 +52,7 @@ def test_a_bounded_list_and_its_completion(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", [*BY_FORMAT, *BY_TOOL])
-def test_what_is_invalid_is_asked_for_again(mode: Mode) -> None:
+def test_an_invalid_answer_is_requested_again(mode: Mode) -> None:
     tried = []
 
     class Late(BaseModel):
@@ -73,7 +73,7 @@ def test_what_is_invalid_is_asked_for_again(mode: Mode) -> None:
     assert len(tried) >= 2
 
 
-def test_a_provider_by_its_name() -> None:
+def test_a_provider_is_chosen_by_name() -> None:
     order = instructor.from_provider(f"openai/{ORDERS_MODEL}").create(
         response_model=Order, messages=MESSAGES
     )

@@ -13,7 +13,7 @@ from orders import ANTHROPIC_URL, KEY, MODEL, ORDER, ORDERS_MODEL, PROMPT, Order
 from pydantic import BaseModel, Field
 
 LOOP = asyncio.new_event_loop()
-"""LangChain's clients share their connections, which are good in one event loop alone."""
+"""LangChain's clients share connections, which work in one event loop only."""
 CHAT = [("system", "You are a helpful translator."), ("human", "I love programming.")]
 
 
@@ -76,7 +76,7 @@ def test_async_and_batches(api: Any) -> None:
 
 
 @every_api
-def test_a_bound_tool_is_called_and_its_result_sent_back(api: Any) -> None:
+def test_a_bound_tool_is_called_and_its_result_is_sent_back(api: Any) -> None:
     llm = api().bind_tools([GetWeather], tool_choice="any", parallel_tool_calls=False)
     asked = HumanMessage("What is the weather like in Boston?")
     called = llm.invoke([asked])
@@ -124,7 +124,7 @@ def test_completions() -> None:
 
 
 @every_api
-def test_an_agent_calls_its_tool_and_answers_in_a_form(api: Any) -> None:
+def test_an_agent_calls_its_tool_and_answers_in_a_format(api: Any) -> None:
     def get_weather(city: Place) -> str:
         """Get weather for a given city."""
         return f"It's always sunny in {city}!"

@@ -65,7 +65,7 @@ def test_an_async_stream(provider: str) -> None:
 
 
 @every_provider
-def test_a_tool_is_called_and_its_result_sent_back(provider: str) -> None:
+def test_a_tool_is_called_and_its_result_is_sent_back(provider: str) -> None:
     answer = litellm.completion(messages=MESSAGES, **FORCED, **asked(provider))
     message = answer.choices[0].message
     (call,) = message.tool_calls
@@ -78,20 +78,20 @@ def test_a_tool_is_called_and_its_result_sent_back(provider: str) -> None:
 
 
 @openai_like
-def test_a_streamed_call_is_built_again(provider: str) -> None:
+def test_a_streamed_call_is_rebuilt(provider: str) -> None:
     stream = litellm.completion(messages=MESSAGES, stream=True, **FORCED, **asked(provider))
     message = litellm.stream_chunk_builder(list(stream), messages=MESSAGES).choices[0].message
     assert location(message.tool_calls[0]) == "Boston, MA"
 
 
 @every_provider
-def test_a_format_of_a_fine_tune_is_right(provider: str) -> None:
+def test_a_formatted_answer_of_a_fine_tune_is_right(provider: str) -> None:
     prompt = [{"role": "user", "content": PROMPT}]
     answer = litellm.completion(
         messages=prompt, response_format=Order, temperature=0, **asked(provider, ORDERS_MODEL)
     )
     order = Order.model_validate_json(answer.choices[0].message.content)
-    if provider != "anthropic":  # there LiteLLM makes a tool of a schema
+    if provider != "anthropic":  # LiteLLM turns a schema into a tool there
         assert order == ORDER
 
 
@@ -115,7 +115,7 @@ def test_a_response(provider: str) -> None:
 
 
 @openai_like
-def test_errors_are_known(provider: str) -> None:
+def test_errors_are_raised_as_litellms_classes(provider: str) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=MESSAGES, **asked(provider, "none"))
     long = [{"role": "user", "content": "x" * 100_000}]

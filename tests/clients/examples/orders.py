@@ -1,4 +1,4 @@
-"""What the examples share: the models' names, and an order that one of them takes down rightly."""
+"""Shared by the examples: names of models, and an order that one of them writes down rightly."""
 
 import os
 from typing import Literal

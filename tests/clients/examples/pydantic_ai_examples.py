@@ -24,10 +24,10 @@ class Game(StrEnum):
 
 @pytest.fixture(params=[OpenAIChatModel, OpenAIResponsesModel, AnthropicModel])
 def api(request: pytest.FixtureRequest) -> Any:
-    """What makes a model of the service that speaks one of the three APIs."""
+    """Return a function that makes a model of the service for one of the three APIs."""
 
     def model(name: str) -> Any:
-        if request.param is AnthropicModel:  # takes it that a model of another name knows no JSON
+        if request.param is AnthropicModel:  # assumes no JSON schemas for unknown names
             knows = ModelProfile(supports_json_schema_output=True)
             provider = AnthropicProvider(base_url=ANTHROPIC_URL, api_key=KEY)
             return AnthropicModel(name, provider=provider, profile=knows)
@@ -48,7 +48,7 @@ def test_a_native_output_of_a_fine_tune_is_right(api: Any) -> None:
     assert agent.run_sync(PROMPT).output == ORDER
 
 
-def test_an_output_is_a_tool(api: Any) -> None:
+def test_an_output_type_is_called_as_a_tool(api: Any) -> None:
     agent = Agent(api(ORDERS_MODEL), output_type=ToolOutput(Order), model_settings=GREEDY)
     assert isinstance(agent.run_sync(PROMPT).output, Order)
 
@@ -99,7 +99,7 @@ def test_an_output_is_streamed(api: Any) -> None:
     assert asyncio.run(main()) == ORDER
 
 
-def test_settings_are_taken(api: Any) -> None:
+def test_model_settings_are_accepted(api: Any) -> None:
     settings = ModelSettings(
         temperature=0.5,
         max_tokens=20,

@@ -46,7 +46,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def build(tmp_path):
-    """Assemble an engine's parts; `facts` are what the log says of it."""
+    """Assemble an engine's parts; `facts` are the fields that the log has of them."""
 
     def build(**changes):
         folder = write_config(tmp_path / "model", CONFIG)
@@ -57,13 +57,13 @@ def build(tmp_path):
 
 
 def started(free):
-    """A start at the point where `free` bytes are left."""
+    """Memory measurements of a start that has `free` bytes left."""
     start = StartUpStages(CPU)
     start.free = free
     return start
 
 
-def test_kv_pages_of_bytes_and_of_a_share(config):
+def test_kv_pages_follow_from_bytes_or_from_a_share(config):
     def pages(kv_bytes):
         settings = replace(SETTINGS, kv_bytes=kv_bytes)
         return count_pages(config, config.shape, settings, started(1000 * PAGE_BYTES))
@@ -96,13 +96,13 @@ def test_too_little_memory_is_refused_with_the_numbers_and_the_remedy(
     assert "are left: lower max_context, adapter_gpu_bytes" in refused.value.message
 
 
-def test_a_share_is_above_nothing_and_at_most_all():
+def test_a_share_of_memory_is_above_0_and_at_most_1():
     for of_free in (0.0, -0.1, 1.01):
         with pytest.raises(SettingsError, match="above 0 and up to 1"):
             MemoryShare(of_free)
 
 
-def test_a_stage_without_memory_names_what_the_others_took():
+def test_a_stage_that_runs_out_of_memory_names_the_bytes_of_all_stages():
     start = StartUpStages(CPU)
     with start.stage("weights"):
         pass
@@ -158,7 +158,9 @@ class TestOnGpu:
     def settings(self):
         return {"device": "cuda", "dtype": "bfloat16", "adapter_dtype": "bfloat16"}
 
-    def test_the_kv_cache_takes_its_share_of_what_all_else_leaves(self, build, settings, caplog):
+    def test_the_kv_cache_takes_its_share_of_the_memory_that_all_else_leaves(
+        self, build, settings, caplog
+    ):
         caplog.set_level(logging.INFO, "lorikeet_engine.execution.assembly")
         before = free_bytes(torch.device("cuda"))
         parts = build(**settings, kv_bytes=MemoryShare(0.5), adapter_gpu_bytes=MemoryShare(0.1))
@@ -169,18 +171,18 @@ class TestOnGpu:
         assert before / 10 - (64 << 20) < facts["slot_pool_bytes"] < before / 9
         assert abs(facts["free_bytes"] - kv_bytes) < 256 << 20
 
-    def test_what_does_not_fit_beside_other_processes_is_refused(self, build, settings):
+    def test_an_engine_that_does_not_fit_beside_other_processes_is_refused(self, build, settings):
         device = torch.device("cuda")
-        torch.cuda.empty_cache()  # what earlier tests left to torch would be room for more
+        torch.cuda.empty_cache()  # torch could reuse memory that earlier tests left
         taken = torch.empty(free_bytes(device) - 2 * GIB, dtype=torch.uint8, device=device)
         with pytest.raises(SettingsError, match=r"no room for the slot pool: of 2\.00 GiB free"):
             build(**settings, adapter_gpu_bytes=3 * GIB)
         with pytest.raises(SettingsError, match=r"kv_bytes=.* left"):
             build(**settings, kv_bytes=2 * GIB)
         del taken
-        torch.cuda.empty_cache()  # or later tests share its one large segment, and hold it
+        torch.cuda.empty_cache()  # or later tests would keep its one large segment
 
-    def test_steps_are_timed_with_random_numbers_in_the_pages_which_are_empty_then(
+    def test_steps_are_timed_on_pages_of_random_numbers_which_are_zeroed_afterwards(
         self, build, settings, monkeypatch
     ):
         spreads, shortest_s = [], StepTimer.shortest_s

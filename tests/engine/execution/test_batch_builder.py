@@ -31,9 +31,9 @@ def sequence_of(prompt, pages, lease=None):
 
 
 def decoding(prompt, pages, row, lease=None, forced=()):
-    """A sequence that decodes on from the token that this row of the step before sampled.
+    """A sequence that decodes from the token sampled in this row of the step before.
 
-    forced: tokens that must follow it.
+    forced: tokens that must follow that token.
     """
     sequence = sequence_of(prompt, pages, lease)
     sequence.kv.computed = len(prompt)
@@ -91,7 +91,7 @@ def test_each_adapter_is_one_segment():
 def test_lm_head_has_segments_over_its_own_rows_where_adapters_change_it():
     leases = [DummyLease(1, 8), DummyLease(5, 8, 4), DummyLease(3, 8, 2), None, DummyLease(5, 8, 4)]
     sequences = [sequence_of([1] * 6, [i, i + 9], lease) for i, lease in enumerate(leases)]
-    lengths = (6, 6, 4, 6, 6)  # one has no row of the logits yet
+    lengths = (6, 6, 4, 6, 6)  # one sequence has no row of logits yet
     chunks = [Chunk.of(s, length) for s, length in zip(sequences, lengths, strict=True)]
     chunks = group_by_adapter(chunks)
     assert [chunk.sequence.lease and chunk.sequence.lease.slot for chunk in chunks] == [
@@ -106,14 +106,14 @@ def test_lm_head_has_segments_over_its_own_rows_where_adapters_change_it():
     assert (heads.max_rank, layers.max_rank) == (4, 8)
 
 
-def test_a_step_whose_adapters_leave_the_head_alone_has_no_segments_of_it():
+def test_a_step_whose_adapters_leave_lm_head_alone_has_no_lm_head_segments():
     leases = [DummyLease(1, 8), None]
     chunks = [Chunk.of(sequence_of([1], [i], lease), 1) for i, lease in enumerate(leases)]
     assert build_step_input(chunks, PAGE).upload(CPU).head_segments is None
 
 
 def test_a_step_input_holds_only_arrays_and_numbers():
-    """It can be sent to another process, which learns nothing about tenants."""
+    """Such an input can be sent to another process, which learns nothing about tenants."""
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     (table,) = values.pop("page_tables")
@@ -124,7 +124,7 @@ def test_a_step_input_holds_only_arrays_and_numbers():
 def test_a_windows_page_table_begins_with_the_first_page_that_a_token_sees():
     long, short = sequence_of(range(21), []), sequence_of(range(3), [])
     long.kv.pages = [array("i", [7, 3, 9, 8, 1, 6]), array("i", [20, 21, 22, 23])]
-    long.kv.first, long.kv.computed = 2, 17  # token 17 sees 13 and what follows: not page 2
+    long.kv.first, long.kv.computed = 2, 17  # token 17 sees tokens from 13 on: not page 2
     short.kv.pages = [array("i", [5]), array("i", [24])]
     chunks = [Chunk.of(long, 3), Chunk.of(short, 3)]
     batch = build_step_input(chunks, PAGE, (None, 5)).upload(CPU)

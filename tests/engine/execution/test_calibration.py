@@ -43,14 +43,17 @@ SETTINGS = EngineSettings(Path(), Path(), max_batch_tokens=2048, max_running=64,
 
 
 class ExactRunner:
-    """Takes what `costs` say, on a clock of its own; noise: the most by which a step is late."""
+    """Runner whose steps take the time that `costs` give, on its own clock.
+
+    noise: largest delay of a step.
+    """
 
     prompt_sizes = (128, 2048)
 
     def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
         windowed = round(12 * costs.windowed)
         windows = (costs.window,) * windowed + (None,) * (12 - windowed)
-        groups = SimpleNamespace(windows=(None,))  # of its pages, which do not matter here
+        groups = SimpleNamespace(windows=(None,))  # of the runner's pages, which do not matter here
         config = SimpleNamespace(
             max_context=max_context, vocab_size=1000, kv_groups=groups, windows=windows
         )
@@ -80,7 +83,7 @@ class ExactRunner:
 
 @pytest.fixture
 def measure(monkeypatch):
-    """The costs that are measured of a runner; elements: of the arena."""
+    """Return a function that measures the costs of a runner; elements: of the arena."""
     measured_s = []
 
     def measure(
@@ -112,7 +115,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("elements", [1 << 20, 20_000])
 @pytest.mark.parametrize("context", [131_072, 8192, 2048])
-def test_exact_times_give_back_the_coefficients_that_made_them(measure, elements, context):
+def test_exact_times_yield_the_coefficients_that_they_were_made_from(measure, elements, context):
     expected = TRUE if context > 2048 else replace(TRUE, split_s=StepCosts().split_s)
     assert_close(measure(elements=elements, context=context), expected)
 

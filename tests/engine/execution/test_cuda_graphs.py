@@ -41,7 +41,7 @@ WINDOWED = CONFIG | {  # three groups of layers
 
 
 class Rows:
-    """CapturableAttention without a GPU: torch's, each query token planned as a row of its own."""
+    """CapturableAttention of torch, without a GPU: each query token is planned as its own row."""
 
     def captured(self, tokens, pages):
         return Rows()
@@ -62,7 +62,7 @@ class Rows:
 
 
 class Replayed:
-    """A graph without a GPU: computes anew what it recorded."""
+    """A graph without a GPU, which computes again the pass that it recorded."""
 
     def __init__(self, replay):
         self.replay = replay
@@ -76,7 +76,7 @@ def recorded(graphs, blank, attention):
 
 
 class Piecewise:
-    """PiecewiseGraphs without a GPU: the static tensors, but attention for a step's own tokens."""
+    """PiecewiseGraphs without a GPU: static tensors, but attention for the step's own tokens."""
 
     def __init__(self, graphs, blank, buffers):
         self._graphs, self._blank, self._outputs = graphs, blank, buffers.outputs
@@ -108,7 +108,7 @@ def tolerance(runner, dtype):
 
 
 class Twice:
-    """A runner that computes what fits a graph with and without it, and compares."""
+    """Runner that computes steps that fit a graph with and without it, and compares both."""
 
     def __init__(self, runner):
         self.runner, self.kv_windows = runner, runner.kv_windows
@@ -130,7 +130,7 @@ class Twice:
 
     def _compare(self, got, want):
         assert got.shape == want.shape
-        if not len(want):  # a chunk: whether its keys are right shows in what comes after it
+        if not len(want):  # a chunk: faulty keys would show in the tokens after it
             return
         atol = tolerance(self.runner, want.dtype) * want.abs().max().item()
         torch.testing.assert_close(got, want, rtol=0, atol=atol)
@@ -177,7 +177,7 @@ def build(config, shelf, device, kv_dtype, tmp_path, monkeypatch):
     )
     engine = Engine(settings, shelf, random_model)
     if device == "cpu":
-        torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
+        torch.set_num_threads(1)  # two would mostly wait for each other
         monkeypatch.setattr(cuda_graphs, "_WHOLE_SIZES", (1, 4, 16, 64, 128))
         monkeypatch.setattr(cuda_graphs, "_PIECEWISE_SIZES", (32, 200, 350))
         monkeypatch.setattr(CudaGraphs, "_record", recorded)
@@ -243,7 +243,7 @@ def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, m
 
 
 def spied(ladder):
-    """A list of what will be used: tokens and adapters of each pass."""
+    """Record the tokens and adapters of each pass in the returned list."""
     used = []
     for size, by_adapters in ladder.items():
         for held, captured in by_adapters.items():
@@ -261,7 +261,7 @@ MOE_CONFIG = CONFIG | {
 
 
 class Either:
-    """An AdapterSource of several, one adapter each."""
+    """AdapterSource made of several sources of one adapter each."""
 
     def __init__(self, *sources):
         self._sources = {source.refs[0].digest: source for source in sources}
@@ -278,7 +278,7 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
     engine = build(MOE_CONFIG, source, "cpu", "auto", tmp_path, monkeypatch)
     answers, attention, every = Answers(engine), of_attention.refs[0], of_all.refs[0]
     try:
-        for adapter in (attention, every):  # neither waits below for the other's load
+        for adapter in (attention, every):  # neither request waits below for the other's adapter
             answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
         answers.all()
         used = spied(engine._runner._graphs._whole)

@@ -17,7 +17,7 @@ from tests.engine.hash_model import PAGE, predict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUN = "below 60, end under 0, by one from 59 to 30"  # thirty at first that must follow
+RUN = "below 60, end under 0, by one from 59 to 30"  # thirty forced tokens at first
 SAID = list(range(59, 29, -1))
 
 
@@ -39,7 +39,7 @@ def request(name="r", grammar=RUN, n=1, ids=(1, 7, 9), **sampling):
 
 
 def ask(engine, *requests):
-    """All their answers, which are what a model says that samples one token after another."""
+    """Run the requests; check all answers against a model that samples token by token."""
     answers = Answers(engine)
     for call in requests:
         answers.submit(call)
@@ -66,7 +66,7 @@ def steps(answers, name="r", choice=0):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("overlap", [False, True])
 class TestSteps:
-    def test_what_must_follow_takes_one_step_more_however_long_it_is(
+    def test_a_run_of_forced_tokens_takes_one_step_whatever_its_length(
         self, make, overlap, temperature
     ):
         engine = make(overlap=overlap)
@@ -78,12 +78,12 @@ class TestSteps:
         assert status.output_tokens == tokens
         assert sum(status.inter_token_s[None].counts) == len(came(answers)) - 1
 
-    def test_each_choice_goes_its_own_way(self, make, overlap, temperature):
+    def test_choices_have_forced_tokens_of_their_own(self, make, overlap, temperature):
         grammar = "below 60, end under 0, by one from 40 to 20"
         answers = ask(make(overlap=overlap), request(grammar=grammar, n=3, temperature=temperature))
         for choice in range(3):
             said = answers.of("r", choice)
-            # the first that must follow, or none, is sampled
+            # the first forced token, if any, is sampled
             forced = sum(20 <= token < said[max(0, at - 1)] <= 41 for at, token in enumerate(said))
             assert sum(came(answers, "r", choice)) == len(said)
             assert len(said) - len(came(answers, "r", choice)) == max(0, forced - 1)
@@ -92,13 +92,13 @@ class TestSteps:
 
 class TestEnds:
     @pytest.mark.parametrize("most", [1, 2, 17, 30, 31])
-    def test_max_tokens_may_cut_it(self, make, most):
+    def test_max_tokens_may_cut_a_run_of_forced_tokens(self, make, most):
         answers = ask(make(), request(max_tokens=most))
         assert came(answers)[0] == min(most, 30)
         assert answers.finish["r", 0] is FinishReason.LENGTH
 
     @pytest.mark.parametrize("keep", [False, True])
-    def test_a_stop_token_among_it_ends_it(self, make, keep):
+    def test_a_stop_token_among_forced_tokens_ends_the_choice(self, make, keep):
         call = request(stop_token_ids=(45,), keep_stop_token=keep)
         answers = Answers(make())
         answers.submit(call)
@@ -106,11 +106,11 @@ class TestEnds:
         assert answers.of("r") == list(range(59, 44 if keep else 45, -1))
         assert answers.finish["r", 0] is FinishReason.STOP
 
-    def test_nothing_is_forced_behind_a_stop_token_that_must_come(self, make):
+    def test_no_token_is_forced_behind_a_forced_stop_token(self, make):
         answers = ask(make(), request(stop_token_ids=(59,)))
         assert answers.of("r") == []
 
-    def test_a_grammar_that_cannot_say_what_must_follow_fails_its_own_request(self, make):
+    def test_a_grammar_that_cannot_tell_its_forced_tokens_fails_only_its_request(self, make):
         answers = Answers(make())
         asked = [request("bad", f"{RUN}, unsure at 60"), request("good")]
         for call in asked:
@@ -121,39 +121,43 @@ class TestEnds:
 
 
 class TestOneByOne:
-    """Where the device must see each token, none are forced and the output is the same."""
+    """The device must see each token: none are forced, and the output is the same."""
 
     @pytest.mark.parametrize(
         "more", [{"logprobs": 2}, {"frequency_penalty": 1.0}, {"logit_bias": ((7, 2.0),)}], ids=str
     )
-    def test_they_do(self, make, more):
+    def test_sampling_options_that_need_each_token_disable_forced_tokens(self, make, more):
         answers = ask(make(), request(**more))
         assert set(came(answers)) == {1}
         outputs = answers.outputs["r", 0]
         assert all(len(o.logprobs) == ("logprobs" in more) for o in outputs)
 
 
-class TestRoom:
-    def test_a_step_computes_no_more_than_it_may(self, make):
+class TestLimits:
+    def test_forced_tokens_stay_within_max_batch_tokens(self, make):
         engine = make(max_running=4, max_batch_tokens=10)  # six beside four decodes
         answers = ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
         assert max(max(came(answers, f"r{i}")) for i in range(4)) == 7
 
-    def test_without_room_they_come_one_by_one(self, make):
+    def test_a_batch_full_of_decodes_leaves_no_forced_tokens(self, make):
         assert set(came(ask(make(max_running=4, max_batch_tokens=4), request()))) == {1}
 
-    def test_a_step_computes_no_more_of_them_than_a_graph_has_rows_for(self, make, monkeypatch):
+    def test_forced_tokens_of_a_step_stay_within_the_rows_of_a_graph(self, make, monkeypatch):
         monkeypatch.setattr(forced_budget, "_MOST", 5)
         assert came(ask(make(), request()))[:6] == [6, 6, 6, 6, 6, 1]
 
-    def test_a_run_that_max_tokens_cuts_leaves_room_to_others(self, make, monkeypatch):
+    def test_a_run_cut_by_max_tokens_leaves_its_rest_of_the_budget_to_others(
+        self, make, monkeypatch
+    ):
         monkeypatch.setattr(forced_budget, "_MOST", 20)
         asked = [request("cut", max_tokens=3), request("other", ids=(1, 4))]
-        answers = ask(make(), *asked)  # both begin in one step
+        answers = ask(make(), *asked)  # both requests begin in one step
         assert came(answers, "cut") == [3]
         assert came(answers, "other")[:2] == [19, 11]
 
-    def test_nor_deep_in_a_context_so_many_that_it_is_no_single_graph(self, make, monkeypatch):
+    def test_forced_tokens_never_push_a_step_deep_in_a_context_out_of_its_single_graph(
+        self, make, monkeypatch
+    ):
         monkeypatch.setattr(grammar_masks, "SEEN_IN_PIECES", 3 * (3 + 56) + 1)
         assert max(came(ask(make(), request()))) == 3
         deep = request(ids=[3] * 200)
@@ -161,7 +165,7 @@ class TestRoom:
 
 
 class TestBesideOthers:
-    def test_plain_choices_are_in_every_step(self, make):
+    def test_choices_without_a_grammar_are_in_every_step(self, make):
         engine = make()
         plain = request("plain", None, ids=(4, 5), ignore_eos=True)
         answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
@@ -176,7 +180,9 @@ class TestBesideOthers:
         ],
         ids=["a plain one", "one by one"],
     )
-    def test_steps_become_no_longer_than_those_may_lose_by_it(self, make, other):
+    def test_forced_tokens_lengthen_steps_by_at_most_the_share_that_others_may_lose(
+        self, make, other
+    ):
         engine = make(max_running=8)
         costs = StepCosts((RowsTime(1, 1.0), RowsTime(1001, 1001.0)), 0.0, pieces_s=0.0)
         engine._parts = replace(engine._parts, forced_budget=ForcedBudget(56, costs))
@@ -184,26 +190,26 @@ class TestBesideOthers:
         forced = sum(sum(came(answers, f"r{i}")) - len(came(answers, f"r{i}")) for i in range(7))
         assert 0 < forced <= SHARE * 8 * steps(answers, "other")
 
-    def test_they_wait_until_they_fill_a_captured_size_and_each_has_its_turn(self, make):
+    def test_forced_tokens_fill_a_larger_captured_size_and_requests_take_turns(self, make):
         engine = make(max_running=8)
         costs = StepCosts((RowsTime(8, 1.0), RowsTime(108, 3.0)), 0.0, pieces_s=0.0)
-        budget = ForcedBudget(56, costs, (4, 8, 16, 24, 32))  # eight more in every sixth step
+        budget = ForcedBudget(56, costs, (4, 8, 16, 24, 32))  # eight more, every sixth step
         engine._parts = replace(engine._parts, forced_budget=budget)
         runner = RecordingRunner(engine)
         plain = request("plain", None, ids=(4, 5), ignore_eos=True)
         answers = ask(engine, plain, *(request(f"r{i}", ids=(1, i + 3)) for i in range(7)))
-        widths = [len(batch.token_ids) for batch in runner.batches[2:16]]  # behind prompts
+        widths = [len(batch.token_ids) for batch in runner.batches[2:16]]  # after prompts
         assert set(widths) == {8, 16}
         assert widths.count(16) == 2
         helped = [i for i in range(7) if max(came(answers, f"r{i}")) > 1]
         assert len(helped) > 1
 
-    def test_what_is_preempted_says_the_same(self, make):
+    def test_preemption_changes_no_forced_token(self, make):
         engine = make(kv_pages=24, max_running=4, max_context=4 * PAGE * 4)
         ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
         assert engine.status().preemptions > 0
 
-    def test_forced_tokens_are_found_in_the_cache_as_others(self, make):
+    def test_forced_tokens_are_cached_as_sampled_ones_are(self, make):
         engine = make()
         answers = ask(engine, request(max_tokens=31))
         said = answers.of("r")

@@ -117,7 +117,7 @@ def test_each_of_two_gpus_has_room_for_more_than_twice_the_tokens(llama_8b: Mode
 
 
 @pytest.mark.parametrize("step_tokens", [2048, 8192])
-def test_layers_with_windows_take_hardly_more_than_their_windows_need(
+def test_layers_with_windows_take_hardly_more_memory_than_their_windows(
     tmp_path: Path, step_tokens: int
 ) -> None:
     context, settings = 32_768, replace(ON_GPU, max_batch_tokens=step_tokens, max_context=32_768)
@@ -128,7 +128,7 @@ def test_layers_with_windows_take_hardly_more_than_their_windows_need(
     assert plan.kv / plan.kv_tokens * context <= 1.1 * token * between_steps
     assert plan.kv_of_longest <= 1.1 * token * (8 * context + 40 * (1024 + step_tokens))
     assert plan.kv_tokens > 4.5 * (plan.kv // (48 * token))
-    if step_tokens == 2048:  # as docs/own-model.md says
+    if step_tokens == 2048:  # as docs/own-model.md states
         assert round(plan.kv_of_longest / GIB, 1) == 2.9
         assert round(PageNeeds(16, (None, *[1024] * 5)).between_steps(context) / 1024, 1) == 2.3
 
@@ -136,7 +136,7 @@ def test_layers_with_windows_take_hardly_more_than_their_windows_need(
 def test_an_engine_with_windows_serves_the_longest_planned_sequence(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In just the memory that one sequence of the whole context needs, and no other fits beside."""
+    """Give the engine exactly the memory of one sequence of the whole context."""
     folder, context = tiny_checkpoints["olmo3"], 300
     settings = EngineSettings(
         model=folder, cache_dir=tmp_path / "cache", max_context=context, max_batch_tokens=40,

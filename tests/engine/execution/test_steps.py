@@ -1,6 +1,6 @@
 """Penalties, logprobs and grammars through a whole engine: alone, in crowds, one step late.
 
-test_random_traffic.py holds their tokens to be right when sequences are preempted and aborted.
+test_random_traffic.py checks their tokens while sequences are preempted and aborted.
 """
 
 import threading
@@ -49,7 +49,7 @@ def request(name, way, seed=5, n=1, ids=(1, 7, 9)):
 
 class TestTokens:
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_all_ways_in_one_batch_say_what_each_says_alone(self, make, overlap):
+    def test_requests_with_any_options_answer_alike_in_one_batch_and_alone(self, make, overlap):
         answers = Answers(make(overlap=overlap))
         asked = [request(f"{i}", way, i, n=2, ids=(1, i + 3)) for i, way in enumerate(WAYS)]
         for call in asked:
@@ -61,14 +61,14 @@ class TestTokens:
                 key = (call.request_id, choice)
                 assert (answers.tokens[key], answers.finish[key]) == want
 
-    def test_a_choice_under_a_grammar_ends_where_nothing_can_follow(self, make):
+    def test_a_choice_under_a_grammar_ends_when_no_token_can_follow(self, make):
         answers = Answers(make())
         answers.submit(request("r", {"grammar": "below 9, end under 0", "max_tokens": 50}))
         answers.all()
         assert answers.of("r")[-1] == 0
         assert answers.finish["r", 0] is FinishReason.STOP
 
-    def test_and_at_max_tokens_in_the_middle(self, make):
+    def test_max_tokens_may_end_a_choice_in_the_middle_of_its_grammar(self, make):
         answers = Answers(make())
         answers.submit(request("r", {"grammar": "below 64, end under 0", "max_tokens": 1}))
         answers.all()
@@ -76,7 +76,7 @@ class TestTokens:
         assert answers.finish["r", 0] is FinishReason.LENGTH
 
 
-class TestWhoWaits:
+class TestWaiting:
     def steps(self, engine, *calls):
         """Return, by request, the steps in which its tokens came."""
         for call in calls:
@@ -88,7 +88,7 @@ class TestWhoWaits:
                 came[output.request_id] += [step] * len(output.token_ids)
         return came
 
-    def test_a_choice_under_a_grammar_is_in_every_step_and_nobody_waits_for_it(self, make):
+    def test_a_choice_under_a_grammar_is_in_every_step_and_delays_no_other(self, make):
         plain = request("plain", {"ignore_eos": True})
         bound = request("bound", {"grammar": "below 64, end under 0", "logit_bias": ((60, 90.0),)})
         alone = self.steps(make(), plain)["plain"]
@@ -97,12 +97,12 @@ class TestWhoWaits:
         gaps = [b - a for a, b in zip(came["bound"], came["bound"][1:], strict=False)]
         assert set(gaps) == {1}
 
-    def test_penalties_wait_for_nothing(self, make):
+    def test_a_choice_with_penalties_is_in_every_step(self, make):
         plain = self.steps(make(), request("r", {"ignore_eos": True}))["r"]
         penalised = {"ignore_eos": True, "presence_penalty": 1.0}
         assert self.steps(make(), request("r", penalised))["r"] == plain
 
-    def test_nobody_waits_while_a_grammar_is_compiled_once_for_all_who_use_it(self, make):
+    def test_a_grammar_is_compiled_once_for_all_requests_and_delays_no_others(self, make):
         engine, may_compile, compiled = make(), threading.Event(), []
         compile_ = engine._grammars.compile
 
@@ -128,7 +128,7 @@ class TestWhoWaits:
         want = predict((1, 7, 9), SamplingParams(30, seed=5, **WAYS[3]), 5, 800)[0]
         assert answers.of("first") == answers.of("second") == answers.of("third") == want
 
-    def test_who_waits_too_long_for_its_grammar_or_is_aborted_leaves_nothing(self, make):
+    def test_a_request_late_or_aborted_while_its_grammar_compiles_leaves_nothing(self, make):
         engine, may_compile = make(), threading.Event()
         engine._grammars.compile = lambda _: may_compile.wait(20)
         answers = Answers(engine)
@@ -149,7 +149,7 @@ class TestRefusals:
             engine.submit(request("r", way))
         return refused.value.param
 
-    def test_a_bad_grammar_fails_its_request_alone(self, make):
+    def test_an_invalid_grammar_fails_only_its_request(self, make):
         answers = Answers(make())
         answers.submit(request("bad", {"grammar": "sideways"}, n=2))
         answers.submit(request("good", WAYS[3]))
@@ -157,7 +157,7 @@ class TestRefusals:
         assert answers.errors["bad"].param == "grammar"
         assert answers.errors.keys() == {"bad"}
 
-    def test_a_compiler_that_crashes_fails_its_request_alone(self, make):
+    def test_a_crash_of_the_grammar_compiler_fails_only_its_request(self, make):
         def panic(_text):
             raise Panic
 
@@ -175,16 +175,16 @@ class TestRefusals:
         assert self.refused(engine, {"grammar": "below 9, end under 9"}) == "grammar"
 
     @pytest.mark.parametrize("token", [-1, 64])
-    def test_a_bias_on_no_token_is_refused(self, make, token):
+    def test_a_bias_on_a_token_outside_the_vocabulary_is_refused(self, make, token):
         assert self.refused(make(), {"logit_bias": ((3, 1.0), (token, 1.0))}) == "logit_bias"
 
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("fault", ["fail", "stuck", "crash", "panic", "undecided"])
-    def test_a_matcher_that_breaks_ends_its_request_alone(self, make, fault, overlap):
+    def test_an_error_in_a_matcher_fails_only_its_request(self, make, fault, overlap):
         engine = make(overlap=overlap)
         answers = Answers(engine)
         well = {"grammar": "below 60, end under 20", "min_tokens": 2}
-        # 50 is the likeliest by far at first, and breaks the matcher
+        # token 50 is by far the likeliest at first, and breaks the matcher
         ill = {"grammar": f"below 60, end under 20, {fault} at 50", "logit_bias": ((50, 99.0),)}
         answers.submit(request("well", well))
         answers.submit(request("ill", ill, n=2))
@@ -204,7 +204,7 @@ class TestLogprobs:
         return transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoints["llama"])
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_they_are_what_a_plain_forward_pass_says(
+    def test_logprobs_equal_those_of_a_plain_forward_pass(
         self, tiny_checkpoints, reference, tmp_path, overlap
     ):
         shelf = BlobShelf(tmp_path / "blobs")

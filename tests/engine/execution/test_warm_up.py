@@ -1,4 +1,4 @@
-"""A started engine has seen every kind of step: none compiles a kernel, none asks for memory."""
+"""Warm-up of an engine: after it no kind of step compiles a kernel or allocates memory."""
 
 import random
 from dataclasses import replace
@@ -36,7 +36,7 @@ SETTINGS = EngineSettings(
     adapter_host_bytes=64 << 20,
 )
 RANKS = (1, 3, 8, 12, 16, 24, 32, 40)
-OUTER_RANKS = (3, 12, 24, 40)  # on lm_head and embed_tokens too
+OUTER_RANKS = (3, 12, 24, 40)  # on lm_head and embed_tokens, too
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def make(tmp_path, shelf, close_later):
 
 
 class Recorder:
-    """A runner that computes nothing and notes what it was to compute."""
+    """Runner that records each step instead of computing it."""
 
     def __init__(self, runner):
         self.model, self.kv_windows, self.batches = runner.model, runner.kv_windows, []
@@ -80,7 +80,7 @@ class Recorder:
 
 
 def answer(engine, refs):
-    """Greedy tokens of a request for each adapter and one for none."""
+    """Return the greedy tokens of one request for each adapter and of one without."""
     answers = Answers(engine)
     for i, ref in enumerate([None, *refs]):
         answers.submit(greedy(f"{i}", prompt(40 + i, i), adapter=ref))
@@ -88,7 +88,7 @@ def answer(engine, refs):
     return answers.tokens
 
 
-def test_the_largest_step_is_as_large_as_the_settings_allow(make):
+def test_the_largest_warm_up_step_reaches_the_limits_of_the_settings(make):
     engine = make()
     recorder = Recorder(engine._runner)
     run_largest_step(recorder, engine._sampler, SETTINGS)
@@ -99,7 +99,7 @@ def test_the_largest_step_is_as_large_as_the_settings_allow(make):
     assert batch.segments.max_rank == 40
 
 
-def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
+def test_warm_up_steps_span_exactly_the_kinds_that_the_settings_allow(make):
     engine = make()
     recorder = Recorder(engine._runner)
     run_every_kind_of_step(recorder, engine._sampler, SETTINGS)
@@ -115,7 +115,7 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
 
 
-def test_the_kinds_of_steps_include_a_chunk_deep_in_a_prompt(make):
+def test_warm_up_steps_include_a_chunk_deep_in_a_prompt(make):
     engine = make()
     recorder = Recorder(engine._runner)
     run_every_kind_of_step(recorder, engine._sampler, SETTINGS)
@@ -131,7 +131,7 @@ def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
     assert max(length for batch in recorder.batches for length in batch.kv_lengths) == 10
 
 
-def test_warming_up_changes_no_token(make, refs):
+def test_warm_up_changes_no_token(make, refs):
     few = {"max_batch_adapters": 2, "max_rank": 8, "max_batch_tokens": 30}
     warm, cold = make(**few), make(**few)
     run_every_kind_of_step(warm._runner, warm._sampler, replace(SETTINGS, **few))
@@ -139,7 +139,7 @@ def test_warming_up_changes_no_token(make, refs):
 
 
 @pytest.mark.gpu
-def test_traffic_of_all_kinds_compiles_nothing(make, refs, monkeypatch):
+def test_no_traffic_compiles_a_kernel_after_the_warm_up(make, refs, monkeypatch):
     from flashinfer.jit.core import JitSpec
     from triton import knobs
 

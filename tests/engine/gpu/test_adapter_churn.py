@@ -1,7 +1,7 @@
-"""Adapters are evicted, moved and loaded under the run, and every request says what PEFT says.
+"""Adapters are evicted, moved and loaded during a run, and every answer equals PEFT's.
 
-On a CPU in float32, token for token; on a GPU in bfloat16, to float32_reference.TOLERANCE,
-where some steps and copies begin late: what should wait for one of them and does not is seen.
+On a CPU in float32, token for token. On a GPU in bfloat16, to float32_reference.TOLERANCE; some
+steps and copies begin late there, so that a missing wait for one of them shows.
 """
 
 import json
@@ -28,8 +28,8 @@ from tests.engine.float32_reference import (
     compare,
 )
 
-# Teeth stand between gaps and fill the arena. All gaps together have room for BIG, but each of them
-# takes no more than one of its four layers: with nothing else to evict, teeth must move for it.
+# Teeth stand between gaps and fill the arena. All gaps together hold BIG, but no single gap holds
+# more than one of its four layers: with nothing else to evict, teeth must move for BIG.
 TEETH = {
     "rank4_qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "rank16_v": {"r": 16, "lora_alpha": 32, "target_modules": ["v_proj"]},
@@ -79,8 +79,8 @@ def reference(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("reference", ["cpu"], indirect=True)
-def test_on_a_cpu_token_for_token(reference, tmp_path, monkeypatch):
-    torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
+def test_answers_on_a_cpu_equal_pefts_token_for_token(reference, tmp_path, monkeypatch):
+    torch.set_num_threads(1)  # two threads would mostly wait for each other over tensors this small
     with closing(engine_of(reference, tmp_path, torch.float32)) as engine:
         watch_streams(engine, monkeypatch)
         assert churn(reference, engine, tolerance=2e-5) == 1.0, "two logits are too near"
@@ -89,7 +89,7 @@ def test_on_a_cpu_token_for_token(reference, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("reference", ["cuda"], indirect=True)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_on_a_gpu_to_the_tolerance(reference, graphs, tmp_path):
+def test_answers_on_a_gpu_equal_pefts_within_the_tolerance(reference, graphs, tmp_path):
     with closing(engine_of(reference, tmp_path, torch.bfloat16)) as engine:
         assert engine._runner._graphs is not None
         if not graphs:
@@ -99,14 +99,14 @@ def test_on_a_gpu_to_the_tolerance(reference, graphs, tmp_path):
 
 
 @pytest.mark.parametrize("reference", ["cpu"], indirect=True)
-def test_no_two_adapters_say_the_same(reference):
+def test_all_adapters_answer_differently(reference):
     said = [reference.logprobs(name, prompt(63)) for name in (None, *ADAPTERS)]
     errors = [(one - two).square().mean().sqrt() for one, two in combinations(said, 2)]
     assert min(errors) > 3 * TOLERANCE
 
 
 def engine_of(reference, folder, dtype):
-    """An engine with space for a third of the adapters on the device, and half on the host."""
+    """Engine with space for a third of the adapters on the device, and for half on the host."""
     sizes = {
         "adapter_gpu_bytes": elements(reference, [*TEETH, *GAPS]) * dtype.itemsize,
         "adapter_host_bytes": elements(reference, ADAPTERS) * dtype.itemsize // 2,
@@ -119,7 +119,7 @@ def engine_of(reference, folder, dtype):
 
 
 def elements(reference, names):
-    """Elements of the images of these adapters together."""
+    """Number of elements of these adapters' images together."""
     shape = BaseShape.from_config(json.loads((reference.checkpoint / "config.json").read_text()))
     limits = AdapterLimits(max_rank=64, max_bytes=1 << 30)
     blobs = [reference.shelf.folder / reference.refs[name].digest for name in names]
@@ -127,7 +127,7 @@ def elements(reference, names):
 
 
 def watch_streams(engine, monkeypatch):
-    """Let the engine's copies have a stream of their own, of which no access may meet a step's."""
+    """Give copies a stream of their own; check that no access races with a step's."""
     tiers, runner = engine._tiers, engine._runner
     advance, forward = tiers.advance, runner.forward
     streams = Streams(tiers.weights.arena, copy_s=0.01)
@@ -148,7 +148,7 @@ def watch_streams(engine, monkeypatch):
 
 
 def begin_late(engine):
-    """Let the GPU begin steps and copies later than it could, some of them."""
+    """Make the GPU begin some steps and copies later than it could."""
     chance, runner, arena = random.Random(5), engine._runner, engine._tiers.arena
     forward, copy = runner.forward, arena.copy
 
@@ -165,11 +165,12 @@ def begin_late(engine):
 
 
 class Churn(Answers):
-    """A run of requests, and what happened to adapters in steps that began with one in flight.
+    """Run of requests, and the changes to adapters in steps that began with another in flight.
 
-    asked: each request and its adapter's name. loaded: how often, by the farthest tier that the
-    adapter had fallen to. pieces: of each image that was placed. moved: how often an image did that
-    a request held.
+    asked: each request with its adapter's name.
+    loaded: number of loads, by the farthest tier that the adapter had fallen to.
+    pieces: number of pieces of each placed image.
+    moved: number of moves of images that requests held.
     """
 
     def __init__(self, engine, reference):
@@ -216,7 +217,7 @@ class Churn(Answers):
                 self._fallen[name] = min(self.at(name), self._fallen[name])
 
     def _images(self):
-        """The leases of each adapter on the device and where its image's pieces begin."""
+        """Leases of each adapter on the device, and the offsets of its image's pieces."""
         tiers = self.engine._tiers
         placed = tiers._pool.placed()
         return {
@@ -226,7 +227,7 @@ class Churn(Answers):
 
 
 def churn(reference, engine, tolerance):
-    """The whole run; the share of its tokens for which the reference has a clear verdict."""
+    """Run all traffic; return the share of tokens for which the reference has a clear verdict."""
     sampler, run = RecordingSampler(engine), Churn(engine, reference)
     make_teeth_move(run)
     let_adapters_come_and_go(run)
@@ -252,7 +253,7 @@ def make_teeth_move(run):
     for name in TEETH:
         run.ask(name, 17, 40)
     run.until(lambda: len(run.tokens) == len(run.asked), timeout_s=120)
-    run.ask(SMALL, 9, 10)  # placed in the same step as BIG: it moves while it is being copied
+    run.ask(SMALL, 9, 10)  # placed in the same step as BIG: moves while it is being copied
     run.ask(BIG, 9, 10)
     run.until(lambda: run.at(BIG) is Residency.GPU)
     assert run.moved >= 2, "teeth that requests held had to move"
@@ -260,7 +261,7 @@ def make_teeth_move(run):
 
 
 def let_adapters_come_and_go(run):
-    for name in (CUT, *GAPS):  # evicted just now, so some of them are still on the host
+    for name in (CUT, *GAPS):  # evicted just before, so some of them are still on the host
         run.ask(name, 5, 10)
     chance, names = random.Random(3), 2 * list(ADAPTERS)
     for i in range(80):

@@ -1,4 +1,4 @@
-"""On a GPU in bfloat16 adapters on experts say what the float32 reference says."""
+"""Adapters on experts, on a GPU in bfloat16, equal the float32 reference."""
 
 from collections.abc import Iterator
 
@@ -52,7 +52,7 @@ def test_every_answer_equals_the_references(
 ) -> None:
     if not graphs:
         monkeypatch.setattr(engine._runner, "_graphs", None)
-    monkeypatch.setattr(engine, "_sampler", engine._sampler)  # is put back afterwards
+    monkeypatch.setattr(engine, "_sampler", engine._sampler)  # monkeypatch restores it afterwards
     draws, answers = RecordingSampler(engine), Answers(engine)
     load_adapters(answers, reference.refs.values())
     asked = []

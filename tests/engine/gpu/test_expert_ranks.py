@@ -1,4 +1,4 @@
-"""On two GPUs: prompts are as likely as on one where they share a mixture of experts."""
+"""Two GPUs that share a mixture of experts score prompts as one GPU does."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-# All experts of each token: of some, a rounding may choose others than on one GPU.
+# All experts of each token: rounding could select other ones of a few than on one GPU.
 CONFIG = {
     **QWEN3_30B_A3B,
     "vocab_size": 4096,
@@ -40,9 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def refs(folder: Path) -> list[AdapterRef]:
-    """Adapters of attention and all experts, which on the GPU make room for one another.
+    """Adapters of attention and all experts, which displace one another on the GPU.
 
-    They leave the router alone: such large ones would make another mixture of every rounding.
+    They leave the router alone: adapters this large would turn every rounding into another
+    mixture.
     """
     shape, shelf = BaseShape.from_config(CONFIG), Shelf(folder / "made")
     linears = [n for n, linear in enumerate(shape.linears) if linear.group != "router"]
@@ -54,7 +55,9 @@ def refs(folder: Path) -> list[AdapterRef]:
     return refs
 
 
-def test_prompts_are_as_likely_on_two_gpus_as_on_one(folder: Path, refs: list[AdapterRef]) -> None:
+def test_prompts_have_equal_log_probabilities_on_one_gpu_and_two(
+    folder: Path, refs: list[AdapterRef]
+) -> None:
     one, two = (logprobs(folder, refs, gpus) for gpus in (1, 2))
     assert (one - two).square().mean(1).sqrt().max() < TOLERANCE
     assert one[0].sub(one[1]).square().mean().sqrt() > 3 * TOLERANCE, "what adapters change"

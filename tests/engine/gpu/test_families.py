@@ -1,6 +1,6 @@
-"""On a GPU in bfloat16 all families say what the float32 reference says, however the work is cut.
+"""All families, on a GPU in bfloat16, equal the float32 reference however the work is split.
 
-float32_reference.TOLERANCE says how near.
+Within float32_reference.TOLERANCE.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def reference(request, tmp_path_factory):
 
 
 def requests(reference, salt):
-    """Ten of them, two under each adapter and two under none, no two prompts alike."""
+    """Ten requests, two under each adapter and two under none, all with different prompts."""
     for i in range(2 * len(NAMES)):
         name, ids = NAMES[i % len(NAMES)], prompt(LENGTHS[i % len(LENGTHS)], i)
         more = {"adapter": reference.refs[name], "salt": salt, "seed": 100 * i}
@@ -54,7 +54,7 @@ def engine(reference, tmp_path_factory):
 
 @pytest.fixture
 def run(engine, graphs, overlap, chunked):
-    """The engine with what looks on. One serves all modes: to build it takes the most time."""
+    """The engine with recorders. One serves all modes, as building it takes the most time."""
     runner, sampler, captured = engine._runner, engine._sampler, engine._runner._graphs
     settings, limits = engine._settings, engine._scheduler._limits
     assert captured is not None

@@ -1,6 +1,7 @@
-"""A replica of two GPUs under every kind of request at once, until its follower is killed.
+"""Replica of two GPUs under requests of every kind at once, until its follower is killed.
 
-TEST_LOAD_S is how long. The form on a CPU, with two processes, is short and of `make soak`.
+TEST_LOAD_S sets the duration. The form on a CPU, with two processes, is short and part of `make
+soak`.
 """
 
 import json
@@ -45,25 +46,26 @@ CONFIG = LLAMA_3_1_8B | {
 }
 RANKS = (4, 8, 16, 33)
 ADAPTERS = 24
-GPU_ELEMENTS = 2 << 20  # on each GPU, for a third of them
-HOST_ELEMENTS = 6 << 20  # for half of them
-KV_TOKENS = 1600  # for a sixth of what may run
+GPU_ELEMENTS = 2 << 20  # on each GPU, for a third of the adapters
+HOST_ELEMENTS = 6 << 20  # for half of the adapters
+KV_TOKENS = 1600  # for a sixth of max_running sequences
 RUNNING = 32
 OUTSTANDING = 48
 PREFIX = 160  # tokens that an adapter's prompts share
-# Of a prompt's log probabilities in bfloat16, whose sums have another order in each batch; on a CPU
-# they are of float32. An adapter changes them by more than 1.
+# Of a prompt's log probabilities: in bfloat16, sums have another order in each batch; on a CPU the
+# sums are in float32. An adapter changes log probabilities by more than 1.
 TOLERANCE = {"cuda": 0.1, "cpu": 1e-3}
-# With it adapters add up to half of what a linear gives, and rounding to bfloat16 alone changes log
-# probabilities by 0.02 at most. With 8 it is up to 90 times as much as a linear gives, and 0.6.
+# With it adapters add up to half of a linear's output, and rounding to bfloat16 alone changes log
+# probabilities by 0.02 at most. With 8 they add up to 90 times a linear's output, and 0.6.
 ALPHA = 0.05
 KINDS = ("greedy", "sampled", "several", "penalized", "structured", "scored")
 
 
 class Mix:
-    """Makes requests of every kind, and judges what comes of them on the client's thread.
+    """Makes requests of every kind, and checks their results on the client's thread.
 
-    expected: log probabilities of each adapter's scored prompt, from when nothing else ran.
+    expected: log probabilities of each adapter's scored prompt, from a time when nothing else
+    ran.
     """
 
     def __init__(self, refs: list[AdapterRef]) -> None:
@@ -79,7 +81,7 @@ class Mix:
         self.tokens, self.wrong, self.error = 0, [], 0.0
 
     def request(self, kind: str, of: int) -> Request:
-        """One that is now awaited, of an adapter by its number; 0 is the base model."""
+        """Make and await a request; of: number of an adapter, or 0 for the base model."""
         chance, number = self._chance, next(self._numbers)
         request_id, adapter = f"{kind}-{number}", self._refs[of]
         if kind == "scored":
@@ -92,11 +94,11 @@ class Mix:
         return request
 
     def any(self) -> Request:
-        """One of any kind and adapter."""
+        """Make a request of a random kind and adapter."""
         return self.request(self._chance.choice(KINDS), self._chance.randint(0, ADAPTERS))
 
     def leaver(self) -> str | None:
-        """One in ten times, one that is awaited, and from now on is not."""
+        """In one of ten calls, return an awaited request to abort, which is no longer awaited."""
         awaited = tuple(self.left)
         if not awaited or self._chance.random() > 0.1:
             return None
@@ -108,7 +110,7 @@ class Mix:
 
     def on_outputs(self, outputs: list) -> None:
         for output in outputs:
-            if output.request_id not in self.left:  # it has left
+            if output.request_id not in self.left:  # an aborted request
                 continue
             if isinstance(output, Failed):
                 self.wrong.append(f"{output.request_id}: {output.error}")
@@ -158,7 +160,7 @@ def _sampling(kind: str, seed: int) -> dict:
 
 @pytest.fixture
 def refs(tmp_path):
-    """Adapters of mixed ranks; every third has only the attention's linears."""
+    """Adapters of mixed ranks; every third only has attention's linears."""
     write_checkpoint(tmp_path / "model", CONFIG, torch.device("cpu"))
     shape = BaseShape.from_config(json.loads((tmp_path / "model" / "config.json").read_text()))
     shelf, refs = Shelf(tmp_path / "made"), []
@@ -177,7 +179,7 @@ def engine_of(folder: Path, device: str) -> Engine:
     torch.set_num_threads(1)
     dtype = "bfloat16" if device == "cuda" else "float32"
     itemsize = 2 if device == "cuda" else 4
-    token_bytes = 2 * itemsize * CONFIG["num_hidden_layers"] * CONFIG["head_dim"]  # a kv head each
+    token_bytes = 2 * itemsize * CONFIG["num_hidden_layers"] * CONFIG["head_dim"]  # a KV head each
     settings = EngineSettings(
         folder / "model",
         folder / "cache",
@@ -213,7 +215,7 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
     mix, ended = Mix(refs), threading.Event()
     build = partial(engine_of, tmp_path, device)
     client = EngineProcessClient(build, mix.on_outputs, lambda _: ended.set(), lambda _: None)
-    for adapter in range(ADAPTERS + 1):  # alone, for what they say under load to be held to
+    for adapter in range(ADAPTERS + 1):  # alone, for reference scores
         client.submit(mix.request("scored", adapter)).result()
         assert eventually(lambda: not mix.left, 30)
     base = mix.expected[None]
@@ -246,7 +248,7 @@ def test_every_kind_of_request_is_answered_until_a_follower_is_killed(refs, tmp_
 
 
 def _look(client: EngineProcessClient, mix: Mix) -> None:
-    """Check that the load exercised everything, and that nothing is held after it."""
+    """Check that the load exercised every mechanism, and that no resource is held after it."""
     status = client.status
     gpu = status.tiers[Residency.GPU]
     print(mix.ended, mix.tokens, mix.error, status.preemptions, gpu.evictions)

@@ -1,4 +1,4 @@
-"""On a GPU: too few KV pages, requests that end and leave at any moment, steps that fail."""
+"""Engine on a GPU with too few KV pages, aborted requests, and failing steps."""
 
 import random
 import subprocess
@@ -35,7 +35,7 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(reference, tmp_path_factory):
-    """An engine of 20 KV pages, which are 320 tokens."""
+    """Engine of 20 KV pages, which hold 320 tokens."""
     sizes = {"kv_pages": 10, "max_context": 208, "max_running": 8, "max_batch_tokens": 64}
     engine = build(reference, tmp_path_factory.mktemp("cache"), **sizes)
     assert engine.status().live.kv_pages_total == 20
@@ -45,7 +45,7 @@ def engine(reference, tmp_path_factory):
 
 @pytest.fixture
 def run(engine, reference):
-    """The engine with every adapter on the GPU, and what looks on."""
+    """The engine with every adapter on the GPU, with recorders."""
     runner, sampler = engine._runner, engine._sampler
     seen = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
     load_adapters(seen[-1], reference.refs.values())
@@ -53,7 +53,7 @@ def run(engine, reference):
     engine._runner, engine._sampler = runner, sampler
 
 
-def test_with_too_few_pages_everyone_is_answered_as_with_enough(reference, run):
+def test_too_few_pages_change_no_answer(reference, run):
     witness, draws, answers = run
     asked = []
     for i in range(10):
@@ -70,7 +70,7 @@ def test_with_too_few_pages_everyone_is_answered_as_with_enough(reference, run):
     assert nothing_is_held(answers.engine)
 
 
-def test_requests_that_stop_or_leave_at_any_moment_change_nothing_for_others(reference, run):
+def test_requests_that_stop_or_are_aborted_change_no_other_answer(reference, run):
     _, draws, answers = run
     chance, asked, left = random.Random(7), {}, set()
     for i in range(80):
@@ -105,7 +105,7 @@ def test_requests_that_stop_or_leave_at_any_moment_change_nothing_for_others(ref
     assert nothing_is_held(answers.engine)
 
 
-def test_an_exception_fails_the_requests_of_its_step_and_the_engine_goes_on(reference, run):
+def test_an_exception_fails_only_the_requests_of_its_step(reference, run):
     witness, draws, answers = run
     calls = {}
     for i in range(16):
@@ -162,8 +162,8 @@ for _ in range(3):
 """
 
 
-def test_an_error_that_the_device_keeps_is_raised_as_device_lost(tmp_path):
-    """In a process of its own, which can use the device no more."""
+def test_a_persistent_device_error_is_raised_as_device_lost(tmp_path):
+    """Run in a process of its own, which cannot use the device afterwards."""
     run = subprocess.run(
         [sys.executable, "-c", LOSE_THE_DEVICE, tmp_path],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Sums over several GPUs are right at every size, in graphs as well, and alike in all."""
+"""Sums over several GPUs are right at every size, also in graphs, and equal on all ranks."""
 
 import random
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 WORLDS = [gpus for gpus in (2, 4, 8) if gpus <= max(2, torch.cuda.device_count())]
-# below, at and above the largest sums of one shot and of two, and some that neither can take
+# below, at and above the largest one-shot and two-shot sums, and some that neither can take
 ONE, TWO = ONE_SHOT_BYTES // 2, LARGEST_BYTES // 2
 COUNTS = (8, 4096, ONE, ONE + 8, ONE + 16, TWO, TWO + 16, 4093)
 WIDTHS = (4096, 3000)
@@ -25,10 +25,10 @@ STEPS, REPLAYS = 24, 40
 
 
 def summed(group: RankGroup) -> list[torch.Tensor]:
-    """Each count's sums: of one launch, then of two replays of a graph of two sums."""
+    """Return the sums of each count: of one launch, then of two replays of a graph of two sums."""
     device, results = torch.device("cuda", group.rank), []
     for count in COUNTS:
-        # of 8 ranks', too, every part of a sum of sums is exact in bfloat16; no two are alike
+        # all partial sums, of 8 ranks too, are exact in bfloat16; no two values are alike
         each = torch.arange(count, device=device)
         own = (each % 3 + (each % group.world == group.rank)).bfloat16()
         tensor = own.clone()
@@ -56,7 +56,7 @@ def test_sums_are_right_at_every_size_in_graphs_too(tmp_path, world):
 
 
 class Normed:
-    """Norms that sum over ranks themselves, of steps of other sizes, again and again."""
+    """Norms that include the sum over ranks, run repeatedly in steps of changing sizes."""
 
     def __init__(self, group: RankGroup, width: int) -> None:
         self._group, self._chance = group, random.Random(group.rank)
@@ -73,7 +73,7 @@ class Normed:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def run(self) -> None:
-        """Launch them; ranks are late by turns, and other sums lie between."""
+        """Launch the norms; ranks take turns being late, and other sums lie between."""
         self.ys.clear()
         for n, (x, part) in enumerate(zip(self.xs, self.parts, strict=True)):
             if self._chance.random() < 0.3:
@@ -87,13 +87,13 @@ class Normed:
                 self._group.sums.all_reduce(self._other)
 
     def fill(self) -> None:
-        """Other numbers than before, x alike in all ranks."""
+        """Write new numbers, with x equal on all ranks."""
         for n, (x, part) in enumerate(zip(self.xs, self.parts, strict=True)):
             x.fill_(n)
             part.normal_()
 
     def wrong(self) -> int:
-        """Count results that differ from a gathered sum followed by a norm, bit for bit."""
+        """Count results that differ in any bit from a gathered sum followed by a norm."""
         wrong = 0
         for n, (x, part, y) in enumerate(zip(self.xs, self.parts, self.ys, strict=True)):
             parts = [torch.empty_like(part) for _ in range(self._group.world)]

@@ -1,4 +1,4 @@
-"""On several GPUs: what one says, and the end of a replica whose follower is killed under load."""
+"""Several GPUs give the results of one; a replica ends when its follower is killed."""
 
 import json
 import multiprocessing
@@ -79,7 +79,7 @@ def refs(folder):
 
 
 def engine_of(folder: Path, gpus: int) -> Engine:
-    """An engine with space on each GPU for two or three of the adapters."""
+    """Engine with space on each GPU for two or three of the adapters."""
     settings = EngineSettings(
         folder / "model",
         folder / f"cache-{gpus}",
@@ -96,9 +96,9 @@ def engine_of(folder: Path, gpus: int) -> Engine:
 
 
 def logprobs(folder: Path, refs: list[AdapterRef], gpus: int) -> torch.Tensor:
-    """[1 + adapters, tokens], of prompts under the base model and each adapter.
+    """Return [1 + adapters, tokens], of prompts under the base model and each adapter.
 
-    On CUDA a process can form one rank group, so each engine has one of its own.
+    On CUDA a process can form only one rank group, so each engine has its own process.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return torch.tensor(pool.submit(_logprobs, folder, refs, gpus).result())
@@ -119,14 +119,14 @@ def _logprobs(folder: Path, refs: list[AdapterRef], gpus: int) -> list[list[floa
 
 @pytest.mark.parametrize("gpus", WORLDS)
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
-def test_prompts_are_as_likely_on_several_gpus_as_on_one(folder, refs, gpus):
+def test_prompts_have_equal_log_probabilities_on_one_gpu_and_several(folder, refs, gpus):
     one, several = (logprobs(folder, refs, count) for count in (1, gpus))
     assert (one - several).square().mean().sqrt() < TOLERANCE
     assert one[0].sub(one[1]).square().mean().sqrt() > 3 * TOLERANCE, "what adapters change"
 
 
 @pytest.mark.parametrize("gpus", WORLDS)
-def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs, gpus):
+def test_load_with_adapter_churn_is_served_until_a_follower_is_killed(folder, refs, gpus):
     ended, failed, tokens = threading.Event(), [], [0]
 
     def on_outputs(outputs):
@@ -158,7 +158,7 @@ def test_load_with_churn_goes_on_until_a_follower_is_killed(folder, refs, gpus):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_follower_that_is_lost_while_graphs_are_captured_ends_the_start(folder, tmp_path, sent):
+def test_a_follower_lost_during_graph_capture_ends_the_start(folder, tmp_path, sent):
     build = partial(losing_a_rank, "capture", sent, partial(engine_of, folder, 2), tmp_path)
     with pytest.raises((EngineClosed, DeviceLost)):
         EngineProcessClient(build, lambda _: None, lambda _: None, lambda _: None)

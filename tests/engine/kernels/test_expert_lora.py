@@ -144,10 +144,13 @@ def check(made: Made, module: object, *, gathered: bool) -> None:
     torch.testing.assert_close(made.y.float(), made.want, rtol=rtol, atol=atol)
 
 
-@pytest.fixture(params=[0, 10**6], ids=["tiles", "singles"])
+WAYS = {"tiles": 0, "singles": 10**6}  # rows of a run from which tiles are used
+
+
+@pytest.fixture(params=WAYS)
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of tiles, and those of single rows, however long the runs are."""
-    monkeypatch.setattr(expert_rows, "_TILED_FROM", request.param)
+    """Use the kernels of tiles, or those of single rows, however long the runs are."""
+    monkeypatch.setattr(expert_rows, "_TILED_FROM", WAYS[request.param])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -158,8 +161,18 @@ def test_the_reference_adds_each_rows_adapter_of_its_expert(case: Case, group: L
 
 
 @kinds
+@pytest.mark.parametrize(
+    ("both_ways", "case"),
+    [
+        pytest.param(way, CASES[name], id=f"{way}-{name}", marks=marks)
+        for way in WAYS
+        for name in CASES
+        # single rows are alike in runs of any length, and these are 314
+        for marks in [pytest.mark.soak if (way, name) == ("singles", "many_rows_of_one") else ()]
+    ],
+    indirect=["both_ways"],
+)
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @groups
 def test_the_kernels_add_each_rows_adapter_of_its_expert(
     case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]
@@ -178,7 +191,7 @@ def test_a_wide_input_is_split_and_summed(kind: tuple[str, torch.dtype]) -> None
 def test_rows_that_are_not_dense_are_read_by_their_strides(
     kind: tuple[str, torch.dtype],
 ) -> None:
-    made = make(CASES["mixed_ranks_and_none"], GATE_UP, kind)
+    made = make(CASES["padded_segments"], GATE_UP, kind)
     wide = made.x.new_full((len(made.x), 2 * made.x.shape[1]), torch.nan)
     wide[:, : made.x.shape[1]] = made.x
     strided = Made(

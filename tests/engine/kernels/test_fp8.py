@@ -62,6 +62,13 @@ def in_blocks(d_out, d_in, block, device="cpu"):
     return Fp8Rows(rows.to(device), scales.to(device), block)
 
 
+def unfilled(d_out, d_in, block):
+    """A weight on the meta device whose blocks have scales."""
+    counts = [-(-side // size) for side, size in zip((d_out, d_in), block, strict=True)]
+    rows = torch.empty(d_out, d_in, dtype=DTYPE, device="meta")
+    return Fp8Rows(rows, torch.empty(counts, device="meta"), block)
+
+
 def assert_rounded(got, x):
     want = reference.quantize_rows(x.cpu())  # by a number, torch does not divide exactly on CUDA
     got = Fp8Rows(got.rows.cpu(), got.scales.cpu())
@@ -368,18 +375,18 @@ def test_many_tokens_and_scales_of_blocks_are_cublas_where_it_has_such_products(
     monkeypatch, capability, cuda, block, d_in, cublas
 ):
     on_gpu(monkeypatch, capability, cuda)
-    weight = in_blocks(4096, d_in, block, "meta")
+    weight = unfilled(4096, d_in, block)
     assert (few_tokens.product_config(weight, 129, CUDA) is None) == cublas
 
 
 def test_few_tokens_and_scales_of_blocks_are_cublas_where_it_was_faster(monkeypatch):
     for capability, cublas in (((9, 0), True), ((8, 9), False)):
         on_gpu(monkeypatch, capability, "13.0")
-        weight = in_blocks(28672, 4096, (128, 128), "meta")
+        weight = unfilled(28672, 4096, (128, 128))
         configs = [few_tokens.product_config(weight, tokens, CUDA) for tokens in few_tokens.TOKENS]
         assert [config is None for config in configs] == [False, False, False, cublas]
         # unknown, and not measured
-        assert few_tokens.product_config(in_blocks(4096, 96, (128, 128), "meta"), 16, CUDA)
+        assert few_tokens.product_config(unfilled(4096, 96, (128, 128)), 16, CUDA)
 
 
 @pytest.mark.parametrize("tokens", [130, 144])

@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import INTERPRETED, slow
 
 KINDS = (
     [("cpu", torch.float32), ("cpu", torch.float16)]
@@ -44,7 +44,7 @@ def test_one_row(kind, biased, d_out, d_in):
     GemvConfig(2, 0, 4, summed=8, stages=2, programs=3),
     GemvConfig(4, 0, 4, programs=50),
 ])  # fmt: skip
-@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (7, 100), (33, 2048)])
+@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (7, 100), (7, 1100), *slow((33, 2048))])
 def test_one_row_however_it_is_launched(kind, config, d_out, d_in):
     device, dtype = kind
     random = torch.Generator().manual_seed(d_out)

@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import expert_products, reference
-from tests.engine.interpreter import KINDS, random
+from tests.engine.interpreter import KINDS, random, slow
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
 ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]
@@ -50,8 +50,20 @@ def test_of_equally_likely_experts_the_first_are_chosen():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES)
+@pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES[:-1])
 def test_route(kind, tokens, experts, per_token, adapters, normalised):
+    assert_routed(kind, tokens, experts, per_token, adapters, normalised)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("adapters", "normalised"), [(True, True), *slow((False, False), (False, True), (True, False))]
+)
+def test_many_tokens_are_routed(kind, adapters, normalised):
+    assert_routed(kind, *ROUTES[-1], adapters, normalised)
+
+
+def assert_routed(kind, tokens, experts, per_token, adapters, normalised):
     from lorikeet_engine.kernels.moe import fused
 
     logits, lora = random(kind, tokens, experts), None
@@ -315,10 +327,24 @@ def test_torchs_product_is_given_no_sides_that_it_refuses_or_pads(d_out, d_in, t
 @pytest.mark.parametrize("stored", ["floats", "fp8"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 300)]
+    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 20)]
 )
 def test_the_experts_of_one_token(kind, experts, per_token, hidden, width, stored, adapted):
     assert_one_token(kind, experts, per_token, hidden, width, stored, adapted)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("per_token", "stored", "adapted"),
+    [
+        (2, "fp8", True),
+        (2, "floats", False),
+        *slow(*((8, stored, adapted) for stored in ("floats", "fp8") for adapted in (False, True))),
+    ],
+)
+def test_the_experts_of_one_token_that_are_wider_than_a_block(kind, per_token, stored, adapted):
+    assert_one_token(kind, 16, per_token, 48, 300, stored, adapted)
 
 
 @pytest.mark.usefixtures("exact_fp8")

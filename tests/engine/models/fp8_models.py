@@ -19,9 +19,9 @@ EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class RoundedLinear(torch.nn.Linear):
-    """A linear whose input is rounded to FP8, token by token; its weight is what it is.
+    """Linear whose input is rounded to FP8, token by token; its weight is not changed.
 
-    parts: of the input, each rounded by itself.
+    parts: parts of a token's input, each rounded with a scale of its own.
     """
 
     parts = 1
@@ -31,10 +31,12 @@ class RoundedLinear(torch.nn.Linear):
 
 
 class RoundedExperts(torch.nn.Module):
-    """Experts whose inputs are rounded to FP8, row by row, but not those of what adapters add.
+    """Experts whose inputs are rounded to FP8, row by row; adapters read the inputs unrounded.
 
-    rounds: of which products. down_parts: of what down reads, each rounded by itself. PEFT adds to
-    parameters as long as a forward pass takes.
+    PEFT adds an adapter to the parameters during a forward pass; the difference is the adapter.
+
+    rounds: products whose inputs are rounded.
+    down_parts: parts of down's input, each rounded with a scale of its own.
     """
 
     rounds = ("gate_up_proj", "down_proj")
@@ -61,7 +63,11 @@ class RoundedExperts(torch.nn.Module):
 
 
 def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """A checkpoint of floats with these linears' weights, by name; without, with rounded ones."""
+    """Load a model that computes as FP8 linears do.
+
+    folder: checkpoint of floats.
+    weights: weights of linears, by the checkpoint's names; None: the checkpoint's, rounded to FP8.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -94,8 +100,8 @@ def round_linears(
 ) -> None:
     """Make the layers' linears and experts, also under PEFT's, compute as FP8 linears do.
 
-    ranks: that share them, of which each rounds what it has. block: of a checkpoint whose blocks
-    have scales; None: each rank's rows have them.
+    ranks: processes that share the model, each of which rounds its own part.
+    block: rows and columns of a block with one scale; None: each rank's rows have scales.
     """
     for name, linear in model.named_modules():
         if type(linear).__name__.endswith("Experts"):
@@ -131,16 +137,16 @@ def rounded_in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Ten
 
 
 def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """A scale for each block of a matrix, with which its largest number becomes FP8's."""
+    """Return a scale for each block of a matrix: its largest number over FP8's largest."""
     high, wide = block
     rows = [part.split(wide, 1) for part in weight.split(high)]
     return torch.stack([torch.stack([b.abs().amax() / LARGEST for b in row]) for row in rows])
 
 
 def rounded(rows: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """The floats that FP8 numbers of these rows stand for: of a weight, or of an input.
+    """Round the rows of a weight or an input to FP8, and return the floats of the FP8 numbers.
 
-    parts: of the columns, each with scales of its own.
+    parts: parts of the columns, each with scales of its own.
     """
     split = rows.unflatten(-1, (parts, -1))
     quantized = quantize_rows(split.flatten(0, -2))

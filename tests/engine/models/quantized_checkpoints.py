@@ -18,8 +18,10 @@ FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def compressed_tensors(weights, activations):
-    """quantization_config of compressed-tensors, whose QuantizationScheme and presets FP8,
-    FP8_DYNAMIC and FP8_BLOCK are in src/compressed_tensors/quantization/quant_scheme.py.
+    """Return a quantization_config of compressed-tensors.
+
+    QuantizationScheme and the presets FP8, FP8_DYNAMIC and FP8_BLOCK are in
+    src/compressed_tensors/quantization/quant_scheme.py.
     """
     group = {
         "targets": ["Linear"],
@@ -90,13 +92,13 @@ INPUT_SCALES = {
 
 
 def linears(folder):
-    """The names of the linears' weights in the layers, and all tensors."""
+    """Return the names of the layers' linear weights, and all tensors of a checkpoint."""
     tensors = load_file(folder / SINGLE)
     return [n for n in tensors if re.search(r"(_proj|\.w[123])\.weight", n)], tensors
 
 
 def saved(folder, target, tensors, **config):
-    """A copy of a checkpoint with other tensors, and more in its config.json."""
+    """Save a copy of a checkpoint with other tensors and further keys in config.json."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / SINGLE)
     path = target / "config.json"
@@ -105,7 +107,10 @@ def saved(folder, target, tensors, **config):
 
 
 def write_fp8(folder, target, kind):
-    """An FP8 checkpoint of a tiny one, in a library's layout, and the floats it stands for."""
+    """Write an FP8 copy of a checkpoint; return it and the floats that its numbers stand for.
+
+    kind: key of CONFIGS.
+    """
     names, tensors = linears(folder)
     floats = {}
     for name in names:
@@ -141,7 +146,7 @@ def expanded(scales, shape, kind):
 
 
 def packed(nibbles):
-    """[rows, columns, 8] to [rows, columns] int32, the first in the lowest bits."""
+    """Pack nibbles [rows, columns, 8] to int32 [rows, columns], the first in the lowest bits."""
     return (nibbles.long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
 
 
@@ -158,8 +163,8 @@ def awq(path, q, zeros, scales):
 def gptq(path, q, zeros, scales, group_of, less=1):
     """Pack as GPTQModel does: eight rows in one; in its first format each zero point less 1.
 
-    That is taken off the integer that has them all (convert_gptq_v2_to_v1_format in its
-    utils/model.py), so a zero of 0 borrows from the next.
+    The 1 is subtracted from the packed integer (convert_gptq_v2_to_v1_format in GPTQModel's
+    utils/model.py), so a zero point of 0 borrows from the next one.
     """
     rows = q.view(-1, 8, q.shape[1]).transpose(1, 2)
     return {
@@ -171,7 +176,7 @@ def gptq(path, q, zeros, scales, group_of, less=1):
 
 
 def write_int4(folder, target, kind, group=32, dtype=torch.float16, **config):
-    """A random checkpoint of 4-bit integers, and one of the floats that they stand for."""
+    """Write a checkpoint of random 4-bit integers, and one of the floats that they stand for."""
     generator = torch.Generator().manual_seed(4)
     names, tensors = linears(folder)
     floats = dict(tensors)

@@ -18,7 +18,7 @@ from tests.waiting import eventually
 
 
 class Received:
-    """The outputs that a loop has delivered."""
+    """Outputs that a loop has delivered."""
 
     def __init__(self):
         self.outputs = []
@@ -62,7 +62,7 @@ def loop(engine, received):
     loop.close()
 
 
-def test_many_threads_submit_and_all_are_answered(engine, loop, received):
+def test_requests_of_many_threads_are_all_answered(engine, loop, received):
     def submit(name):
         for i in range(5):
             engine.submit(greedy(f"{name}{i}", prompt(5 + i), max_tokens=4))
@@ -134,7 +134,7 @@ def test_a_bug_in_the_engine_fails_open_requests_and_the_loop_goes_on(engine, lo
     assert eventually(lambda: engine.status().live.kv_pages_used == 0)
 
 
-def test_a_request_that_is_late_before_it_is_taken_fails_alone(
+def test_only_the_request_that_is_late_before_the_engine_takes_it_fails(
     engine, loop, received, shelf, tiny_checkpoints, tmp_path
 ):
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
@@ -143,7 +143,7 @@ def test_a_request_that_is_late_before_it_is_taken_fails_alone(
     at_once = SchedulingParams(max_load_s=0.0)
     late = replace(greedy("late", prompt(5), adapter=ref, n=2), scheduling=at_once)
 
-    def submit_beside():  # between the step's look at what was submitted and its look at deadlines
+    def submit_beside():  # between the step's look at submitted requests and its look at deadlines
         engine._tiers.advance = advance
         caller = threading.Thread(target=engine.submit, args=(late,))
         caller.start()
@@ -208,7 +208,7 @@ def test_a_loop_that_never_started_can_be_closed(engine, received):
 
 @pytest.fixture
 def crowded(tiny_checkpoints, shelf, received, tmp_path):
-    """A loop whose GPU holds one adapter and whose host holds two, and six adapters."""
+    """A loop with six adapters, whose GPU holds one of them and whose host holds two."""
     target = ["q_proj", "down_proj"]
     folders = [
         save_adapter(tiny_checkpoints["llama"], tmp_path / f"{i}", i, r=8, target_modules=target)

@@ -64,7 +64,7 @@ def test_only_the_request_that_does_not_begin_in_time_fails(make):
     assert nothing_is_held(answers.engine)
 
 
-def test_a_request_that_has_begun_is_left_alone_however_many_of_its_choices_wait(make):
+def test_a_request_that_has_begun_meets_its_deadline_though_some_of_its_choices_wait(make):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(
         on(SchedulingParams(max_queue_s=0.3), greedy("r", prompt(5), max_tokens=100, n=2))
@@ -94,7 +94,7 @@ def test_a_request_that_would_wait_far_too_long_is_refused_at_once(make):
     answers.until(lambda: answers.errors or answers.finish.get(("next", 0)))
     answers.until(lambda: len(scheduler.waiting) <= rest - 4)
     took_s, ended = time.monotonic() - began_s, rest - len(scheduler.waiting)
-    answers.engine.submit(on(quiet, greedy("also", prompt(5))))  # no error: it is next
+    answers.engine.submit(on(quiet, greedy("also", prompt(5))))  # no error, as this request is next
     assert scheduler.wait_s(noisy) == pytest.approx(took_s * rest / ended, rel=1.0)
     for i in range(100):
         answers.engine.abort(f"r{i}")
@@ -113,7 +113,7 @@ def test_retry_after_of_a_refusal_is_when_all_waiting_requests_have_begun_or_fai
     deadlines.check(SchedulingParams(max_queue_s=0.6 * wait_s))
 
 
-def test_a_missed_deadline_tells_the_missing_time_in_whole_seconds():
+def test_the_error_of_a_missed_deadline_names_the_missing_time_in_whole_seconds():
     deadlines = Deadlines(lambda params: 71.2, lambda ref: 0.0)
     params = SchedulingParams(max_queue_s=60.0)
     error = deadlines._queue_error(on(params, greedy("r", prompt(5))))
@@ -173,7 +173,7 @@ def test_an_adapter_goes_on_loading_when_no_request_waits_for_it(make, shelf, re
     assert nothing_is_held(answers.engine)
 
 
-def test_a_loaded_adapter_meets_its_deadline(make, ref):
+def test_a_request_for_a_loaded_adapter_meets_max_load_s(make, ref):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(greedy("first", prompt(5), adapter=ref, max_tokens=100))
     answers.until(lambda: answers.tokens)
@@ -196,7 +196,7 @@ def test_deadlines_keep_no_sequence_in_memory(make):
 
 
 def timings_of(answers, request):
-    """The timings on the outputs of a request of one choice, in order, and how long it took."""
+    """Return the timings of a one-choice request's outputs in order, and its seconds in all."""
     began_s, timings, finish = time.monotonic(), [], None
     answers.engine.submit(request)
     while finish is None:
@@ -229,7 +229,7 @@ def test_the_only_output_of_a_choice_carries_timings(make):
     assert timings[0].steps == 1
 
 
-def test_timings_tell_the_load_from_the_queue(make, shelf, ref):
+def test_timings_separate_the_load_from_the_queue(make, shelf, ref):
     answers = make(max_running=1, max_batch_tokens=64)
     shelf.hold(ref)
     answers.submit(greedy("cold", prompt(5), adapter=ref))

@@ -36,7 +36,7 @@ def spread(differences):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [100, 12])
-def test_two_tenants_that_always_wait_are_served_alike_whatever_they_send(overlap, pages):
+def test_two_tenants_that_always_wait_get_equal_service_whatever_they_send(overlap, pages):
     harness, ahead = SchedulerHarness(tokens=24, sequences=6, pages=pages, overlap=overlap), []
     for _ in range(600):
         keep_waiting(harness, A, 40)
@@ -113,7 +113,7 @@ def test_waiting_for_an_adapter_earns_no_credit():
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_the_fairness_bound_holds_for_random_traffic(data):
-    """Between any two tenants, for as long as both wait."""
+    """Hold the bound for any two tenants, for as long as both wait."""
     integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     sequences = integers(1, 5)
     harness = SchedulerHarness(
@@ -126,7 +126,7 @@ def test_the_fairness_bound_holds_for_random_traffic(data):
         SchedulingParams(name, data.draw(st.sampled_from([1.0, 1.0, 2.0, 5.0]))) for name in "abc"
     ]
     limit, added = bound(harness, longest=30), []
-    spans = {}  # pair of tenants → by how much the first was ahead, while both wait
+    spans = {}  # pair of tenants → lead of the first over time, while both wait
     for _ in range(integers(5, 25)):
         for _ in range(integers(0, 8)):
             scheduling = data.draw(st.sampled_from(tenants))
@@ -154,13 +154,13 @@ def test_a_tenant_that_finds_an_empty_queue_starts_at_the_level_of_the_last_one(
     counters.start_waiting(busy)
     busy.charge(500)
     counters.stop_waiting(busy)
-    busy.charge(20)  # it goes on to run
+    busy.charge(20)  # the request goes on to run
     counters.start_waiting(comer)
     assert comer.value == 520
 
 
 def test_a_cold_load_is_charged_to_the_tenant_that_asked_for_it():
-    """Every request of one tenant needs a load; the other sends as many tokens without."""
+    """Each request of one tenant needs a load; the other sends as many tokens without loads."""
     harness, ahead = SchedulerHarness(tokens=24, sequences=6, adapters=100), []
     harness.tiers.takes_s, load = 10 * COSTS.prompt_token_s, 10 * PROMPT_TOKEN
     for _ in range(600):
@@ -256,7 +256,7 @@ def test_the_youngest_sequence_of_the_tenant_furthest_ahead_is_preempted():
 
 
 def begun_after(harness, sequence):
-    """In how many steps a sequence begins."""
+    """Return the number of steps until a sequence begins."""
     began = harness.steps
     while sequence not in harness.scheduler.running:
         harness.step()
@@ -291,7 +291,7 @@ def test_a_tenant_is_preempted_while_it_holds_twice_as_much_and_without_thrashin
     harness.run()
 
 
-def test_slots_are_given_up_by_weight():
+def test_slots_are_shared_between_tenants_by_weight():
     harness, heavy = SchedulerHarness(sequences=6, pages=400), SchedulingParams("b", weight=2.0)
     for _ in range(12):
         harness.add(7, max_tokens=60, scheduling=A)
@@ -324,7 +324,7 @@ def test_no_sequence_is_preempted_for_a_tenant_served_more_or_for_its_own_tenant
 
 
 def test_an_adapter_kept_out_gets_in_even_if_only_other_tenants_overtake_it():
-    """Places come free one at a time, and in its own tenant's turns the base model takes them."""
+    """Slots become free singly; on its own tenant's turns base model requests take them."""
     harness, lengths = SchedulerHarness(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
 
     def begin():

@@ -1,4 +1,4 @@
-"""Tokens that grammars force cost requests beside them no more than a share of their time."""
+"""Tokens forced by grammars cost other requests at most a share of their time."""
 
 import random
 from collections import Counter
@@ -8,14 +8,14 @@ import pytest
 from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
 
-# 10 ms for 64 tokens, and 0.015 for each more; what tokens see costs nothing.
+# 10 ms for 64 tokens, and 0.015 ms for each further one; attention costs nothing.
 COSTS = StepCosts((RowsTime(64, 10.0e-3), RowsTime(1064, 25.0e-3)), 0.0, pieces_s=0.0)
 SEEING = StepCosts((RowsTime(64, 10.0e-3), RowsTime(65, 10.0e-3)), 0.0, prompt_seen_s=1e-6)
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
 def allowed(budget, steps, decodes=64, context=6400):
-    """Return the tokens allowed in each of so many steps, all of which are spent."""
+    """Return the tokens allowed in each of `steps` steps, if all of them are spent."""
     found = []
     for _ in range(steps):
         found.append(budget.tokens_allowed(decodes, context, beside_others=True))

@@ -1,4 +1,4 @@
-"""An engine on a device that takes longer the larger the ranks of a step are, with a goal."""
+"""Inter-token goal of an engine on a device whose steps grow with the ranks in them."""
 
 from types import SimpleNamespace
 
@@ -23,9 +23,9 @@ RANKS = (4, 4, 8, 8, 16, 16, 32, 32)
 
 
 class SlowModel(HashModel):
-    """A HashModel whose steps take time: by the clock, and by the ranks that the table has.
+    """HashModel whose steps take time on a clock of its own, by the ranks in the adapter table.
 
-    seen: whether what tokens see takes time, too.
+    seen: whether attention takes time, too.
     """
 
     seen = False
@@ -84,7 +84,7 @@ def make(tmp_path, shelf, monkeypatch, close_later):
 
 
 def serve(engine, refs):
-    """Many requests at once for every adapter and for none."""
+    """Run many concurrent requests for every adapter and for none."""
     answers = Answers(engine)
     for ref in refs:
         engine.pin(ref)
@@ -98,7 +98,7 @@ def serve(engine, refs):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_most_steps_keep_the_goal_and_without_one_few_do(make, refs, overlap):
+def test_most_steps_keep_a_goal_that_few_would_keep_without_it(make, refs, overlap):
     kept = {}
     for goal_s in (None, GOAL_S):
         engine, model = make(inter_token_goal_s=goal_s, overlap=overlap)
@@ -111,7 +111,7 @@ def test_most_steps_keep_the_goal_and_without_one_few_do(make, refs, overlap):
 
 
 def mixed_s(engine, model, tokens=1900, decodes=60):
-    """The steps in which a prompt of so many tokens is computed beside eight decodes."""
+    """Return the seconds of the steps that compute a prompt of `tokens` beside eight decodes."""
     answers = Answers(engine)
     for i in range(8):
         answers.submit(greedy(f"{i}", [3, 4, 5 + i], max_tokens=decodes))
@@ -124,13 +124,13 @@ def mixed_s(engine, model, tokens=1900, decodes=60):
     return model.mixed_s
 
 
-def test_a_long_prompt_beside_decodes_keeps_the_goal_and_without_one_does_not(make):
+def test_steps_with_a_long_prompt_keep_a_goal_that_they_would_exceed_without_it(make):
     goal_s = 2 * GOAL_S
     assert max(mixed_s(*make())) > 2 * goal_s
     assert max(mixed_s(*make(inter_token_goal_s=goal_s))) <= 1.05 * goal_s
 
 
-def test_deep_in_a_prompt_of_100_000_tokens_steps_keep_the_goal_and_use_it(make):
+def test_steps_deep_in_a_prompt_of_100_000_tokens_keep_the_goal_and_use_it_fully(make):
     goal_s, long = 40e-3, {"seen": True, "context": 131_072, "kv_bytes": 8 << 20}
     taken_s = mixed_s(*make(**long), 100_000, 1000)
     assert max(taken_s) > 5 * goal_s
@@ -139,7 +139,7 @@ def test_deep_in_a_prompt_of_100_000_tokens_steps_keep_the_goal_and_use_it(make)
     assert sum(kept_s) < 1.15 * sum(taken_s)
 
 
-def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
+def test_an_unreachable_goal_lets_one_adapter_run_at_a_time(make, refs):
     engine, model = make(inter_token_goal_s=BASE_S / 2)
     model.decodes_s.clear()
     serve(engine, refs)

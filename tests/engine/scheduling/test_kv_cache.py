@@ -103,12 +103,12 @@ def test_the_first_to_publish_a_key_keeps_it():
     cache.publish(first, key)
     cache.publish(second, key)
     cache.release([second])
-    cache.take(3)  # the second's page among them
+    cache.take(3)  # including the second's page
     assert cache.find([key]) == [first]
 
 
 def running(cache, tokens):
-    """A sequence that has its pages, and the tokens that it will hold."""
+    """Return a sequence with pages for all its tokens."""
     kv = SequencePages(list(tokens), PageKeys(tokens, PAGE))
     assert cache.allocate(kv, len(tokens), 0)
     return kv
@@ -130,7 +130,7 @@ def test_a_prefix_is_awaited_until_its_last_page_is_written_or_given_up():
     assert not cache._unwritten
 
 
-def test_a_prefix_that_two_write_is_awaited_while_one_of_them_does():
+def test_a_prefix_with_two_writers_is_awaited_while_one_of_them_is_left():
     cache = KVCache(30, PAGE)
     first, second = running(cache, range(8)), running(cache, range(8))
     third = SequencePages(list(range(9)), PageKeys(range(9), PAGE))
@@ -146,7 +146,7 @@ def test_a_page_with_a_token_that_needs_logits_is_not_awaited():
     assert not cache.awaits_prefix(SequencePages(list(range(4)), PageKeys(range(4), PAGE)))
 
 
-def test_forgotten_pages_are_found_by_nobody_and_given_out_first():
+def test_forgotten_pages_are_never_found_and_are_given_out_first():
     cache = KVCache(6, PAGE)
     good, bad = cache_tokens(cache, [1] * PAGE), cache_tokens(cache, range(8))
     cache.share(bad[:1])
@@ -183,7 +183,7 @@ def test_a_windowed_group_has_the_pages_of_its_window_and_of_a_step():
     kv = running(cache, range(60))
     whole, of_window = compute(cache, kv, 60)
     assert whole == 15
-    assert of_window <= 4 + STEP // PAGE  # 60 is a page's end: 54 is the first that 60 sees
+    assert of_window <= 4 + STEP // PAGE  # 60 is the end of a page: token 60 sees tokens from 54 on
     assert (kv.first, len(kv.pages[1]), cache.used) == (13, 2, 17)
     cache.clear(kv)
     assert sorted(cache.take(100)) == list(range(100))
@@ -223,7 +223,8 @@ def test_a_prefix_is_found_where_every_group_has_the_pages_it_sees():
         return at
 
     assert [found(tokens) for tokens in (5, 21, 60)] == [1, 5, 14]
-    # What is before page 10 sees pages 8 and 9 alone; before page 9, pages 7 and 8; and so on.
+    # A prefix that ends before page 10 needs pages 8 and 9 alone; before page 9, 7 and 8; and so
+    # on.
     cache.forget([cache._pages_of[1][keys[8]]])
     assert [found(tokens) for tokens in (33, 37, 41, 45)] == [8, 8, 8, 11]
     cache.forget([cache._pages_of[0][keys[9]]])
@@ -232,7 +233,7 @@ def test_a_prefix_is_found_where_every_group_has_the_pages_it_sees():
     assert found(60) == 0
 
 
-def test_a_prefix_is_found_without_what_no_layer_sees():
+def test_a_prefix_is_found_without_pages_that_no_layer_sees():
     cache = windowed(100, (WINDOW,))
     kv = running(cache, range(60))
     compute(cache, kv, 60)
@@ -264,7 +265,7 @@ def test_no_page_is_found_of_a_sequence_whose_keys_are_forgotten():
 
 
 class Accounts(RuleBasedStateMachine):
-    """Sequences come, share, grow and go at random; a plain model says what must hold."""
+    """Random arrivals, growth, sharing and ends of sequences, checked against a plain model."""
 
     @initialize(pages=st.integers(1, 12))
     def begin(self, pages):

@@ -40,7 +40,7 @@ def answers(tmp_path, shelf):
 
 @pytest.fixture
 def may_compile(answers):
-    """An event that the engine's grammars wait for."""
+    """Event that the compilation of grammars waits for."""
     may_compile, compile_ = threading.Event(), answers.engine._grammars.compile
 
     def compile_slowly(text):
@@ -62,7 +62,7 @@ def test_an_adapter_loads_while_a_grammar_is_compiled(answers, may_compile, ref,
     answers.submit(request("r", adapter=ref, scheduling=patience))
     answers.until(lambda: answers.engine.residency(ref) is Residency.GPU)
     moved.ahead_s = 60.0
-    answers.step()  # past its deadline
+    answers.step()  # after the request's deadline
     may_compile.set()
     answers.all()
     assert not answers.errors
@@ -87,7 +87,7 @@ def test_load_time_excludes_the_wait_before_the_load_was_requested(
     shelf.gates["cold"] = threading.Event()
     engine = answers.engine
     engine.submit(request("r", adapter=ref))
-    time.sleep(0.3)  # nobody steps, so nobody asks for the adapter
+    time.sleep(0.3)  # no step, so the adapter is not requested either
     engine.step()
     time.sleep(0.1)
     shelf.gates["cold"].set()
@@ -120,11 +120,11 @@ def test_a_choice_aborted_before_the_first_step_leaves_the_others(answers):
     assert not answers.engine._requests.open_choices
 
 
-def test_a_grammar_that_cannot_be_copied_fails_its_request_alone(answers, monkeypatch):
+def test_a_grammar_that_cannot_be_copied_fails_only_its_request(answers, monkeypatch):
     copy = Descending.copy
 
     def copy_or_break(matcher):
-        with answers.engine._requests._lock:  # held by none who may be long
+        with answers.engine._requests._lock:  # must not be held while a slow copy runs
             pass
         if matcher.end == 13:
             raise Panic
@@ -157,7 +157,7 @@ def test_a_prompt_is_hashed_once_for_all_choices_on_the_submitting_thread(answer
 
 
 def test_choices_that_wait_share_their_prompt_and_its_keys(answers):
-    """A hundred of a long one would take a hundred times its memory."""
+    """Compare memory: copies for a hundred choices would take a hundred times as much."""
     prompt = tuple(range(40)) * 2
     processor = answers.engine._input_processor
     first, *others = processor.process(Request("r", (prompt,), SamplingParams(max_tokens=9), n=8))

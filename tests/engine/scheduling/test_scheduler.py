@@ -15,7 +15,7 @@ from lorikeet_engine.scheduling.sequence import SequenceStatus
 from tests.engine.scheduler_harness import PAGE, SchedulerHarness
 
 
-def test_decodes_come_first_then_the_running_prefill_then_newcomers():
+def test_a_step_takes_decodes_first_then_running_prefills_then_new_requests():
     harness = SchedulerHarness(tokens=8)
     decoding = harness.add(3)
     assert harness.step() == [(decoding, 3)]
@@ -112,7 +112,7 @@ def test_a_preempted_sequence_returns_under_the_bound(ranks, returns):
 
 @pytest.mark.parametrize("where", ["bound", "ranks", "gpu"])
 def test_adapters_in_use_cannot_starve_a_waiting_adapter(where):
-    """Requests for a and b never stop coming; c gets in all the same, after a bounded wait."""
+    """Keep sending requests for a and b; c must run after a bounded wait."""
     limits = {"bound": {"adapters": 2}, "ranks": {"ranks": 16}, "gpu": {"places": 2}}
     harness = SchedulerHarness(**limits[where])
     harness.add(3, "a"), harness.add(3, "b")
@@ -148,7 +148,7 @@ def test_no_sequence_waits_long_for_ranks_over_thousands_of_steps():
     dice = random.Random(3)
     harness, waits = SchedulerHarness(adapters=6, pages=400, overlap=True), []
     for i, name in enumerate(names := [f"a{i}" for i in range(16)]):
-        harness.tiers.ranks[name] = (8, 16, 32, 64)[i // 4]  # the less it is used, the larger
+        harness.tiers.ranks[name] = (8, 16, 32, 64)[i // 4]  # rarely used ones are larger
     since = {}
     for step in range(5000):
         while len(since) < 24:
@@ -196,7 +196,7 @@ def test_a_sequence_that_waits_for_kv_pages_is_not_overtaken():
     assert [s for s, _ in harness.step()] == [big, small]
 
 
-def test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first():
+def test_the_youngest_sequence_is_preempted_keeps_its_tokens_and_resumes_first():
     harness = SchedulerHarness(pages=6)
     old, young = harness.add(7, max_tokens=12), harness.add(7, max_tokens=12)
     while young in harness.scheduler.running or not harness.steps:
@@ -381,7 +381,7 @@ def test_random_traffic_finishes_and_leaks_nothing(data):
     for _ in range(integers(1, 25)):
         match integers(0, 3):
             case 0 | 1:
-                prompt = [7] * integers(1, 20)  # prefixes are shared all the time
+                prompt = [7] * integers(1, 20)  # all prompts share prefixes
                 adapter = data.draw(st.sampled_from([None, "a", "b", "c", "d"]))
                 stop = range(64) if data.draw(st.booleans()) else ()  # a quarter of all tokens
                 added.append(harness.add(prompt, adapter, integers(1, 20), stop=stop))
@@ -400,7 +400,7 @@ def test_random_traffic_finishes_and_leaks_nothing(data):
         assert alone.finished[twin] == tokens
 
 
-def test_a_plan_that_finds_many_long_prompts_cached_begins_few_of_them():
+def test_a_plan_begins_only_a_few_long_cached_prompts():
     harness = SchedulerHarness(tokens=4096, pages=30_000)
     document = [7] * 12_000
     harness.add(document, max_tokens=1)
@@ -460,7 +460,7 @@ def test_scored_prompts_share_a_step_only_if_each_is_scored_whole(monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prompts_that_all_lack_pages_continue_one_by_one(overlap):
-    """Two share the pages of a window; to go on, each needs a window of its own, and one fits."""
+    """Two prompts share the pages of a window; to continue each needs its own, and one fits."""
     harness = SchedulerHarness(tokens=4, pages=16, window=40, overlap=overlap)
     harness.add(range(41), max_tokens=1)
     harness.run()

@@ -18,7 +18,7 @@ DEPTHS = (0, 1000, 10_000, 50_000, 90_000)
 
 
 class Device:
-    """Computes one step after the other; only the clock moves."""
+    """Device that computes steps one after the other on a clock of its own."""
 
     def __init__(self, base_s=BASE_S):
         self.base_s, self.now_s = base_s, 0.0
@@ -28,7 +28,7 @@ class Device:
         return self.now_s
 
     def run(self, budget, ranks, *, more_s=0.0, prompt=0):
-        """A step of three sequences, two of them under one adapter of this rank."""
+        """Run a step of three sequences, two of them under one adapter of this rank."""
         step = self.launch(budget, ranks, prompt)
         self.now_s += self.base_s + SLOPE_S * ranks + more_s
         self.read(budget, step)
@@ -37,13 +37,13 @@ class Device:
         return StepLaunch(self.now_s, 3, 1, budget.expected(chunks(ranks, prompt)))
 
     def read(self, budget, step):
-        """As an engine does."""
+        """Wait for the step and record its time, as an engine does."""
         step_s = self.counters.step_read(step)
         if step.expected is not None:
             budget.record(step_s, step.expected)
 
     def noise_s(self):
-        """3% either way; every tenth step is ten times as slow."""
+        """Return noise of 3% either way; every tenth step takes ten times as long."""
         hiccup_s = 10 * self.base_s if self.dice.random() < 0.1 else 0.0
         return self.base_s * self.dice.uniform(-0.03, 0.03) + hiccup_s
 
@@ -61,7 +61,7 @@ def device(monkeypatch):
 
 
 def costs(base_s=BASE_S, slope_s=SLOPE_S, token_s=0.0, **more):
-    """The base whatever the tokens, or so much for each as well."""
+    """Costs of base_s whatever the tokens, plus token_s for each token."""
     rows = (RowsTime(0, base_s), RowsTime(2048, base_s + 2048 * token_s))
     usual = ("seen_token_s", "prompt_seen_s", "pieces_s", "split_s", "lora_s", "lora_token_s")
     return StepCosts(rows, rank_s=slope_s, **{**dict.fromkeys(usual, 0.0), **more})
@@ -72,7 +72,7 @@ def budget(base_s=BASE_S, slope_s=SLOPE_S, **more):
 
 
 def prompt_at(depth):
-    """A prompt of 100,000 tokens, of which so many have been computed."""
+    """Return a prompt of 100,000 tokens, of which `depth` have been computed."""
     sequence = dummy_chunk(100_000, 16, None).sequence
     sequence.kv.computed = depth
     return sequence
@@ -161,7 +161,7 @@ def test_a_step_of_forced_tokens_counts_as_a_step_of_decodes():
 def test_the_cost_of_context_is_not_learned_as_base(device):
     one = budget(seen_token_s=1e-8)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
-    device.base_s += 3 * 1e-8  # each of the three sees itself alone
+    device.base_s += 3 * 1e-8  # each of the three sequences sees at least itself
     for _ in range(20):
         device.run(one, 500)
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
@@ -221,7 +221,7 @@ def test_deeper_chunks_are_shorter_and_the_rest_goes_to_the_next_prompt():
 
 
 def test_a_rest_of_the_goal_gives_no_sliver_deep_in_a_prompt():
-    """A shallow prompt may still use it, and a deep one whose last tokens fit."""
+    """Leave the rest to a shallow prompt, or to a deep one whose last tokens fit."""
     one = budget(token_s=1e-6, prompt_seen_s=2e-10)
     room = PromptBudget(2000, one, decodes=3, left_s=250e-6)
     assert room.take(dummy_chunk(128, 16, None).sequence).length == 128
@@ -246,7 +246,7 @@ def test_time_of_prompts_beyond_the_measured_costs_is_learned():
     ("sizes", "tokens"),
     [
         ((512, 1024, 2048), 1024),  # the next pass, of 2,048 tokens, takes longer than the goal
-        ((512, 1024), 1200),  # what is larger than all of them takes as long as it is
+        ((512, 1024), 1200),  # a step larger than all sizes takes the time of its own tokens
         ((2048,), 128 + 3),
         ((), 1200),
     ],
@@ -260,7 +260,7 @@ def test_prompts_fill_the_largest_pass_that_fits_the_goal(sizes, tokens):
     assert not room
 
 
-def test_without_a_goal_the_number_of_tokens_alone_counts():
+def test_without_a_goal_only_the_number_of_tokens_is_limited():
     room = PromptBudget(500)
     assert room.take(prompt_at(99_900)).length == 100
     assert room.take(prompt_at(0)).length == 400

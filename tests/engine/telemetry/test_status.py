@@ -41,7 +41,7 @@ def test_live_stats_of_an_idle_engine_are_zero(engine):
 
 def test_live_stats_count_waiting_and_decoding_sequences(engine, refs):
     answers = Answers(engine)
-    for ref in refs:  # both are there before, so that all decode at the same time
+    for ref in refs:  # both adapters are loaded first, so that all decode at the same time
         answers.submit(greedy(f"first {ref.name}", prompt(1), adapter=ref, max_tokens=1))
     answers.all()
     answers.tokens.clear()
@@ -107,7 +107,7 @@ def test_live_stats_have_loading_bytes_and_the_oldest_wait(engine, shelf, refs):
     time.sleep(0.05)
     live = engine.status().live
     assert live.oldest_wait_s > 0.05
-    assert live.loading_bytes == size  # of an image that was never seen: as large as others
+    assert live.loading_bytes == size  # of an image of unknown size, taken to be as large as others
     shelf.release(refs[1])
     answers.all()
     assert engine.status().live.loading_bytes == 0
@@ -164,7 +164,7 @@ def test_only_a_changed_status_is_reported(engine, refs, tmp_path):
     assert status.costs.steps == engine.info.step_costs
     engine.step()
     blob_bytes = (tmp_path / "cache" / refs[0].digest).stat().st_size
-    # its image is written to the disk meanwhile
+    # meanwhile its image is written to the disk
     disk = Residency.DISK
     assert eventually(lambda: engine.status().tiers[disk].used_bytes > blob_bytes, within_s=20)
     told = engine.changed_status()

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def without_descriptions(node: Any) -> Any:
-    """The schema without prose; a property that is called description stays."""
+    """Return the schema without prose; a property named description stays."""
     if isinstance(node, dict):
         return {
             key: without_descriptions(value)
@@ -41,7 +41,7 @@ def without_descriptions(node: Any) -> Any:
 
 
 def reachable(start: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The definitions that `start` needs, and what those need."""
+    """Return the definitions that `start` needs, directly and indirectly."""
     found: dict[str, Any] = {}
     waiting = list(start)
     while waiting:
@@ -53,7 +53,7 @@ def reachable(start: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def references(node: Any) -> list[str]:
-    """The names behind every $ref in a schema."""
+    """Return the names in every $ref of a schema."""
     if isinstance(node, list):
         return [name for item in node for name in references(item)]
     if not isinstance(node, dict):

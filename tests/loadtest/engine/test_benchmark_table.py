@@ -1,4 +1,4 @@
-"""The benchmarks' table: one engine serves all its parts, and one that fails spoils no other."""
+"""Table of benchmarks: one engine serves all parts, and a failed part does not lose the others."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ WORKS = (Work("base", 9, 40, requests=4), Work("2 adapters", 9, 40, adapters=2, 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the table over a tiny engine; returns its exit status and what it wrote."""
+    """Run the table over a tiny engine; return its exit status and its JSON."""
     monkeypatch.setattr(throughput, "ROOM", 2)
     monkeypatch.setattr(decode, "STEPS", 5)
     monkeypatch.setattr(prefill, "SQUARE", 64)
@@ -45,20 +45,20 @@ def test_every_part_has_its_rows(run):
     assert counts == {"throughput": 2, "decode": 2, "prefill": 1}
 
 
-def test_only_rows_that_are_asked_for_are_measured(run):
+def test_only_chosen_rows_are_measured(run):
     status, written = run("--parts", "throughput", "decode", "--rows", "2 adapters*")
     assert status == 0
     labels = {row["work"]["name"] for part in ("throughput", "decode") for row in written[part]}
     assert labels == {"2 adapters"}
 
 
-def test_fewer_turns_can_be_asked_for_with_adapters_on_the_gpu_alone(run):
+def test_fewer_turns_can_be_chosen_with_adapters_only_on_the_gpu(run):
     status, written = run("--parts", "throughput", "--turns", "1", "--host-adapters", "1")
     assert status == 0
     assert [len(row["tokens_per_s"]) for row in written["throughput"]] == [1, 1]
 
 
-def test_a_part_that_fails_spoils_no_other(run, monkeypatch):
+def test_a_failed_part_does_not_lose_the_others(run, monkeypatch):
     short = (Work("too short to be timed", 9, 4, requests=4),)
     monkeypatch.setattr(decode, "WORKS", short)
     status, written = run("--parts", "decode", "throughput")

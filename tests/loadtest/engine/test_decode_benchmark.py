@@ -1,4 +1,4 @@
-"""The decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
+"""Decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def event(name, begin_us, length_us, cat="kernel"):
 
 @pytest.fixture
 def trace(tmp_path):
-    """Two steps of 500 µs, the second begun 100 µs late; kernels that follow, overlap, enclose."""
+    """Return two steps of 500 µs, the second 100 µs late; kernels follow, overlap and enclose."""
     step = [
         event("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 0, 300),
         event("_shrink", 50, 20),
@@ -37,7 +37,7 @@ def trace(tmp_path):
     return path
 
 
-def test_gpu_time_is_the_union_of_what_ran(trace):
+def test_busy_gpu_time_is_the_union_of_spans(trace):
     time = gpu_time(read_trace(trace), steps=2)
     assert time.total_ms == pytest.approx(0.55)
     assert time.busy_ms == pytest.approx(0.498)
@@ -45,7 +45,7 @@ def test_gpu_time_is_the_union_of_what_ran(trace):
     assert time.waiting_ms == pytest.approx(0.05)
 
 
-def test_gpu_time_is_told_by_kind(trace):
+def test_gpu_time_is_split_by_kind(trace):
     time = gpu_time(read_trace(trace), steps=2)
     assert time.by_kind == pytest.approx(
         {
@@ -79,7 +79,7 @@ def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monk
     engine.close()
 
 
-def test_experts_that_two_ranks_share_are_timed(tmp_path, monkeypatch):
+def test_experts_shared_by_two_ranks_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "STEPS", 5)
     config = CONFIG | {
         "model_type": "qwen3_moe",
@@ -104,7 +104,7 @@ def test_works_too_short_to_be_profiled_are_refused(tmp_path, monkeypatch):
     engine.close()
 
 
-def test_the_shapes_of_another_model_can_be_asked_for(tmp_path, monkeypatch):
+def test_shapes_of_another_model_can_be_chosen(tmp_path, monkeypatch):
     def tiny(folder, *, config, settings, **arguments):
         assert config is random_model.QWEN3_8B
         assert settings.weight_dtype == "fp8"
@@ -120,7 +120,7 @@ def test_the_shapes_of_another_model_can_be_asked_for(tmp_path, monkeypatch):
     assert (written["config"], written["weight_dtype"]) == ("qwen3-8b", "fp8")
 
 
-def test_an_fp8_cache_can_be_asked_for(tmp_path, monkeypatch):
+def test_an_fp8_kv_cache_can_be_chosen(tmp_path, monkeypatch):
     def tiny(folder, *, config, settings, **arguments):
         assert config is random_model.QWEN3_8B
         settings = replace(SETTINGS, kv_dtype=settings.kv_dtype)

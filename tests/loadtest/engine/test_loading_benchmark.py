@@ -1,4 +1,4 @@
-"""The loading benchmark on a tiny engine: adapters are where it says, streams are undisturbed."""
+"""Loading benchmark on a tiny engine: adapters are in their tiers, and streams are undisturbed."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ LONG = {**CONFIG, "max_position_embeddings": 4096}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """In the engine's process: two would mostly wait for each other over such small tensors."""
+    """Give the engine's process one thread: with small tensors, two would mostly wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -83,7 +83,7 @@ def test_first_tokens_come_from_every_tier(client, adapters, few, capsys):
     assert gpu.split()[:2] == ["0", "gpu"]
 
 
-def test_an_adapter_that_is_elsewhere_is_refused(client, adapters):
+def test_an_adapter_in_another_tier_is_refused(client, adapters):
     with pytest.raises(AssertionError, match="found on gpu"):
         client.first_token_s(next(adapters[Residency.GPU]), Residency.HOST)
 
@@ -103,7 +103,7 @@ def test_streams_are_timed_alone_and_beside_loads(client, adapters, few, capsys)
     assert "\ndisk " in capsys.readouterr().out
 
 
-def test_gaps_are_those_of_each_stream_within_the_moments(client, adapters):
+def test_gaps_are_those_of_each_stream_between_two_moments(client, adapters):
     with client.streams(adapters[Residency.GPU], 2) as ids:
         begin_s = time.perf_counter()
         had = {i: len(client.came_s[i]) for i in ids}
@@ -117,7 +117,7 @@ def test_gaps_are_those_of_each_stream_within_the_moments(client, adapters):
     assert sum(gaps_ms) == pytest.approx(sum(spans_ms))
 
 
-def test_loads_are_asked_for_ten_times_a_second_and_all_come(client, adapters):
+def test_ten_loads_a_second_are_requested_and_all_complete(client, adapters):
     begin_s = time.perf_counter()
     last = client.load(adapters[Residency.HOST], Residency.HOST, begin_s + 1)
     assert 0.85 < time.perf_counter() - begin_s < 5.0
@@ -144,7 +144,7 @@ def test_loads_are_timed_until_the_adapter_is_on_the_gpu(client, adapters, few):
 
 @pytest.fixture
 def run(tmp_path, few, monkeypatch):
-    """Runs the program on a tiny model, with options; what it wrote."""
+    """Run the program on a tiny model, with options; return its JSON."""
     monkeypatch.setitem(harness.CONFIGS, "llama-3.1-8b", LONG)
     monkeypatch.setattr(harness, "SETTINGS", TINY)
 
@@ -160,7 +160,7 @@ def run(tmp_path, few, monkeypatch):
     return run
 
 
-def test_main_writes_what_it_measured(run):
+def test_main_writes_its_measurements(run):
     written = run()
     assert written["commit"] == "abc"
     assert [row["found"] for row in written["first_tokens"]] == ["gpu", "host", "disk"] * 2
@@ -169,7 +169,7 @@ def test_main_writes_what_it_measured(run):
     assert written["loads_per_s"] == 10
 
 
-def test_large_adapters_are_few_and_loaded_from_the_host_alone_also_by_two_ranks(run):
+def test_large_adapters_are_few_and_loaded_only_from_the_host_even_by_two_ranks(run):
     one = run("--rank", "8", counts=FEW)
     two = run("--rank", "16", "--tensor-parallel", "2", counts=FEW)
     for written in (one, two):
@@ -178,7 +178,7 @@ def test_large_adapters_are_few_and_loaded_from_the_host_alone_also_by_two_ranks
     assert one["loads"][0]["gpu_bytes"] < two["loads"][0]["gpu_bytes"]
 
 
-def test_a_gibibyte_adapter_is_a_large_one_and_8bs_is_not():
+def test_an_adapter_of_one_gib_is_large_and_that_of_8b_is_not():
     dense = image_bytes(LLAMA_3_1_8B, BENCHMARKED)
     of_experts = image_bytes(QWEN3_30B_A3B, BENCHMARKED)
     assert (dense, of_experts) == (83_886_080, pytest.approx(1.7e9, rel=0.02))

@@ -1,4 +1,4 @@
-"""The benchmark of long prompts on a tiny engine: what it counts, with and without a goal."""
+"""Benchmark of long prompts on a tiny engine: its counts, with and without a goal."""
 
 from dataclasses import replace
 

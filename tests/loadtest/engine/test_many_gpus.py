@@ -1,4 +1,4 @@
-"""The jobs for a host of many GPUs: who runs beside whom, what becomes of those that fail."""
+"""Jobs for a host of many GPUs: which run at the same time, and outcomes of failed ones."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ sys.exit(given.exit)
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Makes jobs that do little."""
+    """Return a function that makes jobs that do little."""
     (tmp_path / "little_job.py").write_text(textwrap.dedent(JOB))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(many_gpus, "_POLL_S", 0.02)
@@ -54,13 +54,13 @@ def job(tmp_path, monkeypatch):
 
 
 def run(jobs, folder, seconds=60.0):
-    """What came of each, by name, and how many outcomes each report had."""
+    """Run jobs; return the outcomes by name, and the number of outcomes in each report."""
     counts = []
     outcomes = run_all(jobs, folder, seconds, lambda outcomes: counts.append(len(outcomes)))
     return {each.name: each for each in outcomes}, counts
 
 
-def test_jobs_of_other_gpus_run_at_the_same_time_and_others_in_turn(job, tmp_path):
+def test_jobs_with_disjoint_gpus_run_at_once_and_others_in_turn(job, tmp_path):
     sleep = ("--sleep", "0.5")
     jobs = [
         job("left", range(2), *sleep),
@@ -81,7 +81,7 @@ def test_jobs_of_other_gpus_run_at_the_same_time_and_others_in_turn(job, tmp_pat
     assert [both[name].outcome for name in ("left", "right")] == ["done", "done"]
 
 
-def test_each_sees_its_gpus_alone_and_no_multicast(job, tmp_path, monkeypatch):
+def test_each_job_sees_only_its_gpus_and_no_multicast(job, tmp_path, monkeypatch):
     outcomes, _ = run([job("right", range(2, 4))], tmp_path)
     told = outcomes["right"].results
     assert told["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -92,7 +92,7 @@ def test_each_sees_its_gpus_alone_and_no_multicast(job, tmp_path, monkeypatch):
     assert outcomes["right"].results["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
-def test_a_job_that_fails_is_told_with_its_log_and_the_others_go_on(job, tmp_path):
+def test_a_failed_job_is_reported_with_its_log_and_the_others_go_on(job, tmp_path):
     jobs = [job("bad", range(4), "--exit", "3"), job("good", range(4))]
     outcomes, _ = run(jobs, tmp_path)
     assert outcomes["bad"].outcome == "failed with 3"
@@ -102,7 +102,7 @@ def test_a_job_that_fails_is_told_with_its_log_and_the_others_go_on(job, tmp_pat
     assert "this is said" in (tmp_path / "good.log").read_text()
 
 
-def test_a_job_that_takes_too_long_is_ended_with_all_it_has_started(job, tmp_path):
+def test_a_job_beyond_its_limit_is_killed_with_its_children(job, tmp_path):
     slow = job("slow", range(4), "--child", "--sleep", "60", limit_s=4.0)
     began_s = time.monotonic()
     outcomes, _ = run([slow, job("next", range(4))], tmp_path)
@@ -112,7 +112,7 @@ def test_a_job_that_takes_too_long_is_ended_with_all_it_has_started(job, tmp_pat
     assert outcomes["next"].outcome == "done"
 
 
-def test_who_has_no_time_left_is_not_begun(job, tmp_path, monkeypatch):
+def test_a_job_without_time_left_is_not_begun(job, tmp_path, monkeypatch):
     monkeypatch.setattr(many_gpus, "_LEAST_S", 0.5)
     jobs = [job("long", range(4), "--sleep", "60"), job("late", range(4))]
     outcomes, _ = run(jobs, tmp_path, seconds=1.5)
@@ -120,7 +120,7 @@ def test_who_has_no_time_left_is_not_begun(job, tmp_path, monkeypatch):
     assert outcomes["late"].outcome == "not begun: no time was left"
 
 
-def test_main_writes_all_of_a_part_and_names_what_was_not_done(job, tmp_path, monkeypatch):
+def test_main_writes_all_of_a_part_and_names_unfinished_jobs(job, tmp_path, monkeypatch):
     jobs = [job("good", range(4)), job("bad", range(4), "--exit", "1", writes=False)]
     monkeypatch.setattr(many_gpus, "jobs_of", lambda part, gpus, folder, commit: jobs)
     out = tmp_path / "out" / "part1.json"
@@ -134,7 +134,7 @@ def test_main_writes_all_of_a_part_and_names_what_was_not_done(job, tmp_path, mo
     assert (tmp_path / "out" / "part1" / "bad.log").exists()
 
 
-def test_jobs_that_were_missed_are_asked_for_by_name(job, tmp_path, monkeypatch, capsys):
+def test_missed_jobs_are_chosen_by_name(job, tmp_path, monkeypatch, capsys):
     jobs = [job(name, range(4)) for name in ("a", "b", "c")]
     monkeypatch.setattr(many_gpus, "jobs_of", lambda *_: jobs)
     out = tmp_path / "again.json"
@@ -150,7 +150,7 @@ def test_jobs_that_were_missed_are_asked_for_by_name(job, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("gpus", [4, 8])
-def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
+def test_every_programs_parser_accepts_its_job(gpus, tmp_path, monkeypatch):
     jobs = [job for part in (1, 2) for job in jobs_of(part, gpus, tmp_path, "abc")]
     assert len({job.name for job in jobs}) == len(jobs)
     for each in jobs:
@@ -166,14 +166,14 @@ def test_every_job_is_one_that_its_program_takes(gpus, tmp_path, monkeypatch):
     )
 
 
-def test_every_row_that_is_asked_for_is_one():
+def test_every_row_named_by_a_job_exists():
     known = {work.label for part in (throughput, decode) for work in part.WORKS}
     for job in jobs_of(1, 4, Path(), "abc") + jobs_of(2, 8, Path(), "abc"):
         asked = {each for each in job.arguments if "256/128" in each and each != "256/128"}
         assert asked <= known
 
 
-def test_two_halves_run_side_by_side_and_beside_nothing_else(tmp_path):
+def test_two_halves_run_side_by_side_and_alone(tmp_path):
     *others, first, second = jobs_of(2, 4, tmp_path, "abc")
     assert (first.gpus, second.gpus) == (range(2), range(2, 4))
     assert {job.gpus for job in others} == {range(4)}
@@ -186,7 +186,7 @@ class _ParsedError(Exception):
 
 
 def _refusal(job, monkeypatch):
-    """What the program's parser says against the arguments; None if it takes them."""
+    """Return the error of the program's parser for the arguments; None if it accepts them."""
     import argparse
     import importlib
 

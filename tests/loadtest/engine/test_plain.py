@@ -1,4 +1,4 @@
-"""The plain path finds an engine's tokens good, and wrong ones wrong, many requests at a time."""
+"""Plain path: accepts an engine's tokens, and rejects wrong ones, many requests at a time."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Of two ranks, in whose largest step a prompt is several chunks."""
+    """Engine of two ranks, in which a prompt takes several chunks of the largest step."""
     folder = tmp_path_factory.mktemp("shared")
     engine = started(folder, tensor_parallel=2, max_batch_tokens=24)
     yield engine
@@ -43,7 +43,7 @@ def shared(tmp_path_factory):
 
 
 def answers_of(engine):
-    """Of odd lengths, three adapters and none: more adapters than the device has room for."""
+    """Return answers of odd lengths, with no adapter or one of three (more than fit the device)."""
     requests = [
         greedy(f"r{i}", prompt(1 + 13 * i, i), adapter=ADAPTERS[i % 4], max_tokens=1 + 5 * i)
         for i in range(7)
@@ -56,11 +56,11 @@ def answers(engine):
     return answers_of(engine)
 
 
-def test_an_engines_tokens_are_the_plain_paths(engine, answers):
+def test_an_engines_tokens_equal_the_plain_paths(engine, answers):
     assert plain.check(engine, answers) < 1e-5
 
 
-def test_logits_are_the_tokens_own_whatever_the_company(engine, answers):
+def test_logits_do_not_depend_on_other_answers(engine, answers):
     model, tiers = engine._runner.model, engine._tiers
     answers = [answer for answer in answers if answer.request.adapter != ADAPTERS[3]]
     together = plain.plain_logits(model, tiers, answers)
@@ -69,7 +69,7 @@ def test_logits_are_the_tokens_own_whatever_the_company(engine, answers):
         assert logits.argmax(-1).tolist() == answer.tokens
 
 
-def test_what_does_not_fit_at_once_is_checked_in_groups(engine, answers, monkeypatch):
+def test_answers_that_do_not_fit_at_once_are_checked_in_groups(engine, answers, monkeypatch):
     model, tiers = engine._runner.model, engine._tiers
     wrong = [replace(a, tokens=[(t + i) % 256 for t in a.tokens]) for i, a in enumerate(answers)]
     at_once = plain.shortfalls(model, tiers, wrong)
@@ -85,7 +85,7 @@ def test_one_wrong_token_is_found_and_its_request_named(engine, answers):
         plain.check(engine, [answers[0], spoilt])
 
 
-def test_ranks_tokens_are_the_plain_paths_and_wrong_ones_are_found(shared):
+def test_tokens_of_ranks_equal_the_plain_paths_and_wrong_ones_are_found(shared):
     answers = answers_of(shared)
     assert plain.check(shared, answers) < 1e-5
     assert shared.status().live.kv_pages_used == 0
@@ -97,21 +97,21 @@ def test_ranks_tokens_are_the_plain_paths_and_wrong_ones_are_found(shared):
     assert answers_of(shared) == answers, "the engine goes on"
 
 
-def test_logits_of_ranks_that_are_not_finite_are_found(shared):
+def test_nan_logits_of_ranks_are_found(shared):
     answers = answers_of(shared)
     shared._runner.model._norm.weight[3] = torch.nan
     with pytest.raises(AssertionError, match="nan under"):
         plain.check(shared, answers[:1])
 
 
-def test_another_adapters_tokens_are_found(engine, answers):
+def test_tokens_of_the_wrong_adapter_are_found(engine, answers):
     mistaken = Answer(replace(answers[4].request, adapter=ADAPTERS[2]), answers[4].tokens)
     with pytest.raises(AssertionError, match="r4"):
         plain.check(engine, [mistaken])
 
 
 @pytest.mark.parametrize("requests", [3, 8, 128, 256, 1024])
-def test_some_answers_come_from_all_over_and_have_different_adapters(requests):
+def test_some_answers_cover_the_run_and_different_adapters(requests):
     chosen = plain.some(range(requests))
     assert len(chosen) == len({i % 8 for i in chosen}) == min(8, requests)
     assert max(chosen) >= 7 * requests // 8 - 1 or requests < 8

@@ -1,4 +1,4 @@
-"""What a base model is expected to make by Llama's row: bytes, operations and windows."""
+"""Prediction of a base model's rate from Llama's row: bytes, operations and windows."""
 
 import json
 from argparse import ArgumentTypeError
@@ -31,7 +31,7 @@ def roofline(tmp_path):
     return roofline
 
 
-# the elements of published checkpoints; Gemma's without what sees images
+# elements of published checkpoints; Gemma's without the vision tower
 PUBLISHED = {
     "llama-3.1-8b": (8_030_261_248, 65 * 4096),
     "qwen3-8b": (8_190_735_360, 73 * 4096 + 36 * 2 * 128),
@@ -56,18 +56,18 @@ def test_five_of_six_layers_of_gemma_have_a_window(roofline):
         assert set(roofline(name).config.windows) == {None}
 
 
-def test_llama_is_expected_to_make_what_it_makes(roofline):
+def test_llamas_prediction_is_its_measurement(roofline):
     assert predicted_tokens_per_s(roofline("llama-3.1-8b"), 11_891) == pytest.approx(11_891)
 
 
-def test_a_share_of_the_roofline_is_every_models(roofline):
+def test_every_model_has_llamas_share_of_the_roofline(roofline):
     model = roofline("gemma-3-12b")
     assert predicted_tokens_per_s(model, 9_000) == pytest.approx(
         0.75 * predicted_tokens_per_s(model, 12_000)
     )
 
 
-def test_llamas_bytes_and_operations_are_those_that_are_known(roofline):
+def test_llamas_bytes_and_operations_are_the_known_ones(roofline):
     llama = roofline("llama-3.1-8b")
     elements = llama.linear_elements + llama.head_elements
     # docs/benchmarks.md: 3.7 ms for the weights, less the embeddings, and 2.5 of keys and values
@@ -102,13 +102,13 @@ def test_windows_bound_what_attention_reads_and_computes(roofline):
     assert whole.prompts_s(long) - gemma.prompts_s(long) == pytest.approx(less / OPERATIONS_PER_S)
 
 
-def test_heads_are_read_as_wide_as_they_are_kept(roofline):
+def test_heads_are_read_with_their_padding(roofline):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
     narrow = roofline("llama-3.1-8b", head_dim=96, **heads)
     assert narrow.kv_bytes(1) == 32 * 2 * 128 * 2
 
 
-def test_fp8_halves_what_is_read_of_linears_and_of_kv(roofline):
+def test_fp8_halves_the_bytes_of_linears_and_kv(roofline):
     llama, fp8 = roofline("llama-3.1-8b"), roofline("llama-3.1-8b", fp8_weights=True)
     halved = llama.linear_elements / BYTES_PER_S
     assert llama.step_s(1, 1) - fp8.step_s(1, 1) == pytest.approx(halved)
@@ -129,7 +129,7 @@ def test_mixtures_of_experts_are_refused(roofline):
 
 @pytest.fixture
 def run(tmp_path):
-    """Writes a run's file, as throughput does."""
+    """Write the JSON file of a run, as throughput does."""
 
     def run(rows, **about):
         file = tmp_path / "run.json"

@@ -1,4 +1,4 @@
-"""The prefill benchmark counts what torch counts, and holds its tokens against the plain path."""
+"""Prefill benchmark: operations equal torch's count, and tokens are checked by the plain path."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def engine(tmp_path, monkeypatch):
     engine.close()
 
 
-def test_the_rate_is_of_work_over_time(engine, capsys):
+def test_the_rate_is_operations_over_time(engine, capsys):
     rows = prefill.measure_all(engine, [BASE, WITH_ADAPTERS])
     flops = prefill.flops(engine._runner.model.config, 2, 37)
     for row in rows:
@@ -31,7 +31,7 @@ def test_the_rate_is_of_work_over_time(engine, capsys):
     assert "2 adapters 37/1" in capsys.readouterr().out
 
 
-def test_the_products_are_those_that_torch_counts(engine):
+def test_the_operations_equal_torchs_count(engine):
     answers = generate(engine, BASE.draw(256, 0)).answers
     with FlopCounterMode(display=False) as counter:
         plain.plain_logits(engine._runner.model, engine._tiers, answers)
@@ -40,7 +40,7 @@ def test_the_products_are_those_that_torch_counts(engine):
         n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op)
     )
     heads, layers, width = 4, 2, 16
-    visible = 2 * 37 * 38 // 2  # of two sequences
+    visible = 2 * 37 * 38 // 2  # two sequences
     attention = 2 * 2 * visible * heads * width * layers
     assert prefill.flops(engine._runner.model.config, 2, 37) == products + attention
 

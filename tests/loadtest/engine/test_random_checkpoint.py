@@ -1,4 +1,4 @@
-"""The checkpoint of random weights that benchmarks load."""
+"""Checkpoint of random weights that benchmarks load."""
 
 import pytest
 import torch
@@ -23,17 +23,17 @@ def checkpoint(tmp_path, monkeypatch):
     return random_checkpoint.write_checkpoint(folder, CONFIG, torch.device("cpu"))
 
 
-def test_it_has_several_files(checkpoint):
+def test_a_checkpoint_has_several_files(checkpoint):
     assert len(list(checkpoint.glob("model-*-of-*.safetensors"))) > 2
 
 
-def test_what_is_there_is_not_written_again(checkpoint):
+def test_existing_files_are_not_written_again(checkpoint):
     before = {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
     random_checkpoint.write_checkpoint(checkpoint, CONFIG, torch.device("cpu"))
     assert {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()} == before
 
 
-def test_numbers_are_a_names_whatever_stands_beside_it_and_they_are_rounded_to():
+def test_numbers_depend_on_the_name_alone_and_not_on_fusion_or_rounding():
     cpu, names = torch.device("cpu"), [f"model.layers.0.self_attn.{n}.weight" for n in "qkv"]
     cuts = [Cut.whole(rows, 64) for rows in (64, 32, 32)]
     q, k, v = (
@@ -49,7 +49,7 @@ def test_numbers_are_a_names_whatever_stands_beside_it_and_they_are_rounded_to()
     assert not torch.equal(q, other)
 
 
-def test_a_model_whose_norms_are_stored_less_one_is_made_up(tmp_path):
+def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "head_dim": 32}
     folder = write_config(tmp_path, GEMMA_3_12B | sizes | {"num_hidden_layers": 6})
     model = random_model(folder, torch.device("cpu"), torch.float32, 4096)

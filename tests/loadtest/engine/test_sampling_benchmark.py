@@ -1,4 +1,4 @@
-"""The sampling benchmark on a tiny engine: its cases run, and wrong draws are not timed."""
+"""Sampling benchmark on a tiny engine: its cases run, and wrong draws are not timed."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ BIASES = ((3, 1.0), (250, -1.0))
 
 
 def tiny(group):
-    """As it is, but for what a tiny engine has no room for."""
+    """Return the group with sizes and biases that a tiny engine has room for."""
     cases = tuple(
         replace(case, sampling=replace(case.sampling, logit_bias=BIASES))
         if case.sampling.logit_bias
@@ -51,7 +51,7 @@ def test_every_case_is_checked_and_timed(tmp_path, monkeypatch, capsys):
     assert "top_p 0.95, top_k 50" in capsys.readouterr().out
 
 
-def test_output_that_is_there_already_counts_as_made(tmp_path):
+def test_output_in_the_prompt_counts_as_generated(tmp_path):
     engine, begun = tiny_engine(tmp_path), []
     begin = engine._sampler.penalties.begin
 
@@ -66,7 +66,7 @@ def test_output_that_is_there_already_counts_as_made(tmp_path):
     assert begun == [((7,) * 16, (7,) * 50)] * 4
 
 
-def test_a_device_that_tells_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
+def test_a_device_with_other_log_probabilities_is_not_timed(tmp_path, monkeypatch):
     engine, read, off = tiny_engine(tmp_path), LogprobReadback.read, iter((0.0, 1e-4))
 
     def read_off(self):

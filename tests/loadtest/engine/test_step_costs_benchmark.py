@@ -1,4 +1,4 @@
-"""The benchmark of predicted steps: which it measures, and how far off it says they are."""
+"""Benchmark of predicted steps: its choice of steps, and its error."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def engine(request, tmp_path, monkeypatch):
     engine.close()
 
 
-def test_a_prediction_is_that_of_the_costs():
+def test_a_prediction_follows_the_costs():
     both = Point(decodes=11, context=100, chunk=90, depth=1000)
     assert both.predicted_s(COSTS) == pytest.approx(2e-3 + 1.1e-3 + 1e-7 * 90 * 1045)
     assert both.label == "11 decodes of 100 and a chunk of 90 at 1,000"
@@ -48,7 +48,7 @@ def test_steps_that_fit_are_measured_and_the_worst_is_named(engine, capsys):
     assert "4 decodes of 200" in capsys.readouterr().out
 
 
-def test_there_are_enough_points_where_fifty_gigabytes_are_left_for_pages():
+def test_enough_points_fit_into_fifty_gigabytes_of_pages():
     fitting = [point for point in step_costs.POINTS if point.kv_tokens <= 400_000]
     assert len(fitting) >= 30
 

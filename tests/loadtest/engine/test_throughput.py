@@ -1,4 +1,4 @@
-"""The throughput benchmark on a tiny model: it makes what it says, and it notices wrong tokens."""
+"""Throughput benchmark on a tiny model: it runs its works, and finds wrong tokens."""
 
 import json
 import sys
@@ -92,7 +92,7 @@ def test_greedy_runs_and_sampled_ones_take_turns(engine, monkeypatch):
     assert temperatures == [{0.0}, {0.0}, {1.0}, {0.0}, {1.0}]
 
 
-def test_work_drawn_again_finds_nothing_in_the_prefix_cache(engine):
+def test_work_drawn_again_hits_no_cached_prefix(engine):
     witness = RecordingRunner(engine)
     for _ in range(2):
         generate(engine, WARM.draw(256, 0))
@@ -100,7 +100,7 @@ def test_work_drawn_again_finds_nothing_in_the_prefix_cache(engine):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_tick_is_one_step_however_they_overlap(tmp_path, overlap):
+def test_a_tick_is_one_step_even_if_steps_overlap(tmp_path, overlap):
     engine = tiny_engine(tmp_path, settings=replace(SETTINGS, overlap=overlap))
     run = generate(engine, BASE.draw(256, 0)[:1])
     engine.close()
@@ -144,7 +144,7 @@ SHRUNK = {
         ("qwen3-8b", {}),
     ],
 )
-def test_other_models_rows_are_checked_and_held_against_a_prediction(
+def test_rows_of_other_models_are_checked_and_compared_with_a_prediction(
     tmp_path, monkeypatch, name, kept
 ):
     def shrunk(folder, *, config, settings, **arguments):
@@ -167,7 +167,7 @@ def test_other_models_rows_are_checked_and_held_against_a_prediction(
     assert max(base["shortfall"], warm["shortfall"]) < 1e-3
 
 
-def test_what_several_gpus_make_is_not_predicted(tmp_path, monkeypatch, capsys):
+def test_a_prediction_for_several_gpus_is_refused(tmp_path, monkeypatch, capsys):
     argv = ["throughput", "--json", str(tmp_path / "out.json"), "--llama", "50"]
     monkeypatch.setattr(sys, "argv", [*argv, "--tensor-parallel", "2"])
     with pytest.raises(SystemExit):

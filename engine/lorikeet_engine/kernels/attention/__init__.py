@@ -1,9 +1,9 @@
 """Attention over paged keys and values: the protocol, its back ends, and the choice among them.
 
-`protocol`: interface of the back ends, and a step's PageTable.
-`flashinfer`: back end of large steps on CUDA; `hopper_prefill`: its long prompts on Hopper, with
-    `prefixes` and `merge`.
-`paged_decode`: our Triton kernel, for small steps, which CUDA graphs hold.
+`protocol`: interface of the back ends, and PageTable, the KV pages of a step's sequences.
+`flashinfer`: back end of large steps on CUDA. On Hopper it uses `hopper_prefill` for long prompts,
+    which uses `prefixes` and `merge`.
+`paged_decode`: our Triton kernel for small steps, captured in CUDA graphs.
 `sdpa`: torch's attention, for CPUs and as the reference.
 """
 
@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    """Choose FlashInfer on CUDA, and torch on CPUs and for shapes without FlashInfer kernels.
+    """Return the attention back end: FlashInfer on CUDA, torch on CPUs.
 
-    Raises SettingsError if FlashInfer is not installed, or if pages are FP8 and the GPU has no FP8.
+    Shapes for which FlashInfer has no kernels get torch's attention on CUDA too. Raises
+    SettingsError if FlashInfer is not installed, or if KV pages are FP8 and the GPU has no FP8.
     """
     if device.type != "cuda":
         return SdpaAttention(shape.soft_cap)
@@ -47,9 +48,9 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
 
 
 def why_slow(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why CUDA needs torch's attention, one sequence at a time and without CUDA graphs.
+    """Return why a model must use torch's slow attention on CUDA; None if FlashInfer supports it.
 
-    None: FlashInfer has kernels for these heads and this dtype.
+    torch's attention computes one sequence at a time and excludes CUDA graphs.
     """
     if dtype.itemsize != 2:
         wanted = f"16-bit dtypes, and this is {dtype}"

@@ -1,7 +1,7 @@
 """Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch.
 
-FlashInfer's kernels run in large steps, between CUDA graphs or without any. A small step is one
-captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
+FlashInfer's kernels run in large steps, between CUDA graphs or without any. A small step is a
+single captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
 """
 
 import math
@@ -35,10 +35,10 @@ from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A step split by kernel: decodes for PagedDecode, prompts for FlashInfer.
+    """A step whose decoding sequences go to PagedDecode and whose prompt chunks go to FlashInfer.
 
-    decode_rows, prompt_rows: rows of q, int64, on the device.
-    decodes, prompts: the sequences of these rows.
+    decode_rows, prompt_rows: int64 row indices into the query tensor q, on the device.
+    decodes, prompts: the sequences to which these rows belong.
     """
 
     decode_rows: torch.Tensor
@@ -50,7 +50,10 @@ class _Split:
     def of(
         cls, batch: PagedSequences, is_decode: npt.NDArray[np.bool_], device: torch.device
     ) -> Self:
-        """Split a batch. is_decode [sequences]."""
+        """Split a batch into decoding sequences and prompt chunks.
+
+        is_decode [sequences]: whether a sequence has only one query token.
+        """
         of_row = np.repeat(is_decode, np.diff(batch.query_starts))
         decode_rows, prompt_rows = np.flatnonzero(of_row), np.flatnonzero(~of_row)
         return cls(
@@ -62,19 +65,23 @@ class _Split:
 
 
 class _GroupPages:
-    """Page tables of several groups of layers that share one plan.
+    """Page tables of several groups of layers that share one FlashInfer plan.
 
-    used: pages of the group in use, a tensor on the device that the plan reads.
+    used: device tensor that the plan reads; it holds the KV page numbers of the current group.
     """
 
     def __init__(self, tables: tuple[PageTable, ...], first: int, device: torch.device) -> None:
-        """Upload the groups' tables. first: number of the first group."""
+        """Upload the page tables of groups of layers, and make the first group the current one.
+
+        tables: one page table for each group, all with equally many pages.
+        first: index of the first of these groups among all groups of the model.
+        """
         self._pages = upload(np.stack([table.pages for table in tables]), device)
         self._first, self._in_use = first, first
         self.used = self._pages[0].clone()
 
     def use(self, group: int) -> None:
-        """Copy this group's pages to `used`, for the next launch."""
+        """Copy a group's KV page numbers to `used`, for the next attention launch."""
         if group != self._in_use:
             self.used.copy_(self._pages[group - self._first])
             self._in_use = group
@@ -83,22 +90,24 @@ class _GroupPages:
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
-    If layers differ in their windows, a step is planned once for each window, which FlashInfer
-    fixes in a plan. Groups of layers with the same window differ only in their pages: before a
-    layer of another group, a few times a step, that group's pages are copied to the plan's buffer.
+    If layers differ in their windows, a step is planned once for each window, because a FlashInfer
+    plan fixes the window. Groups of layers with the same window differ only in their KV pages:
+    before the first layer of another group runs, that group's page numbers are copied to the plan's
+    buffer, a few times a step.
 
     Small steps, each captured in one CUDA graph, use neither `plan` nor `attend`: `captured` gives
-    their graphs a PagedDecode. If prompts see many tokens, PagedDecode also takes the decodes of
-    their step: FlashInfer cuts all queries of a launch into tiles that fit their mean length, and a
-    chunk in tiles for decodes reads its keys many times. On Hopper, with long contexts,
-    HopperPrefill takes such prompts, unless there are more decodes beside them than PagedDecode
-    can take.
+    their graphs a PagedDecode. If a step's prompts attend to many tokens, PagedDecode also computes
+    the step's decodes: FlashInfer cuts all queries of a launch into tiles that fit their mean
+    length, and a prompt chunk in tiles of that size for decodes would read its keys many times. On
+    Hopper, with long contexts, HopperPrefill computes such prompts, provided that PagedDecode has
+    the capacity for the step's decodes.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Allocate the workspace, and start to compile the kernels, which are cached on disk.
 
-        nvcc takes half a minute for each window, in the background until the first plan.
+        nvcc takes half a minute for each window. It runs in the background; the first plan waits
+        for it.
         """
         self._shape = shape
         self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)
@@ -128,7 +137,7 @@ class FlashInferAttention:
             self._planned.record()
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan. The first call raises errors of compiling."""
+        """See AttentionBackend.plan. The first call raises errors of compiling the kernels."""
         self._compiled.result()
         self._planned.synchronize()  # the next plan reuses the pinned buffer of the last
         is_decode = np.diff(batch.query_starts) == 1
@@ -225,7 +234,10 @@ class FlashInferAttention:
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Return a PagedDecode for a graph of small steps. See CapturableAttention.captured."""
+        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens.
+
+        See CapturableAttention.captured.
+        """
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
@@ -236,14 +248,22 @@ class FlashInferAttention:
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    """Return whether prompts see SEEN_TO_SPLIT tokens or more, in the layers that see the most."""
+    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more in total.
+
+    Counted in the layers that attend to the most tokens.
+
+    is_decode [sequences]: whether a sequence decodes; all others are prompts.
+    """
     tables = np.stack([table.kv_lengths for table in batch.page_tables])
     seen = seen_by_each(np.diff(batch.query_starts), tables.max(axis=0))
     return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
 
 
 def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:
-    """Select sequences of a batch as a batch of their own. chosen [sequences]."""
+    """Return some sequences of a batch as a batch of their own.
+
+    chosen [sequences]: whether to include a sequence.
+    """
     query_starts = starts_of(np.diff(batch.query_starts)[chosen])
     return PlannedSequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
 
@@ -255,10 +275,11 @@ def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Return the bytes of FlashInfer's partial results, in float32, of sequences that it splits.
+    """Return the size of FlashInfer's workspace, which holds float32 partial results, in bytes.
 
-    FlashInfer starts two blocks for each multiprocessor, each with a tile of at most 128 query rows
-    of one head, and stores a row's sum beside its values.
+    FlashInfer splits long sequences among blocks. It starts two blocks for each multiprocessor,
+    each with a tile of at most 128 query rows of one head, and stores each row's sum of
+    exponentials in addition to its values.
     """
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = blocks // shape.kv_heads * shape.heads * 128
@@ -267,6 +288,9 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
 
 
 def _one_token(groups: int) -> PlannedSequences:
-    """Return the smallest step: one token."""
+    """Return the smallest possible step, a single token, to compile kernels with.
+
+    groups: number of groups of layers, each with its own page table.
+    """
     starts, page = np.array([0, 1], np.int32), np.array([0], np.int32)
     return PlannedSequences(starts, (PageTable(starts, page, np.array([1], np.int32)),) * groups)

@@ -1,8 +1,8 @@
-"""Attention of prompts that see many tokens, by FlashInfer's FA3 kernels for Hopper.
+"""Attention of prompts that attend to many tokens, by FlashInfer's FA3 kernels for Hopper.
 
-Compared with FA2 on an H200, for Llama-3.1-8B's heads (`docs/benchmarks.md` at `2ecb28c8`), a
-chunk of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, 0.64 at a depth of
-122,880.
+Compared with FA2 on an H200, for Llama-3.1-8B's heads (`docs/benchmarks.md` at `2ecb28c8`), a chunk
+of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, and 0.64 if 122,880 tokens
+precede it.
 """
 
 import math
@@ -37,15 +37,16 @@ _HEAD_DIM = 128  # measured; FlashInfer has kernels for 64 and 256 too
 
 
 class HopperPrefill:
-    """Attention of chunks of prompts, for models without windows.
+    """Attention of prompt chunks on Hopper, for models without sliding windows.
 
-    Prefixes of chunks with few rows are cut into parts (prefixes.py).
+    If chunks are short, the keys before them are cut into parts that fill the GPU (prefixes.py).
     """
 
     def __init__(self, shape: AttentionShape, workspace: torch.Tensor) -> None:
         """Start to compile the kernels in the background, which takes nvcc about a minute.
 
-        workspace: bytes on the device, which the wrappers ask for and these kernels do not use.
+        workspace: byte tensor on the device; FlashInfer's wrappers require one, but its FA3 kernels
+            do not use it.
         """
         self._shape, self._device = shape, workspace.device
         gpu = torch.cuda.get_device_properties(self._device)
@@ -62,7 +63,11 @@ class HopperPrefill:
 
     @classmethod
     def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
-        """Return a HopperPrefill for long contexts on Hopper with 16-bit pages; None elsewhere."""
+        """Return a HopperPrefill, or None if it does not support the model and GPU.
+
+        It needs long contexts, a Hopper GPU, 16-bit KV pages, a page head width of 128, and a model
+        without windows or soft cap.
+        """
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None
         if shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
@@ -79,9 +84,10 @@ class HopperPrefill:
             torch.cuda.current_stream().synchronize()  # the plan's pinned buffer is free again
 
     def plan(self, batch: PagedSequences) -> bool:
-        """Plan a batch; return False if FA2 is faster. The first call raises errors of compiling.
+        """Plan the attention of a batch. Returns False, without a plan, if FA2 is faster for it.
 
-        The caller has waited until the previous plan has reached the device.
+        The first call raises errors of compiling the kernels. Before each call, the caller waits
+        until the previous plan has been copied to the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
@@ -119,8 +125,8 @@ class HopperPrefill:
     ) -> torch.Tensor:
         """Compute AttentionBackend.attend for the planned batch.
 
-        q: heads as wide as in pages.
-        out: contiguous tensor for the result; None: a new tensor.
+        q: queries whose heads are padded to the width of the heads in KV pages.
+        out: contiguous tensor for the result; None: allocate one.
         """
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -141,5 +147,5 @@ def _seen(batch: PagedSequences) -> int:
 
 
 def pinned(array: Int32s) -> torch.Tensor:
-    """Pin an array, so that its copy to the device does not wait for steps in flight."""
+    """Copy an array to pinned memory, so that its upload does not wait for running steps."""
     return torch.from_numpy(array).pin_memory()

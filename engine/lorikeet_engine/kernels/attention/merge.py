@@ -1,4 +1,4 @@
-"""Merge of attention results over parts of a row's keys, in Triton."""
+"""Triton kernel that merges a query's attention results over separate parts of its keys."""
 
 import torch
 import triton
@@ -13,18 +13,18 @@ def merge(
     places: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Merge attention results: out[t, h] = Σ w·o / Σ w, w = 2^lse, over row t's results o.
+    """Merge attention results: out[t, h] = Σ w·o / Σ w, w = 2^lse, over the results o of token t.
 
-    A row's results are its row of `own` and one of each of its parts.
+    Token t has one result in `own`, and one in each of the parts that its keys are cut into.
 
-    own [rows, heads, head_dim], contiguous
+    own [rows, heads, head_dim], contiguous: a row for each token
     own_lse [rows, heads] float32: log2 of the sum of exponentials
     parts [part rows, kv_heads, head_dim], contiguous: a row for each of the query heads that share
       a key head
-    parts_lse [part rows, kv_heads] float32
-    places [rows, 3] int32: part row of t's first query head in t's first part, part rows from one
-      part to the next, number of parts
-    out: written whole, and returned; may be `own`
+    parts_lse [part rows, kv_heads] float32: as own_lse
+    places [rows, 3] int32: for each token, the row in `parts` of its first query head in its first
+      part; the number of rows from one of its parts to the next; the number of its parts
+    out: overwritten entirely, and returned; may be `own`
     """
     rows, heads, head_dim = own.shape
     kv_heads = parts.shape[1]
@@ -53,7 +53,7 @@ def _merge(
     members: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """Merge one row × one key head, for the `group` query heads that share it."""
+    """Merge the results of one token, for the query heads that share one key head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(places + row * 3)

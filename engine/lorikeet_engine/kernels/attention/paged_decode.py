@@ -1,18 +1,18 @@
 """Paged attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
 
-A *row* is a query token with the tokens that it sees: its sequence's up to itself, or with a window
-the last of these. In a decode each sequence has one row; the rows of a short prompt read the same
-keys again, mostly from the cache.
+A *row* is a query token with the tokens that it attends to: its sequence's up to itself, or with a
+window the last of these. In a decode each sequence has one row. The rows of a short prompt each
+read the same keys, mostly from the cache.
 
-A program takes one *item*, a piece of a row's tokens, for one key head and the query heads that
+A program computes one *item*, a piece of a row's tokens, for one key head and the query heads that
 share it. Rows are split so that there are enough items to fill the GPU and none is much longer than
-the others. The items of a row write partial results; the program that finishes last merges them in
+the others. The items of a row write partial results. The program that finishes last merges them in
 the sequence's order, so the result does not depend on which program that was (Flash-Decoding, Dao
 et al. 2023). Items and pages are read from buffers that a captured graph keeps; each plan refills
-them.
+these buffers.
 
-Compared with FlashInfer's kernel for the same work on an H200: 2.4 ms instead of 3.5 for 32 layers
-of 256 sequences of 276 tokens; 2.7 instead of 9.7 when one of them has 20,000.
+Compared with FlashInfer's kernel on an H200: 2.4 ms instead of 3.5 for 32 layers of 256 sequences
+of 276 tokens, and 2.7 instead of 9.7 when one of the sequences has 20,000.
 """
 
 import math
@@ -34,18 +34,20 @@ Int32s = npt.NDArray[np.int32]
 
 
 class PagedDecode:
-    """AttentionBackend for steps of up to `tokens` query tokens: decodes, and short prompts too.
+    """AttentionBackend for steps of few query tokens: decodes, and short prompts too.
 
-    CUDA graphs of small steps hold the kernel: `attend` runs while a graph is captured, `plan`
-    before every replay.
+    The kernel is captured in CUDA graphs of small steps: `attend` runs while a graph is captured,
+    `plan` before every replay.
     """
 
     def __init__(
         self, shape: AttentionShape, tokens: int, pages: torch.Tensor, workspace: torch.Tensor
     ) -> None:
-        """Take static buffers, which back ends may share, as steps run one after another.
+        """Keep static buffers, which back ends may share because steps run one after another.
 
-        pages [groups, pages of all sequences of a step] int32.
+        tokens: most query tokens of a step.
+        pages [groups, pages of all sequences of a step] int32: buffer for the KV page numbers of
+            each group of layers.
         workspace: workspace_bytes() bytes for partial results.
         """
         self._shape = shape
@@ -112,14 +114,21 @@ class PagedDecode:
 
 
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
-    """Return the bytes of a step's partial results: for each item a float32 row and its scale."""
+    """Return the bytes that the partial results of a step of `tokens` query tokens need.
+
+    Each item has, for each query head, head_dim float32 values and the log2 of its sum of
+    exponentials.
+    """
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.head_dim + 1)
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """Return the start of each query token's pages, and the number of tokens up to itself in them.
+    """Return each query token's first KV page, and its sequence's length up to and including it.
 
-    A window may hide the first of these tokens.
+    Both results are [query tokens]; the first indexes table.pages. The length ignores a window,
+    which may exclude the earliest of these tokens.
+
+    query_starts [sequences + 1]: first query token of each sequence.
     """
     lengths = table.kv_lengths
     owner = np.repeat(np.arange(len(lengths)), np.diff(query_starts))
@@ -128,15 +137,15 @@ def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
 
 
 def split_rows(pages: Int32s, lengths: Int32s, capacity: int, window: int | None = None) -> Int32s:
-    """Split rows into items [capacity, 6] int32.
+    """Split the tokens that each query token (a row) attends to into items [capacity, 6] int32.
 
-    Columns of an item: row, −1 for an unused item; start of the row's pages; first token; end of
-    the tokens; the row's first item; the row's number of items.
+    Columns of an item: index of the row, −1 for an unused item; start of the row's pages; first
+    token; end of the tokens; index of the row's first item; the row's number of items.
 
     pages [rows]: start of each row's pages.
-    lengths [rows]: tokens up to each row's own.
-    capacity: number of items.
-    window: a row sees its last `window` tokens; None: all.
+    lengths [rows]: number of tokens of the sequence up to and including the row's own.
+    capacity: number of items to return, used or not.
+    window: number of last tokens that a row attends to; None: all.
     """
     # Items long enough that merging a row's parts takes no longer than computing one: merging one
     # part costs about as much as 16 tokens.
@@ -183,7 +192,10 @@ def _decode(
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute one item × one key head, for the `group` query heads that share it."""
+    """Compute attention for one item (a piece of a query token's keys) and one key head.
+
+    Computes all `group` query heads that share the key head.
+    """
     head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * 6

@@ -1,7 +1,7 @@
 """Prefixes of a step's prompt chunks, cut into parts that fill a GPU.
 
-FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens deep in a prompt leaves
-most multiprocessors idle. But every token before a chunk is seen by all tokens of the chunk. So the
+FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens far into a prompt
+leaves most multiprocessors idle. But all tokens of a chunk attend to every token before it. So the
 prefix can be cut anywhere, the query heads that share a key head can become rows of one head, and
 the results of the parts are merged with the chunk's attention to itself (merge.py).
 """
@@ -27,7 +27,7 @@ _KEYS_TO_BEGIN, _KEYS_TO_CUT = 400, 2000
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequences:
-    """PagedSequences of one plan."""
+    """Sequences for one plan of an attention kernel; implements PagedSequences."""
 
     query_starts: Int32s
     page_tables: tuple[PageTable, ...]
@@ -35,13 +35,13 @@ class PlannedSequences:
 
 @dataclass(frozen=True, slots=True)
 class PrefixParts:
-    """Parts of the whole pages before chunks, and the chunks without these pages.
+    """A step's prompt chunks, with the full KV pages before each chunk cut into parts.
 
-    parts: each part as a sequence, all of whose keys its queries see.
-    tokens: queries of the parts, as tokens of the step; each stands for all query heads that share
-        a key head.
+    parts: each part as a sequence, all of whose keys its queries attend to.
+    tokens: index in the step of each query token of the parts; each stands for all query heads that
+        share a key head.
     places [tokens, 3] int32: operand of `merge` for each token of the step.
-    own: the step's sequences without the pages of parts.
+    own: the step's sequences without the pages that are in parts.
     """
 
     parts: PlannedSequences
@@ -51,9 +51,9 @@ class PrefixParts:
 
 
 def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts | None:
-    """Cut the prefix of each chunk into parts; None: one launch without parts is as fast.
+    """Cut the keys before each prompt chunk into parts; None if no parts are as fast.
 
-    programs: number of programs that run at a time.
+    programs: number of GPU programs that run at the same time.
     """
     starts, table = batch.query_starts, batch.page_tables[0]
     rows, group = np.diff(starts), shape.heads // shape.kv_heads
@@ -84,11 +84,11 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return the number of parts for which the longest-running program ends soonest.
+    """Return into how many parts to cut the keys before each chunk, to finish soonest.
 
-    tiles [chunks]: tiles of each chunk, and of each of its parts.
-    keys [chunks]: keys before each chunk.
-    programs: number of programs that run at a time.
+    tiles [chunks]: number of query tiles of each chunk, and of each of its parts.
+    keys [chunks]: number of keys before each chunk.
+    programs: number of GPU programs that run at the same time.
     """
     total = int(tiles.sum())
     if not total:
@@ -106,9 +106,9 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return costs.seen_tokens of the last tokens of each sequence.
+    """Return costs.seen_tokens of each sequence: the tokens that its last tokens attend to.
 
-    tokens [sequences]: number of last tokens.
+    tokens [sequences]: how many last tokens of each sequence to count.
     kv_lengths [sequences]: lengths of the sequences.
     """
     tokens_wide = tokens.astype(np.int64)
@@ -116,7 +116,7 @@ def seen_by_each(
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Return the start of each run of these lengths, laid end to end, and the end of the last."""
+    """Return where concatenated runs of these lengths start, and where the last ends."""
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
@@ -126,10 +126,10 @@ def _divided(
     pages: npt.NDArray[np.integer],
     page_size: int,
 ) -> tuple[PageTable, PageTable]:
-    """Divide a page table into that of the parts and that of the sequences' other pages.
+    """Divide a page table into one for prefix parts and one for each sequence's other pages.
 
-    before [sequences]: number of each sequence's pages that go to parts.
-    pages [parts]: number of each part's pages.
+    before [sequences]: how many of each sequence's first pages go to parts.
+    pages [parts]: number of pages of each part.
     """
     owned = np.diff(table.starts)
     nth = np.arange(len(table.pages)) - np.repeat(table.starts[:-1], owned)

@@ -15,9 +15,12 @@ _KERNEL_HEAD_DIMS = (64, 128, 256)
 
 
 def kv_head_dim(head_dim: int, device: str) -> int:
-    """Return the width of a head's keys in pages: head_dim padded to a width of CUDA's kernels.
+    """Return the width of a key's or value's head in KV pages.
 
-    head_dim: the model's; returned unchanged for CPUs, and if no kernel fits.
+    On CUDA, head_dim is padded to the next width that attention kernels support. On CPUs, and if no
+    kernel is wide enough, it is returned unchanged.
+
+    head_dim: width of a head in the model.
     """
     if not device.startswith("cuda") or head_dim < _KERNEL_HEAD_DIMS[0]:
         return head_dim
@@ -28,15 +31,16 @@ def kv_head_dim(head_dim: int, device: str) -> int:
 class AttentionShape:
     """Properties of attention that all layers share.
 
-    heads, kv_heads: query heads and key heads.
+    heads, kv_heads: numbers of query heads and of key heads.
     head_dim: elements of a head.
-    page_size: tokens of a page.
-    dtype: of queries and outputs, and of keys and values unless fp8_kv.
+    page_size: tokens of a KV page.
+    dtype: dtype of queries and outputs, and of keys and values unless fp8_kv.
     fp8_kv: whether keys and values are FP8.
-    windows: window of each group of layers that share pages, in tokens, None for no window; groups
-        with the same window are neighbours.
-    soft_cap: c of c · tanh(s / c) for scores s (AttentionBackend.attend); None: no cap.
-    long_contexts: whether kernels for prompts that see many tokens are worth a minute of compiling.
+    windows: window in tokens of each group of layers that share KV pages, None for no window;
+        groups with the same window are neighbours.
+    soft_cap: c in c · tanh(s / c), applied to attention scores s before the softmax; None: no cap.
+    long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
+        compiling.
     """
 
     heads: int
@@ -52,12 +56,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """KV pages of a step's sequences, laid end to end; int32 arrays on the host.
+    """KV pages of a step's sequences, concatenated; int32 arrays on the host.
 
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
-    kv_lengths [sequences]: tokens in each sequence's pages: all tokens of its cache, or, for layers
-        with a window, the last of them, from the first token of a page on.
+    kv_lengths [sequences]: tokens in each sequence's pages. These are all cached tokens, or, for
+        layers with a window, the last of them, from the first token of a page on.
     """
 
     starts: npt.NDArray[np.int32]
@@ -71,10 +75,12 @@ class PageTable:
         kv_lengths: npt.NDArray[np.integer[Any]],
         page_size: int,
     ) -> "PageTable":
-        """Take as many first pages of each sequence as its tokens need.
+        """Build the page table of sequences: of each, the first pages, as many as hold its tokens.
 
-        tables: each sequence's pages, arrays of typecode i.
-        kv_lengths [sequences]: tokens of each sequence.
+        tables: each sequence's page numbers, arrays of typecode i; those beyond its tokens are
+            ignored.
+        kv_lengths [sequences]: number of tokens of each sequence.
+        page_size: tokens of a page.
         """
         counts = -(-kv_lengths // page_size)
         starts = np.zeros(len(counts) + 1, np.int32)
@@ -104,7 +110,7 @@ class AttentionBackend(Protocol):
     """
 
     def plan(self, batch: PagedSequences) -> None:
-        """Prepare a batch, once before `attend` of its first layer."""
+        """Prepare attention of a batch, once per step, before the first layer's `attend`."""
         ...
 
     def attend(
@@ -118,12 +124,14 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Compute out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to t itself.
 
-        q [tokens, heads, head_dim], dense in a token: a sequence's queries are its last tokens
+        q [tokens, heads, head_dim], dense in a token: the last tokens of each sequence
         layer_kv [2, pages, page_size, kv_heads, kv_head_dim(head_dim)], contiguous: keys and
-          values, this step's included
-        scales: of FP8 pages, multiplied with their numbers; None: pages in q's dtype
-        window: t sees this many tokens, itself and those right before it; None: all
-        group: number of the layer's group, whose page table is read and whose layers have `window`
+          values, including this step's
+        scales: factors that the numbers in FP8 pages are multiplied by; None: pages are in q's
+          dtype
+        window: t attends to this many tokens, itself and those right before it; None: all
+        group: index of the layer's group, whose page table is read and whose layers all have
+          `window`
         → [tokens, heads, head_dim] like q, contiguous
 
         Query head h uses key head h // (heads / kv_heads). Page slots that no sequence has written
@@ -135,14 +143,15 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """Back end that can be captured in CUDA graphs. Implemented by FlashInferAttention."""
+    """Attention that CUDA graphs can capture. Implemented by FlashInferAttention."""
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
-        """Return a back end for a graph over steps of up to `tokens` query tokens.
+        """Return a back end to capture in a CUDA graph for steps of up to `tokens` query tokens.
 
-        A captured `attend` follows every later plan. Results of rows of q beyond the planned tokens
-        are undefined.
+        A captured `attend` obeys each later call of the returned back end's `plan`. Results for
+        rows of q beyond the planned tokens are undefined.
 
-        pages [groups, pages of all sequences of a step] int32: buffer, which back ends may share.
+        pages [groups, pages of all sequences of a step] int32: buffer for KV page numbers, which
+            back ends may share.
         """
         ...

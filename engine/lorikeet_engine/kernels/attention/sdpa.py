@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class SdpaAttention:
-    """AttentionBackend for all devices, in any mix of prefill and decode."""
+    """AttentionBackend by torch, for all devices and any mix of prefill and decode."""
 
     def __init__(self, soft_cap: float | None = None) -> None:
         self._soft_cap = soft_cap
@@ -54,9 +54,11 @@ def _attend_one(
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Attend one sequence's queries to its keys.
+    """Compute attention of one sequence's queries to its keys.
 
-    q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q.
+    q [queries, heads, head_dim]: the last tokens of the sequence
+    keys, values [length, kv_heads, head_dim]
+    → [queries, heads, head_dim] like q
     """
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape

@@ -1,11 +1,11 @@
-"""Linears of FP8 (E4M3): 8-bit floats with 4 bits of exponent and 3 of fraction, up to 448.
+"""Linear layers with FP8 weights (E4M3: 4 bits of exponent, 3 of fraction, up to 448).
 
 A weight has a scale for each output, or for each of its blocks, as in checkpoints of DeepSeek's
 kind. A product's input is rounded to FP8 too, with a scale for each token, which its largest
 element determines ("W8A8"). LoRA reads the input unrounded.
 
 `reference` holds the equations in torch and runs on the CPU. `fused` holds the products on CUDA,
-with the same signatures; there a single row is multiplied unrounded (kernels/gemv.py).
+with the same signatures; there a single token is multiplied unrounded (kernels/gemv.py).
 """
 
 from dataclasses import dataclass
@@ -19,23 +19,23 @@ import torch
 from lorikeet_engine.errors import SettingsError
 
 FIRST_WITH_FP8 = (8, 9)
-"""Lowest compute capability with FP8 products: Ada, then Hopper."""
+"""Lowest CUDA compute capability with FP8 products: 8.9, Ada."""
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 BLOCK_WIDTHS = 32
-"""Blocks with scales have a width that is a multiple of this, the tensor cores' step."""
+"""Number that divides the width of blocks with scales: the tensor cores' step along the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """FP8 matrix M[r, c] = rows[r, c] · scales[r]: a weight, or the tokens of an input.
+    """FP8 matrix M[r, c] = rows[r, c] · scales[r]: a weight, or a linear layer's input tokens.
 
     With blocks, M[r, c] = rows[r, c] · scales[r // height, c // width].
 
     rows [rows, width] FP8, dense; for a layer's experts [experts, rows, width].
-    scales [rows] float32; for experts [experts, rows]; with blocks, the last two dimensions count
-        blocks.
+    scales [rows] float32; for experts [experts, rows]; with blocks, its last two dimensions count
+        blocks instead of rows.
     block: height and width of a weight's blocks; None: each row has a scale. For experts, the
         height divides each matrix's rows.
     """
@@ -46,15 +46,15 @@ class Fp8Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and scales."""
+        """Bytes of the FP8 elements and of their scales."""
         return self.rows.nbytes + self.scales.nbytes
 
     def __getitem__(self, index: Any) -> "Fp8Rows":
-        """Select rows, if there are no blocks, or an expert's matrix."""
+        """Select rows of a matrix without blocks, or one expert's matrix."""
         return Fp8Rows(self.rows[index], self.scales[index], self.block)
 
     def floats(self) -> torch.Tensor:
-        """Return M in float32."""
+        """Return the matrix in float32: FP8 elements multiplied by their scales."""
         if self.block is None:
             return self.rows.float() * self.scales[..., None]
         height, width = self.block
@@ -64,10 +64,10 @@ class Fp8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Input of linears, unrounded and rounded.
+    """Input of linear layers, both unrounded and rounded to FP8.
 
     rows [tokens, width]: unrounded.
-    fp8: the same rows, rounded to FP8.
+    fp8: the same tokens, rounded to FP8.
     """
 
     rows: torch.Tensor
@@ -80,12 +80,12 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute Q(x)·Wᵀ + b, with Q(x) each token of x rounded to FP8 times its scale.
+    """Compute Q(x)·Wᵀ + b, where Q(x) is x rounded to FP8, each token with its own scale.
 
     x [tokens, d_in], dense in a token
     weight: W [d_out, d_in]
-    bias [d_out]
-    rounded: Q(x), if known
+    bias: b [d_out]
+    rounded: Q(x), if it has been computed before
     → [tokens, d_out] like x
 
     Sums are float32.
@@ -97,9 +97,10 @@ def linear(
 def kernel_arguments(
     weight: torch.Tensor | Fp8Rows,
 ) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
-    """Return a weight's elements, scales, and height and width of the blocks with scales.
+    """Return the operands by which kernels read a weight in floats or FP8.
 
-    The width is 0 if rows have scales, or if the weight has none.
+    These are its elements, its scales (None for floats), and the height and width of the blocks
+    that have scales. The width is 0 if rows have scales, or if the weight has none.
     """
     if isinstance(weight, Fp8Rows):
         return weight.rows, weight.scales, *(weight.block or (1, 0))
@@ -107,7 +108,7 @@ def kernel_arguments(
 
 
 def rounds(weight: object, tokens: int) -> bool:
-    """Return whether a product of this many tokens by a linear's weight rounds them to FP8.
+    """Return whether a linear with this weight rounds an input of this many tokens to FP8.
 
     A single token stays unrounded (fused.linear).
     """
@@ -115,7 +116,7 @@ def rounds(weight: object, tokens: int) -> bool:
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise SettingsError unless the device has FP8 products with results of this dtype."""
+    """Raise SettingsError unless the device supports FP8 products with results of this dtype."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -3,16 +3,16 @@
 These kernels also multiply many tokens if blocks of the weight have scales and cuBLASLt has no
 product for them.
 
-A decode step's products wait only for their weights. Llama-3.1-8B's for 32 tokens take 72 µs a
-layer on an H200 (3.0 TB/s), cuBLASLt's 106. Outputs are the rows of the tensor cores' products,
-which have at least 64 rows; tokens are the columns, of which 16 are enough. If a weight has few
-outputs for its columns, several programs share the columns (split-K): each writes its sums apart,
-and the program that ends last adds them in the order of the columns. The last program differs from
-run to run, the order of the sum does not.
+A decode step's products are bound by reading their weights. Llama-3.1-8B's for 32 tokens take 72 µs
+a layer on an H200 (3.0 TB/s), cuBLASLt's 106. The tensor cores' products have at least 64 rows,
+while 16 columns are enough: here the weight's outputs are the rows, and tokens the columns. If a
+weight has few outputs for its columns, several programs share the columns (split-K): each writes
+its partial sums, and the program that ends last adds them in the order of the columns. The last
+program differs from run to run, the order of the sum does not.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
-`loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry,
-except few tokens with scales of blocks, for which it takes up to twice as long.
+`loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry, except
+few tokens with scales of blocks, for which it takes up to twice as long.
 """
 
 import json
@@ -29,17 +29,18 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
-"""Upper bounds of a product's tokens for which a weight has a config each."""
+"""Numbers of tokens up to which each ProductConfig of a weight is used."""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
 _BLOCK_TOKENS = 128  # at most, of one program
 
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
-    """Launch parameters of a product.
+    """Launch parameters of an FP8 product.
 
-    block_out, block_in: outputs and inputs of the weight's block that is multiplied at once.
-    split: number of programs that share an output's columns.
+    block_out, block_in: outputs and inputs of the block of the weight that a program multiplies at
+        once.
+    split: number of programs that share the inputs of an output.
     """
 
     block_out: int
@@ -50,13 +51,13 @@ class ProductConfig:
 
 
 UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
-"""Config of weights whose blocks have scales, if tuning.json has none."""
+"""Launch parameters for weights whose blocks have scales, if tuning.json has none."""
 
 
 def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
-    """Return the launch parameters for a weight [d_out, d_in]; None: cuBLASLt multiplies.
+    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt shall multiply.
 
-    tokens: number of tokens of the product.
+    tokens: number of tokens that the weight is multiplied by.
     """
     if device.type != "cuda":
         return None
@@ -71,14 +72,22 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
 
 
 def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
-    """Fit block_in to the width of blocks with scales, and keep the bytes in flight the same."""
+    """Return a config whose block_in divides the width of a weight's blocks with scales.
+
+    More stages make up for a smaller block_in, so that as many bytes are in flight.
+
+    block: height and width of the weight's blocks.
+    """
     columns = gcd(config.block_in, block[1])
     stages = config.stages * config.block_in // columns
     return replace(config, block_in=columns, stages=stages)
 
 
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
-    """Return whether cuBLASLt can multiply by a weight with scales of blocks: 12.9, on Hopper."""
+    """Return whether cuBLASLt can multiply by a weight whose blocks have scales.
+
+    It needs CUDA 12.9, Hopper, and blocks of 128 x 128.
+    """
     d_out, d_in = weight.rows.shape
     # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks
     fits = weight.block == (128, 128) and d_out % 128 == 0 and d_in % 512 == 0
@@ -88,7 +97,11 @@ def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
 
 @cache
 def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig | None]:
-    """Read a GPU's configs from tuning.json, by weight and tokens; None: cuBLASLt was faster."""
+    """Read a GPU's launch parameters from tuning.json.
+
+    Keys are a weight's shape, such as "4096x14336", and an element of TOKENS. None: cuBLASLt was
+    faster.
+    """
     return {
         (weight, tokens): config and ProductConfig(**config)
         for weight, configs in json.loads(PATH.read_text()).get(gpu, {}).items()
@@ -103,15 +116,15 @@ def multiply(
     dtype: torch.dtype,
     config: ProductConfig,
 ) -> torch.Tensor:
-    """Compute tokens·Wᵀ + b.
+    """Compute tokens·Wᵀ + b for FP8 tokens and an FP8 weight W.
 
     tokens [tokens, d_in]: at most 128 if config.split > 1; d_in is a multiple of 16
-    weight [d_out, d_in]: if blocks have scales, config.block_in divides their width
-    bias [d_out]
+    weight: W [d_out, d_in]; if its blocks have scales, config.block_in divides their width
+    bias: b [d_out]
     → [tokens, d_out] of dtype
 
-    A program's sums stay in the tensor cores (see fused.linear); if blocks have scales, only the
-    sums over one step of block_in columns do.
+    A program's sums stay in the tensor cores with about 14 bits (see fused.linear); if blocks have
+    scales, only the sums over one step of block_in columns do.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)
@@ -138,7 +151,10 @@ def multiply(
 
 @cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """Allocate the count of each tile's finished parts. The last program resets a count to 0."""
+    """Allocate a counter of finished partial sums for each output tile.
+
+    The last program of a tile resets it.
+    """
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -165,10 +181,10 @@ def _multiply(
     split: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute a tile, some outputs of some tokens, or one part of its columns.
+    """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    even: d_in is a multiple of block_in.
-    high, wide: size of the blocks that have scales; wide 0: rows have scales.
+    even: whether d_in is a multiple of block_in.
+    high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     """
     tile, part = tl.program_id(1), tl.program_id(2)
     m, k = tl.arange(0, block_out), tl.arange(0, block_in)

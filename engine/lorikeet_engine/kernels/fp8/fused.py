@@ -1,4 +1,7 @@
-"""FP8 linears on CUDA: one launch rounds the tokens, then our kernel or cuBLASLt multiplies."""
+"""Linear layers with FP8 weights on CUDA.
+
+One launch rounds the tokens, then our kernel or cuBLASLt multiplies.
+"""
 
 import torch
 import triton
@@ -16,7 +19,7 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute kernels.fp8.linear, except that a single row is multiplied unrounded.
+    """Compute kernels.fp8.linear, except that a single token is multiplied unrounded.
 
     Both sides of a weight are multiples of 16. Sums stay in the tensor cores, with some 14 bits
     (use_fast_accum): the DeepSeek-V3 report, §3.3.2, found errors up to 2% in sums of 4,096
@@ -36,7 +39,12 @@ def linear(
 def multiply(
     tokens: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute tokens·Wᵀ + b by cuBLASLt → [tokens, d_out] of dtype."""
+    """Compute tokens·Wᵀ + b by cuBLASLt, for FP8 tokens and an FP8 weight W.
+
+    tokens [tokens, d_in]
+    weight: W [d_out, d_in]
+    → [tokens, d_out] of dtype
+    """
     y: torch.Tensor
     if weight.block is None:
         y = torch._scaled_mm(
@@ -54,10 +62,10 @@ def multiply(
 
 
 def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Compute tokens·Wᵀ for a weight with scales of blocks of 128 x 128, by cuBLASLt.
+    """Compute tokens·Wᵀ by cuBLASLt for a weight W that has a scale for each block of 128 x 128.
 
-    cuBLASLt wants a scale for each of a token's blocks too; here these are all equal. Tokens are
-    padded with rows of zeros to a multiple of 16: for two tokens cuBLASLt has no product.
+    cuBLASLt also requires a scale for each block of a token; here a token's are all equal. Tokens
+    are padded with rows of zeros to a multiple of 16, as cuBLASLt has no product for two tokens.
     """
     count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales
@@ -75,7 +83,10 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Compute reference.quantize_rows in one launch; x [rows, width], dense in a row."""
+    """Round each row of x [rows, width], dense in a row, to FP8 in one launch.
+
+    Computes reference.quantize_rows.
+    """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
     rows, width = x.shape
@@ -89,7 +100,7 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
 
 
 def empty_rows(x: torch.Tensor) -> Fp8Rows:
-    """Allocate FP8 rows and scales for x [rows, width]."""
+    """Allocate the FP8 rows and scales to which x [rows, width] can be rounded."""
     return Fp8Rows(
         torch.empty(x.shape, dtype=DTYPE, device=x.device),
         torch.empty(len(x), dtype=torch.float32, device=x.device),
@@ -107,7 +118,7 @@ def _quantize_rows(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Round one row."""
+    """Round one row to FP8, and store it with its scale."""
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)
@@ -127,7 +138,13 @@ def store_rounded(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Round a row of float32 and store it with its scale; values are 0 beyond the row's width."""
+    """Round a float32 row to FP8, and store it with its scale.
+
+    values: the row, 0 beyond its width.
+    inside: mask of the columns that the row has.
+    y, scales: where rows and scales are stored.
+    largest: largest FP8 number, to which a row's largest element is scaled.
+    """
     scale = scale_of(tl.abs(values), largest, least_scale)
     tl.store(y + row * width + columns, divided(values, scale, y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
@@ -135,14 +152,17 @@ def store_rounded(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr) -> tl.tensor:
-    """Return the scale of a row, from absolute values among which is the row's largest.
+    """Return the FP8 scale of a row.
 
     Multiplies by 1 / largest, as torch does to divide by a constant.
+
+    sizes: absolute values that include the row's largest.
+    largest: largest FP8 number.
     """
     return tl.maximum(tl.max(sizes, 0) * (1.0 / largest), least_scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round values / scale to FP8, with IEEE division as in torch."""
+    """Round values / scale to FP8, by IEEE division as in torch."""
     return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)

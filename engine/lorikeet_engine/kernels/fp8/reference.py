@@ -1,4 +1,4 @@
-"""FP8 linears in plain torch: the CPU's path, and the reference of the CUDA kernels."""
+"""Linear layers with FP8 weights in pure torch: CPU path, and reference of the CUDA kernels."""
 
 import torch
 from torch.nn import functional as F
@@ -14,7 +14,7 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute kernels.fp8.linear: the product of the rounded numbers, in float32."""
+    """Compute kernels.fp8.linear as a float32 product of numbers rounded to FP8."""
     tokens = rounded or quantize_rows(x)
     x_rows, x_scales = tokens.rows.float(), tokens.scales[:, None]
     if weight.block is None:
@@ -25,14 +25,14 @@ def linear(
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row of x [rows, width] to FP8, scaled so that its largest element is LARGEST."""
+    """Round x [rows, width] to FP8, each row scaled so that its largest element is LARGEST."""
     values = x.float()
     scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
     return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Rows:
-    """Round a weight [d_out, d_in] of floats to FP8, some rows at a time, on its own device."""
+    """Round a weight [d_out, d_in] to FP8 on its own device, some rows at a time to save memory."""
     out = Fp8Rows(
         torch.empty_like(weight, dtype=DTYPE),
         torch.empty(len(weight), dtype=torch.float32, device=weight.device),

@@ -1,10 +1,10 @@
-"""log_softmax of selected tokens: the most likely of a row, and a token that is given later.
+"""log_softmax of selected tokens: the most likely of each row, and one token chosen later.
 
 For a row of logits x, whose largest is b, token t has the log probability
-(x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by falling logit; of
-equal logits the lower id comes first (and 0 before -0).
+(x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by descending logit;
+ties go to the lower id (and 0 before -0).
 
-`reference` is this in torch and runs on the CPU; `fused` holds Triton kernels with the same
+`reference` computes this in torch, on the CPU; `fused` holds Triton kernels with the same
 signatures.
 """
 
@@ -16,23 +16,24 @@ from types import ModuleType
 import torch
 
 ROW, COUNT, SCALE, FIELDS = range(4)
-"""Columns of `wanted` [n, FIELDS] int64.
+"""Columns of `wanted` [n, FIELDS] int64, which selects rows of logits.
 
-ROW: row of the logits.
-COUNT: number of the row's most likely tokens.
-SCALE: bits of a float32 above 0.
+ROW: index of the row of logits.
+COUNT: number of the row's most likely tokens to find.
+SCALE: factor of the logits, as the bits of a float32 above 0.
 """
 MOST = 32
-"""Upper bound of COUNT."""
+"""Upper bound of COUNT, the number of most likely tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
     """Log probabilities of selected tokens of some rows of logits.
 
-    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale).
-    packed [n, 1 + 2 · most] float32: log probability of the given token; log probabilities of the
-        most likely tokens; ids of these, bits of int32. Both are undefined beyond the row's COUNT.
+    norms [n, 2] float32: of each row, the largest logit b, and log Σ exp((x − b) · scale).
+    packed [n, 1 + 2 · most] float32: of each row, the log probability of the token chosen later;
+        those of the most likely tokens; these tokens' ids, as bits of int32. The last two are
+        undefined beyond the row's number of most likely tokens, COUNT.
     """
 
     norms: torch.Tensor
@@ -40,7 +41,7 @@ class LogprobRows:
 
     @property
     def most(self) -> int:
-        """Number of most likely tokens for which a row of `packed` has space."""
+        """Number of most likely tokens that a row of `packed` has space for."""
         return self.packed.shape[1] // 2
 
 
@@ -48,8 +49,8 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     """Find the most likely tokens of some rows of logits, and their log probabilities.
 
     logits [rows, vocab], dense, any dtype
-    wanted [n, FIELDS] int64: COUNT is at most `most` and vocab
-    most: at most MOST
+    wanted [n, FIELDS] int64: rows of the logits; COUNT is at most `most` and vocab
+    most: number of tokens that the result has space for, at most MOST
     """
     assert most <= MOST, f"{most} tokens of a row"
     found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
@@ -61,9 +62,11 @@ def set_given(
 ) -> None:
     """Set the first column of `found.packed` to the log probability of each row's given token.
 
-    logits [rows, vocab]: equal to those that `likeliest` read at the given tokens
+    found: result of `likeliest`
+    logits [rows, vocab]: only logits of given tokens are read, which must be as `likeliest` read
+      them
     wanted: as for `likeliest`
-    tokens [rows] int64: below 0, the result is undefined
+    tokens [rows] int64: given token of each row of logits; below 0, the result is undefined
     """
     _operators(logits.device.type).set_given(found, logits, wanted, tokens)
 

@@ -1,11 +1,11 @@
-"""Log probabilities in Triton: the logits are read once, then few of them again.
+"""Log probabilities in Triton: all logits are read once, then a few of them again.
 
 The first launch reads the logits in chunks of each row: it adds up a chunk's exponentials and takes
 the largest logit of each group of neighbours. The second launch has one program for each row, which
-adds up the chunks' sums and finds the most likely tokens. A group has one of the k most likely
-tokens only if its largest logit is among the k largest of all groups (of equals the first). So the
-program finds these groups, then the tokens in them, one after another by a key that orders logits
-and ids together.
+adds up the chunks' sums and finds the k most likely tokens. A group contains one of these only if
+its largest logit is among the k largest of all groups (ties go to the first group). So the program
+finds these groups, then the tokens in them, one after another by a key that orders logits and ids
+together.
 """
 
 import torch
@@ -55,7 +55,7 @@ def set_given(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(wanted: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """Load a column of this program's row of `wanted`."""
+    """Load one column of `wanted` for the row that this program computes."""
     return tl.load(wanted + tl.program_id(0) * _FIELDS + column)
 
 
@@ -66,13 +66,13 @@ def _scale(wanted: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finite(peak: tl.tensor) -> tl.tensor:
-    """Return the largest logit, or 0 if it is −inf, as −inf − −inf would be NaN."""
+    """Return a row's largest logit, or 0 if it is −inf, as −inf − −inf would be NaN."""
     return tl.where(peak > -float("inf"), peak, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Return an int64 that orders by key, and by falling place for equal keys."""
+    """Return an int64 that orders by ascending key, and by descending place if keys are equal."""
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 
 
@@ -90,7 +90,7 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Compute one chunk's largest logit, its sum of exponentials, and its groups' largest keys."""
+    """Compute a chunk's largest logit, sum of exponentials, and groups' largest sort keys."""
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)
     group = tl.arange(0, _GROUPS)
@@ -118,7 +118,11 @@ def _find_likeliest(
     chunks: tl.constexpr,
     chunks_block: tl.constexpr,
 ) -> None:
-    """Compute one row's norm, then find the groups of its most likely tokens, then the tokens."""
+    """Find one row's most likely tokens and their log probabilities.
+
+    First computes the row's largest logit and log-sum of exponentials, then finds the groups that
+    contain the tokens, then the tokens.
+    """
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
     count, scale = _field(wanted, _COUNT).to(tl.int32), _scale(wanted)
@@ -172,7 +176,7 @@ def _set_given(
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
-    """Compute the log probability of one row's given token."""
+    """Compute the log probability of the token given for one row."""
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
     token = tl.maximum(tl.load(tokens + row), 0)

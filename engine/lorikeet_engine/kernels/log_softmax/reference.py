@@ -1,4 +1,4 @@
-"""Log probabilities in plain torch; kernels.log_softmax defines them."""
+"""Log probabilities in pure torch. See kernels.log_softmax for their definition."""
 
 import torch
 from torch.nn import functional as F
@@ -41,10 +41,11 @@ def _scales(wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return ids [rows, k] of the k largest of logits [rows, vocab] float32, of equals the lowest.
+    """Return ids [rows, k] of the k largest logits [rows, vocab] float32; ties go to the lower id.
 
-    A group of neighbours has one of the k tokens only if its largest logit is among the k largest
-    of all groups (of equals the first). So each logit is read once, and few are sorted.
+    A group of neighbours contains one of the k tokens only if its largest logit is among the k
+    largest of all groups (ties go to the first group). So each logit is read once, and few are
+    sorted.
     """
     vocab = logits.shape[-1]
     padded = F.pad(logits, (0, -vocab % _GROUP), value=-torch.inf)
@@ -58,10 +59,10 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
-    """Return positions of the k largest of values [rows, n] float32, of equals the lowest ids.
+    """Return positions of the k largest of values [rows, n] float32; ties go to the lowest id.
 
-    topk takes any of equals, so one key orders values and ids together: a float's bits order like
-    an integer, except for the sign.
+    topk orders ties arbitrarily, so one key orders values and ids together: a float's bits order
+    like an integer, except for the sign.
     """
     bits = values.view(torch.int32).long()
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) - ids

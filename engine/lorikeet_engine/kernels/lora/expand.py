@@ -1,4 +1,7 @@
-"""Expand in Triton: B·v, rank → hidden, for every slice of a fused linear in one launch."""
+"""LoRA's second product in Triton: B·v, from rank to hidden width.
+
+One launch computes all parts of a fused linear, such as q, k and v.
+"""
 
 import torch
 import triton
@@ -16,10 +19,12 @@ PARTS_AT_ONCE = 4  # of v, whose loads are issued before the first is used
 def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
     """Compute delta[t, columns of s] = B(t, s)·v[t, s], for token t's adapter and each slice s.
 
-    shrunk.v [tokens, parts, slices, tiles.rank_stride] float32: output of `shrink`
-    B(t, s) [d_out, rank], with the scaling inside
+    A slice is one of the fused linears of the group, such as q in qkv.
+
+    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`
+    B(t, s) [d_out, rank], with LoRA's scaling inside
     delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; 0 for rank 0
-    add: add to delta, which then holds a product, instead of overwriting it
+    add: whether to add to delta, which then holds a product, instead of overwriting it
 
     Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
     Raises ShapeError.
@@ -63,7 +68,15 @@ def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_slice(block: tl.tensor, widths: tl.constexpr, span: tl.constexpr) -> tl.tuple:
-    """Return (slice, slice's first column in delta, slice's width, block's column in the slice)."""
+    """Find the slice of a fused linear, such as q in qkv, to which a block of columns belongs.
+
+    Returns (index of the slice, its first column in delta, its width, first column of the block
+    counted from the slice's first).
+
+    block: index of the block.
+    widths: outputs of each slice.
+    span: columns of a block.
+    """
     index = 0
     start = 0
     width = 0
@@ -103,7 +116,7 @@ def _expand_few(
     more_ranks: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """Compute one or two tokens × a block of one slice's columns.
+    """Compute LoRA's delta for one or two tokens and a block of columns of one slice.
 
     A thread holds some neighbouring columns of all ranks, so no sum crosses threads. Loads of the
     first weights are issued before the wait for `shrink`.
@@ -164,9 +177,9 @@ def _two_products(
     parts: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tuple:
-    """Multiply two tokens' v, up to their ranks, by b [ranks, columns] → two of [columns].
+    """Multiply v of two tokens, up to each one's rank, by b [ranks, columns] → two of [columns].
 
-    Both sums take one pass over b: its float32 values are never all in registers.
+    Both sums take one pass over b, so that b's float32 values are never all in registers.
     """
     part = tl.arange(0, block_parts)
     v_tile = v_row + part[:, None] * part_stride + k[None, :]
@@ -208,7 +221,7 @@ def _expand(
     blocks: tl.constexpr,
     upcast: tl.constexpr,
 ) -> None:
-    """Compute a tile of tokens × some blocks of one slice's columns, one after the other."""
+    """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice."""
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if (length == 0) | (slot < 0):
         return
@@ -260,7 +273,7 @@ def multiply(
 ) -> tl.tensor:
     """Multiply v by B → [tokens, columns] float32.
 
-    first_ranks: v's first block of ranks, whose parts are already summed.
+    first_ranks: the first block of ranks of v, already summed over the parts that `shrink` wrote.
     """
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     total = _dot(first_ranks, b, upcast)
@@ -285,7 +298,10 @@ def sum_parts(
     part_stride: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tensor:
-    """Sum the parts that `shrink` wrote → [tokens, ranks]; several loads are in flight at once."""
+    """Sum v over the parts that `shrink` wrote → [tokens, ranks].
+
+    Several loads are in flight at once.
+    """
     total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)
     for first in range(0, parts, block_parts):
         for other in tl.static_range(block_parts):

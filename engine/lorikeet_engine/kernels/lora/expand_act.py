@@ -19,8 +19,8 @@ def expand_act_and_mul(
 ) -> torch.Tensor:
     """Compute silu(g + B_g·v_g) · (u + B_u·v_u) of x = [g, u].
 
-    x [tokens, 2 · width]: product of gate_up
-    shrunk: output of `shrink` for the same product
+    x [tokens, 2 · width]: output of gate_up without LoRA
+    shrunk: output of `shrink` for gate_up
     gelu: GELU instead of SiLU
     → [tokens, width]
 
@@ -55,7 +55,7 @@ def expand_act_and_mul(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(x: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
-    """Return silu(x) of float32, or gelu(x) by the tanh formula, tanh(u) = 2 · sigmoid(2u) − 1."""
+    """Return silu(x), or gelu(x) by the tanh formula with tanh(u) = 2 · sigmoid(2u) − 1."""
     if gelu:
         x2: tl.constexpr = 2 * 0.7978845608028654  # √(2 / π)
         return x / (1.0 + tl.exp(-x2 * (x + 0.044715 * x * x * x)))
@@ -87,7 +87,10 @@ def _expand_act_and_mul(
     blocks: tl.constexpr,
     gelu: tl.constexpr,
 ) -> None:
-    """Compute a tile of tokens × some blocks of columns; a tile without an adapter has rank 0."""
+    """Compute the activation for a tile of tokens and some blocks of columns.
+
+    A tile of tokens without an adapter counts as one of rank 0.
+    """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:
         return

@@ -1,8 +1,9 @@
 """LoRA of experts in Triton: shrink and expand over rows that are sorted by expert and adapter.
 
 The grids depend on the number of rows only, so a captured graph stays valid whatever the router
-chooses. In a decode a run has a row or two: then each program takes one row (expert_singles). With
-longer runs programs take tiles of neighbouring rows (expert_tiles).
+chooses. A run is the neighbouring rows of one expert and one adapter. In a decode a run has a row
+or two: then each program computes one row (expert_singles). With longer runs, programs compute
+tiles of neighbouring rows (expert_tiles).
 """
 
 import torch
@@ -18,7 +19,10 @@ _TILED_FROM = 8  # rows of a run: with fewer, tiles would multiply mostly zeros
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
-    """List each row's adapter slot, −1 for none, and expert: ExpertStep.owners [rows, 2] int32."""
+    """List each routed row's adapter slot, −1 for none, and its expert → [rows, 2] int32.
+
+    The result becomes ExpertStep.owners.
+    """
     rows = len(routed.pairs)
     owners = torch.empty((rows, 2), dtype=torch.int32, device=routed.pairs.device)
     if rows:
@@ -39,7 +43,7 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
+    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype."""
     rows, segments, routed = len(y), experts.step.segments, experts.routed
     if rows == 0 or segments.max_rank == 0:
         return
@@ -66,7 +70,7 @@ def _list_owners(
     segments: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """List a block of rows.
+    """List adapter slot and expert of a block of routed rows.
 
     A row's slot is that of the segment with its token; its expert is the number of experts whose
     rows end before it.

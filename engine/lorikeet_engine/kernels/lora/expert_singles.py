@@ -1,8 +1,8 @@
-"""LoRA of experts for short runs: a program takes one row, without tensor cores.
+"""LoRA of experts for short runs: a program computes one row, without tensor cores.
 
-Products of one row are bound by reading A and B: a tile would hold mostly zeros, and wait longer
-for its first numbers. Neighbouring rows of a run read the same numbers at about the same time, all
-but the first from the GPU's cache.
+A run is the neighbouring rows of one expert and one adapter. Products of one row are bound by
+reading A and B: a tile would hold mostly zeros, and wait longer for its first numbers. Neighbouring
+rows of a run read the same numbers at about the same time, all but the first from the GPU's cache.
 """
 
 import torch
@@ -25,7 +25,7 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype."""
+    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype."""
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table, width = len(y), len(group.linears), weights.table, group.d_outs[0]
     stride = triton.cdiv(segments.max_rank, _BLOCK_RANK) * _BLOCK_RANK
@@ -70,7 +70,7 @@ def _shrink(
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
-    """Compute a row × some ranks of one slice × one part of d_in."""
+    """Compute A·x of one row, for some ranks of one slice, over one part of d_in."""
     row, part, blocks = tl.program_id(0), tl.program_id(1), rank_stride // block_rank
     index = tl.program_id(2) // blocks
     first = (tl.program_id(2) - index * blocks) * block_rank
@@ -121,7 +121,7 @@ def _expand(
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """Add a row × a block of one slice's columns to y."""
+    """Add LoRA's delta to y, for one row and a block of columns of one slice."""
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)
     index = tl.program_id(1) // blocks
     slot = tl.load(owners + row * 2)

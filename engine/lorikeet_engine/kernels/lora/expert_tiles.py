@@ -1,6 +1,7 @@
-"""LoRA of experts for long runs: a program takes a tile of rows, one run after the other.
+"""LoRA of experts for long runs: a program computes a tile of rows, one run after the other.
 
-A program reads A or B of a run once for all of the run's rows in its tile.
+A run is the neighbouring rows of one expert and one adapter. A program reads A or B of a run once
+for all of the run's rows in its tile.
 """
 
 import torch
@@ -25,9 +26,9 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; in 16-bit dtypes A x is rounded to the adapter's dtype.
+    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype.
 
-    per_run: average number of rows of a run.
+    per_run: average number of rows that are neighbours and have the same expert and adapter.
     """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table = len(y), len(group.linears), weights.table
@@ -58,9 +59,9 @@ def add(
 
 
 def _split(d_in: int, inner: int, programs: int) -> int:
-    """Return how much of d_in a program reads, a multiple of `inner`.
+    """Return how many of the d_in inputs a program reads, a multiple of `inner`.
 
-    programs: programs for each part of d_in.
+    programs: number of programs for each part of d_in.
     """
     parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
     return int(triton.cdiv(d_in, min(_MAX_PARTS, parts) * inner) * inner)
@@ -70,7 +71,14 @@ def _split(d_in: int, inner: int, programs: int) -> int:
 def _run_at(
     owners: tl.tensor, row: tl.tensor, real: tl.tensor, place: tl.tensor, done: tl.tensor
 ) -> tl.tuple:
-    """Return (slot, expert, mask of the tile's rows) of the run that begins at row `done`."""
+    """Return (adapter slot, expert, mask of the rows with both) of the tile's row `done` and after.
+
+    owners [rows, 2]: adapter slot and expert of each row.
+    row: the tile's rows.
+    real: mask of the tile's rows that exist.
+    place: index of each row in the tile.
+    done: number of the tile's rows that are finished.
+    """
     slot = tl.load(owners + row * 2, mask=real, other=-1)
     expert = tl.load(owners + row * 2 + 1, mask=real, other=0)
     own_slot = tl.sum(tl.where(place == done, slot, 0), 0)
@@ -108,7 +116,10 @@ def _shrink(
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
-    """Compute a tile of rows × some ranks of one slice × one part of d_in, run by run."""
+    """Compute A·x of a tile of rows, for some ranks of one slice, over one part of d_in.
+
+    Works run by run: a run is the neighbouring rows of one expert and one adapter.
+    """
     part, blocks = tl.program_id(0), rank_stride // block_rank
     index = tl.program_id(1) // blocks
     k = (tl.program_id(1) - index * blocks) * block_rank + tl.arange(0, block_rank)
@@ -174,7 +185,10 @@ def _expand(
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """Add a tile of rows × a block of one slice's columns to y, run by run."""
+    """Add LoRA's delta to y, for a tile of rows and a block of columns of one slice.
+
+    Works run by run: a run is the neighbouring rows of one expert and one adapter.
+    """
     blocks = tl.cdiv(width, block_out)
     index = tl.program_id(0) // blocks
     column = (tl.program_id(0) - index * blocks) * block_out + tl.arange(0, block_out)

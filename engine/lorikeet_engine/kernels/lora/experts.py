@@ -1,7 +1,7 @@
 """LoRA of the products of a layer's experts, whose rows are sorted by expert (kernels/moe).
 
-An adapter has its own A and B for each expert. An expert's rows of one adapter are neighbours: such
-a run of rows is to experts as a segment of tokens is to other linears.
+An adapter has its own A and B for each expert. Within an expert's rows, those of one adapter are
+neighbours. Such a run of rows corresponds to a segment of tokens in other linears.
 """
 
 from importlib import import_module
@@ -24,7 +24,10 @@ from lorikeet_engine.kernels.routed_rows import RoutedRows
 def begin_experts(step: LoraStep | None, routed: RoutedRows) -> ExpertStep | None:
     """Prepare the LoRA work of a layer's experts after routing; on CUDA by one launch.
 
-    None: no adapter of the step changes experts.
+    Returns None if no adapter of the step changes experts.
+
+    step: LoRA work of the forward pass; None: no adapters.
+    routed: the tokens of the layer, sorted by expert.
     """
     if step is None or not step.segments.changes_experts:
         return None
@@ -43,13 +46,13 @@ def add_expert_lora(
 ) -> None:
     """Compute y[r] += B(r)·A(r)·x[r] for each row r, with its adapter and expert, in place.
 
-    x [rows, d_in]; if gathered [tokens, d_in], and row r reads its token's x
+    x [rows, d_in]; if gathered [tokens, d_in], and row r reads x of its token
     y [rows, sum(d_outs)]: outputs of the group's linears side by side, all of one width
-    experts: the step's LoRA work; None adds nothing
+    experts: LoRA work of the layer's experts; None adds nothing
 
-    An expert's A lies rank · d_in elements behind the previous expert's, its B rank · d_out. Sums
-    are float32; rows without an adapter keep their y. On CUDA these are two launches, whose
-    programs end at once if adapters change no expert. Raises ShapeError.
+    In the arena, an expert's A starts rank · d_in elements after the previous expert's, its B rank
+    · d_out. Sums are float32; rows without an adapter keep their y. On CUDA these are two launches,
+    whose programs end at once if adapters change no expert. Raises ShapeError.
     """
     if experts is None:
         return

@@ -1,6 +1,7 @@
-"""Gather in Triton: `shrink` of embeddings, whose input is a token id, so A·x is a column of A.
+"""LoRA's first product for embeddings, in Triton.
 
-The same launch writes the rows of trained tokens (token_rows.py), which spares another launch.
+The input is a token id, so A·x is a column of A. The same launch writes the adapters' trained
+embedding rows (token_rows.py), which saves a launch.
 """
 
 import torch
@@ -27,13 +28,13 @@ def gather(
     group: LoraGroup,
     rows: LoraGroup,
 ) -> UnexpandedDelta:
-    """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write rows of trained tokens to y.
+    """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write trained embedding rows to y.
 
     token_ids [tokens] int64
     y [tokens, hidden], dense in a row: embeddings; y[t] is overwritten if t's adapter has a row for
       token_ids[t]
-    group: the embeddings alone
-    rows: the embeddings' rows of trained tokens alone
+    group: the embeddings as a group of one linear
+    rows: the adapters' trained embedding rows as a group of one linear
     → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and from
       an adapter's own rank on
 
@@ -78,7 +79,10 @@ def _gather(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
-    """Gather one tile of tokens, some ranks at a time; nothing for an adapter of rank 0."""
+    """Gather columns of A for one tile of tokens, and write trained embedding rows to y.
+
+    Gathers some ranks at a time, and none for an adapter of rank 0.
+    """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return

@@ -8,12 +8,12 @@ kernel of kernels/pointwise/fused.py that reads y next adds the delta:
     side         └── shrink ── expand ─────────── delta ───────┘
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
-would take every multiprocessor from start to end, so that LoRA could only run before or after the
-product: so it is told to leave some free (_sms_for_lora). Our own kernels, for products of one
+would use every multiprocessor from start to end, so that LoRA could only run before or after the
+product. So it is made to leave some free (_sms_for_lora). Our own kernels, for products of one
 token or of a few by FP8, need no such limit: there LoRA is launched first.
 
-A base model's weight is a tensor of floats, or FP8 (kernels/fp8); LoRA reads x unrounded beside
-both. Memory that the side stream allocates is safe to use on the main stream: before its next
+A base model's weight is a tensor of floats, or FP8 (kernels/fp8); in both cases LoRA reads x
+unrounded. Memory that the side stream allocates is safe to use on the main stream: before its next
 work, the side stream waits for the main stream.
 """
 
@@ -47,18 +47,18 @@ Weight = torch.Tensor | Fp8Rows
 
 
 Inputs = torch.Tensor | Activations
-"""Input of a linear [tokens, d_in], for an FP8 weight with or without its FP8 rounding."""
+"""Input of a linear [tokens, d_in]. Activations also have it rounded to FP8, for an FP8 weight."""
 
 
 def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute x·Wᵀ + b.
+    """Compute x·Wᵀ + b without LoRA.
 
     x [tokens, d_in]
-    weight [d_out, d_in]
-    bias [d_out]
+    weight: W [d_out, d_in]
+    bias: b [d_out]
     → [tokens, d_out]
 
-    cuBLAS multiplies, or for a single row of a 16-bit dtype on CUDA our Triton kernel, which is
+    cuBLAS multiplies, or for a single token of a 16-bit dtype on CUDA our Triton kernel, which is
     faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8).
     """
     if isinstance(weight, Fp8Rows):
@@ -74,7 +74,12 @@ def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch
 def linear_act_and_mul(
     x: Inputs, weight: Weight, bias: torch.Tensor | None, *, gelu: bool
 ) -> torch.Tensor:
-    """Compute act_and_mul (kernels/pointwise) of `linear`, in one launch where gemv multiplies."""
+    """Compute a linear without LoRA and its activation, act_and_mul (kernels/pointwise).
+
+    One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.
+
+    gelu: GELU instead of SiLU.
+    """
     rows = rows_of(x)
     if not _is_gemv(rows):
         return act_and_mul(linear(x, weight, bias), gelu=gelu)
@@ -87,13 +92,14 @@ def _is_gemv(x: torch.Tensor) -> bool:
 
 
 def rows_of(x: Inputs) -> torch.Tensor:
-    """Return the tokens unrounded, as LoRA reads them."""
+    """Return the unrounded input of a linear, which LoRA reads."""
     return x.rows if isinstance(x, Activations) else x
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
     """Prepare the LoRA work of a forward pass; on CUDA by one launch, before all others.
 
+    segments: the tokens of each adapter.
     tokens: number of tokens of the pass.
     """
     tiles = None
@@ -113,12 +119,14 @@ def linear_with_lora(
     """Compute y = x·Wᵀ + b and the adapters' delta B(t)·A(t)·x[t].
 
     x [tokens, d_in]
-    weight [sum(d_outs), d_in]
-    bias [sum(d_outs)]
+    weight: W [sum(d_outs), d_in]
+    bias: b [sum(d_outs)]
+    step: LoRA work of the forward pass; None: no adapter
     → y [tokens, sum(d_outs)]
     → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (CPU)
 
-    The delta is rounded to x's dtype, once more than a sum in float32 would be. Raises ShapeError.
+    The delta is rounded to x's dtype before it is added to y, an additional rounding. Raises
+    ShapeError.
     """
     if step is not None and step.tiles is not None:
         rows = rows_of(x)
@@ -144,7 +152,7 @@ def add_lora(
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA a launch lists tiles for this product alone. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of tokens for this product. Raises ShapeError.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
@@ -162,10 +170,11 @@ def linear_with_lora_before_act(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Compute linear_with_lora, but leave `expand` to act_and_mul in a prefill on CUDA.
+    """Compute linear_with_lora for act_and_mul, which can expand the LoRA delta itself.
 
-    If gate and up are stored as one linear, the delta is expanded here: act_and_mul's kernel wants
-    two linears.
+    In a prefill on CUDA, act_and_mul does so, and the result's delta is an UnexpandedDelta. If gate
+    and up are stored as one linear, the delta is always expanded here, because the kernel that
+    expands in act_and_mul requires two linears.
     """
     if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
@@ -181,10 +190,10 @@ def linear_and_lora(
     group: LoraGroup,
     delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
-    """Launch the product on the current stream and its LoRA on the side stream, and join them.
+    """Launch a product on the current stream and its LoRA on the side stream, and join them.
 
-    delta [tokens, sum(d_outs)]: where the delta is expanded to; None: it stays unexpanded
-    → y [tokens, sum(d_outs)], and v, both ready for use on the current stream
+    delta [tokens, sum(d_outs)]: where to write LoRA's delta B·v; None: leave it unexpanded
+    → y [tokens, sum(d_outs)], and v = A·x, both ready for use on the current stream
     """
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
@@ -208,9 +217,13 @@ def linear_and_lora(
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     """Return how many multiprocessors the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves. Our own
-    kernels for products of one row (kernels/gemv.py), or of few rows by FP8
-    (kernels/fp8/few_tokens.py), always get 0: LoRA's programs run among their many small ones.
+    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
+
+    Products by our own kernels always get 0, because LoRA's programs run among their many small
+    ones. These are products of a single token (kernels/gemv.py), and of few tokens by FP8
+    (kernels/fp8/few_tokens.py).
+
+    rows: input of the product.
     """
     if len(rows) == 1:
         return 0
@@ -230,12 +243,14 @@ def replace_logits(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Set y[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
+    """Overwrite logits of adapters' trained tokens, in place: y[r, id] = x[r] · row(id).
 
-    x [rows, hidden]
+    row(id) is the head row that the adapter of r has trained for token id.
+
+    x [rows, hidden]: hidden states
     y [rows, vocabulary]: logits
-    segments: lm_head's; nothing is done if their max_rows is 0
-    group: lm_head's rows of trained tokens alone
+    segments: the rows of each adapter; nothing is done if their max_rows is 0
+    group: the adapters' trained head rows as a group of one linear
     """
     if segments.max_rows == 0:
         return
@@ -263,8 +278,8 @@ def embed_adapted(
 
     y [tokens, hidden]: the base model's embeddings
     token_ids [tokens] int64
-    group: the embeddings alone
-    rows: the embeddings' rows of trained tokens alone (EMBEDDING_ROWS)
+    group: the embeddings as a group of one linear
+    rows: the adapters' trained embedding rows (EMBEDDING_ROWS) as a group of one linear
     """
     if step.tiles is None:
         reference.replace_embeddings(y, token_ids, step.weights, step.segments, layer, rows)
@@ -282,7 +297,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
-    """Have cuBLAS leave `count` multiprocessors free, in this thread's products only."""
+    """Make cuBLAS leave `count` multiprocessors free, in this thread's products only."""
     library = _cublas()
     if library is None:
         yield
@@ -298,7 +313,7 @@ def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
-    """Have cuBLASLt, which ignores cuBLAS' target, leave `count` multiprocessors free.
+    """Make cuBLASLt, which ignores cuBLAS' setting, leave `count` multiprocessors free.
 
     Applies to the whole process, in which only one thread launches products.
     """
@@ -311,9 +326,9 @@ def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
 
 @cache
 def _cublas() -> ctypes.CDLL | None:
-    """Return the cuBLAS library that torch has loaded.
+    """Return the cuBLAS library that torch has loaded, or None if its name is not the usual one.
 
-    None if it has another name: then products take all multiprocessors.
+    Without the library, products take all multiprocessors.
     """
     try:
         return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")

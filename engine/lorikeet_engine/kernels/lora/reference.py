@@ -1,4 +1,4 @@
-"""LoRA in plain torch: the equations that the Triton kernels are compared with.
+"""LoRA in pure torch: the equations that the Triton kernels are compared with.
 
 These functions also serve requests on CPUs, so they loop over segments, never over tokens.
 """
@@ -42,7 +42,7 @@ def add_embedding_lora(
 
     token_ids [tokens] int64
     y [tokens, hidden]: the base model's embeddings
-    group: the embeddings alone
+    group: the embeddings as a group of one linear
 
     Sums are float32; y is rounded once.
     """
@@ -60,11 +60,13 @@ def replace_embeddings(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Set y[t] to the row that t's adapter has for token_ids[t], if it has one, in place.
+    """Set y[t] to the embedding row that t's adapter has trained for token_ids[t], if any.
 
     token_ids [tokens] int64
     y [tokens, hidden]: the base model's embeddings
-    group: the embeddings' rows of trained tokens alone
+    group: the adapters' trained embedding rows as a group of one linear
+
+    y is changed in place.
     """
     for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
         found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
@@ -81,11 +83,13 @@ def replace_logits(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Set y[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
+    """Overwrite logits of adapters' trained tokens, in place: y[r, id] = x[r] · row(id).
 
-    x [rows, hidden]
+    row(id) is the head row that the adapter of r has trained for token id.
+
+    x [rows, hidden]: hidden states
     y [rows, vocabulary]: logits
-    group: lm_head's rows of trained tokens alone
+    group: the adapters' trained head rows as a group of one linear
 
     Sums are float32, rounded once.
     """
@@ -141,7 +145,8 @@ def shrink(
     A(t, s) [rank, d_in], of the adapter whose segment holds token t
     → v [tokens, slices, segments.max_rank] float32
 
-    Rows without an adapter, and columns from the adapter's rank on, are zero. Raises ShapeError.
+    v is zero for tokens without an adapter, and in columns from the adapter's rank on. Raises
+    ShapeError.
     """
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
@@ -162,13 +167,13 @@ def expand(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Compute y[t, columns of s] += B(t, s)·v[t, s, :rank], in place.
+    """Compute y[t, columns of s] += B(t, s)·v[t, s, :rank] in place, for each linear s.
 
     v [tokens, slices, segments.max_rank] float32: output of `shrink`
-    B(t, s) [d_out, rank], with the scaling inside
+    B(t, s) [d_out, rank], with LoRA's scaling inside
     y [tokens, sum(d_outs)]
 
-    Sums are float32, rounded once. Rows without an adapter are untouched. Raises ShapeError.
+    Sums are float32, rounded once. Tokens without an adapter keep their y. Raises ShapeError.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
@@ -181,7 +186,10 @@ def expand(
 
 
 def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
-    """Decode the ids [count] int64 of an adapter's trained tokens."""
+    """Read the ids of an adapter's trained tokens from the arena → [count] int64.
+
+    start: element of the arena at which the ids begin, three base-256 digits each.
+    """
     digits = weights.arena[start : start + 3 * count].view(count, 3).long()
     return digits[:, 0] + (digits[:, 1] << 8) + (digits[:, 2] << 16)
 
@@ -189,7 +197,11 @@ def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
 def _pieces(
     weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> list[tuple[slice, int, int, int, int]]:
-    """List (token rows, slice of the group, start of A, start of B, rank) of all ranks above 0."""
+    """List the LoRA work of a fused linear, one entry for each segment and linear of rank above 0.
+
+    An entry is (the segment's tokens, index of the linear in the group, element of the arena at
+    which A starts, that of B, rank).
+    """
     linears = list(group.linears)
     table = weights.table[segments.slots.long(), layer][:, linears].tolist()
     runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)

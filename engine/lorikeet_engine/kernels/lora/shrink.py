@@ -1,9 +1,9 @@
-"""Shrink in Triton: v = A·x, hidden → rank, for every slice of a fused linear in one launch.
+"""LoRA's first product in Triton: v = A·x, from hidden width to rank.
 
-d_in is split among programs (split-K), or a decode would have too few programs to keep the memory
-busy. Each program writes the sum of its own part, and `expand` adds the parts when it reads them:
-nothing has to be zeroed first, no launch stands between, and the order of the sums is always the
-same.
+One launch computes all parts of a fused linear, such as q, k and v. d_in is split among programs
+(split-K), or a decode would have too few programs to keep the memory busy. Each program writes the
+sum over its own part of d_in, and `expand` adds these sums when it reads them: nothing has to be
+zeroed first, no additional launch is needed, and the order of the sums is always the same.
 """
 
 import torch
@@ -25,7 +25,9 @@ MAX_PARTS = 8
 def shrink(
     x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
 ) -> UnexpandedDelta:
-    """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter and slice s.
+    """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter.
+
+    p is a part of d_in, k a rank, and s a slice: one of the fused linears, such as q in qkv.
 
     x [tokens, d_in]
     A(t, s) [rank, d_in]
@@ -96,9 +98,9 @@ def _shrink(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute one tile of tokens × one block of v's columns × one part of d_in.
+    """Compute A·x for one tile of tokens, one block of v's columns and one part of d_in.
 
-    A column is a rank of a slice. In a decode a block holds ranks of one slice, fewer for an
+    A column of v is a rank of a slice. In a decode a block holds ranks of one slice, fewer for an
     adapter of a low rank; programs beyond an adapter's rank end at once. In a prefill a block holds
     all columns of most adapters, so that x is read once.
     """
@@ -172,7 +174,7 @@ def _shrink_ranks(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute one slice's ranks from `first` on."""
+    """Compute A·x of a tile of tokens over one part of d_in, for ranks of a slice from `first`."""
     k = first + tl.arange(0, block_columns)
     _shrink_block(
         x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,
@@ -197,7 +199,11 @@ def _shrink_block(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Multiply a tile of tokens by the live rows of A, over one part of d_in, and store it."""
+    """Multiply a tile of tokens by some rows of A, over one part of d_in, and store the result.
+
+    real: mask of the tile's tokens that exist.
+    live: mask of the rows of A below the adapter's rank.
+    """
     inner = begin + tl.arange(0, block_in)
     x_tile += inner[None, :]
     a_tile = a_rows[None, :] + inner[:, None]

@@ -1,10 +1,10 @@
-"""Work list of the Triton kernels: tiles of tokens, each of one adapter or of none.
+"""Work list of the LoRA kernels: tiles of tokens, each of one adapter or of none.
 
 One small launch lists the tiles at the start of a step, from the segments on the device. The host
 knows the numbers of tokens and segments; only the device knows each segment's length. So the list
-is as long as any lengths can need, and programs of unused tiles, of length 0, return at once. A
-captured CUDA graph therefore stays valid while the segments change, and segments of length 0 pad
-it.
+is long enough for all possible lengths, and programs of unused tiles, of length 0, return at once.
+A captured CUDA graph therefore stays valid while the segments change; its unused segments have
+length 0.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of a step, and the kernels' launch parameters.
+    """Tiles of tokens of a step, and launch parameters of the LoRA kernels.
 
-    rows [tiles, 3] int32: each tile's adapter slot, −1 for none, first token, and number of tokens,
-        at most config.tokens.
-    tokens [1] int32: number of tokens with an adapter, which are the step's first.
-    segments: number of segments, those of length 0 included.
+    rows [tiles, 3] int32: of each tile, the adapter slot (−1 for none), the first token, and the
+        number of tokens, at most config.tokens.
+    tokens [1] int32: number of tokens with an adapter, which come first in the step.
+    segments: number of segments, including those of length 0.
     max_rank: upper bound of the adapters' ranks.
     """
 
@@ -43,24 +43,24 @@ class Tiles:
 
     @property
     def act_expands(self) -> bool:
-        """Whether act_and_mul expands gate_up's delta itself."""
+        """Whether act_and_mul multiplies gate_up's delta by B itself (expand_act.py)."""
         return self.regime == Regime.PREFILL
 
     @property
     def rank_stride(self) -> int:
-        """Columns of one linear in v: max_rank rounded up to 16, as tl.dot needs."""
+        """Columns of each linear in v = A·x: max_rank rounded up to 16, as tl.dot requires."""
         return -(-self.max_rank // 16) * 16
 
     @property
     def ranks_at_once(self) -> int:
-        """Ranks that one tl.dot of `expand` multiplies."""
+        """Number of ranks that one tl.dot of `expand` multiplies."""
         return int(min(64, triton.next_power_of_2(self.rank_stride)))
 
 
 def list_tiles(segments: Segments, tokens: int) -> Tiles:
-    """List the tiles of a step.
+    """List the tiles of tokens of a step.
 
-    tokens: number of tokens of the step, those without an adapter included.
+    tokens: number of tokens of the step, including those without an adapter.
     """
     device, count = segments.slots.device, len(segments)
     regime = Regime.of(tokens, count)
@@ -77,10 +77,10 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
 
 
 def launches_early(tiles: Tiles, device: torch.device) -> bool:
-    """Return whether `expand` is launched before `shrink` ends, and waits for it inside.
+    """Return whether `expand` is launched before `shrink` ends, and waits for it on the GPU.
 
-    Needs Hopper (programmatic dependent launch). Not in a prefill: there `expand` would occupy the
-    few multiprocessors left to LoRA, which `shrink` needs.
+    Requires Hopper (programmatic dependent launch). False in a prefill: there `expand` would occupy
+    the few multiprocessors left to LoRA, which `shrink` needs.
     """
     return tiles.regime != Regime.PREFILL and _is_hopper(device)
 
@@ -105,8 +105,10 @@ def _list_tiles(
     tile_tokens: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """List the tiles of one segment; the last program lists those without an adapter, then unused
-    ones.
+    """List the tiles of one segment.
+
+    The program after those of all segments lists the tiles of tokens without an adapter, then the
+    unused ones.
     """
     segment = tl.program_id(0)
     known = segment < segments
@@ -135,6 +137,6 @@ def _list_tiles(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
-    """Return (slot int64, first token, number of tokens) of a tile."""
+    """Return (adapter slot int64, first token, number of tokens) of a tile."""
     row = rows + tile * 3
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

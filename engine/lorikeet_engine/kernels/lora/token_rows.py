@@ -1,4 +1,4 @@
-"""Rows of trained tokens in Triton, which replace the base model's embeddings and logits."""
+"""Trained embedding and head rows in Triton, which replace base embeddings and logits."""
 
 import torch
 import triton
@@ -11,9 +11,11 @@ _BLOCK_ROWS = 32
 
 
 def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
-    """Set logits[r, id] = x[r] · row(id) for each trained token id of r's adapter, in place.
+    """Overwrite logits of adapters' trained tokens, in place: logits[r, id] = x[r] · row(id).
 
-    made: output of `shrink` for the group of lm_head's rows
+    row(id) is the head row that the adapter of r has trained for token id.
+
+    made: output of `shrink` for the trained head rows as a group of one linear: all x[r] · row(id)
     logits [rows, vocabulary], dense in a row
     """
     parts, table, tiles = made.v.shape[1], made.weights.table, made.tiles
@@ -45,7 +47,7 @@ def _place_logits(
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    """Write one tile of rows of the logits, some trained tokens at a time."""
+    """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time."""
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return
@@ -78,11 +80,11 @@ def replace_rows(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
-    """Overwrite a tile's embeddings with the adapter's rows of the tile's token ids.
+    """Overwrite embeddings of a tile of tokens with their adapter's trained embedding rows.
 
-    Does nothing for an adapter without rows of trained tokens.
+    Does nothing for an adapter without trained rows.
 
-    entry: of these rows in the table.
+    entry: entry of the trained embedding rows in LoraWeights.table.
     y_rows [tokens, 1]: pointers to the embeddings.
     ids [tokens]: token ids.
     real [tokens]: whether the tile has this token.
@@ -107,7 +109,12 @@ def replace_rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def token_ids_at(digits: tl.tensor, k: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Return the ids of an adapter's k-th trained tokens, −1 from `count` on."""
+    """Return the ids of some of an adapter's trained tokens.
+
+    digits: pointer to the ids, three base-256 digits each.
+    k: indices of the wanted tokens among the trained tokens.
+    count: number of trained tokens; the result is −1 for k from `count` on.
+    """
     at, known = digits + k * 3, k < count
     low = tl.load(at, mask=known, other=0.0).to(tl.float32)
     middle = tl.load(at + 1, mask=known, other=0.0).to(tl.float32)

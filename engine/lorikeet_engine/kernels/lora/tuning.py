@@ -1,4 +1,4 @@
-"""Launch parameters of the Triton kernels, by regime and GPU, read from tuning.json.
+"""Launch parameters of the LoRA kernels, by regime and GPU, read from tuning.json.
 
 `loadtest/engine/tune_lora.py` writes the entry of the GPU that it runs on; a GPU without an entry
 gets "default".
@@ -29,7 +29,10 @@ PREFILL_TOKENS = 512
 
 
 class Regime(StrEnum):
-    """Regime of a step, which selects its launch config; see the module's docstring."""
+    """Regime of a step, which selects launch parameters: few, dense or prefill.
+
+    The module's docstring explains them.
+    """
 
     FEW = "few"
     DENSE = "dense"
@@ -37,7 +40,10 @@ class Regime(StrEnum):
 
     @classmethod
     def of(cls, tokens: int, segments: int) -> "Regime":
-        """Return the regime of a step. Both counts may include a graph's padding."""
+        """Return the regime of a step with this many tokens and segments.
+
+        Both counts may include the padding of a CUDA graph.
+        """
         if tokens > PREFILL_TOKENS:
             return cls.PREFILL
         return cls.FEW if tokens <= FEW_TOKENS * segments else cls.DENSE
@@ -45,12 +51,12 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
-    """Launch parameters of `shrink`.
+    """Launch parameters of `shrink`, the kernel of v = A·x.
 
     columns: columns of v for one program.
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
-    programs: programs wanted; d_in is split until there are as many.
+    programs: number of programs to reach by splitting d_in.
     """
 
     columns: int
@@ -63,10 +69,10 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """Launch parameters of `expand`.
+    """Launch parameters of `expand`, the kernel of B·v.
 
-    columns: columns of the output computed at once.
-    blocks: blocks of `columns` columns that one program computes in turn.
+    columns: columns of the output that a program computes at once.
+    blocks: blocks of `columns` columns that a program computes one after the other.
     """
 
     columns: int
@@ -76,10 +82,10 @@ class ExpandConfig:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Launch parameters of all kernels in one regime.
+    """Launch parameters of all LoRA kernels in one regime.
 
-    tokens: tokens of a tile.
-    lora_sms: pairs of ranks and multiprocessors, looked up by sms_for_lora.
+    tokens: most tokens of a tile.
+    lora_sms: pairs of a least sum of ranks and a number of multiprocessors; see sms_for_lora.
     """
 
     tokens: int
@@ -89,13 +95,13 @@ class LaunchConfig:
 
     @classmethod
     def parse(cls, entry: dict[str, Any]) -> "LaunchConfig":
-        """Read an entry of tuning.json."""
+        """Read an entry of tuning.json, the launch parameters of one regime on one GPU."""
         shrink, expand = ShrinkConfig(**entry["shrink"]), ExpandConfig(**entry["expand"])
         lora_sms = tuple((int(ranks), count) for ranks, count in entry["lora_sms"].items())
         return cls(entry["tokens"], lora_sms, shrink, expand)
 
     def entry(self) -> dict[str, Any]:
-        """Return this config as an entry of tuning.json, the inverse of `parse`."""
+        """Return these launch parameters as an entry of tuning.json, the inverse of `parse`."""
         return asdict(self) | {"lora_sms": {str(ranks): count for ranks, count in self.lora_sms}}
 
     def sms_for_lora(self, ranks: int) -> int:
@@ -111,7 +117,7 @@ class LaunchConfig:
 
 @cache
 def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
-    """Return the launch config of this GPU, or the default."""
+    """Return the launch parameters for a regime on this GPU, or the default ones."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
     return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])

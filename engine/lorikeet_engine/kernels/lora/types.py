@@ -1,4 +1,4 @@
-"""Operands of the LoRA operators: adapter weights, a step's segments, and deltas."""
+"""Operands of the LoRA operators: adapter weights, a step's segments, and deltas of products."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ class LoraWeights:
 
     arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
         [rank, d_out], so rows of both are as long as a hidden state whatever the rank. A of the
-        embeddings is transposed too, [vocabulary, rank]. The scaling is already inside B.
+        embeddings is transposed too, [vocabulary, rank]. LoRA's scaling is already inside B.
     table [slots, layers + 1, modules, 3] int64, indexed as in BaseShape: for each slot, layer and
-        linear the element offsets of A and B in the arena, both multiples of 16, and the rank.
-        Rank 0: the adapter does not change this linear.
+        linear the element offsets of A and B in the arena, both multiples of 16, and the rank. Rank
+        0: the adapter does not change this linear.
 
-    Rows of trained tokens, which replace the base model's rows, are stored in the same way: A holds
-    the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first, and
-    the rank is the number of tokens.
+    Trained embedding and head rows, which replace the base model's, are stored in the same way: A
+    holds the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first,
+    and the rank is the number of tokens.
     """
 
     arena: torch.Tensor
@@ -31,11 +31,12 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
-    """One fused linear, such as qkv, and the layout of its outputs.
+    """Fused linear, such as qkv, and the layout of its outputs.
 
-    linears: indices of its parts in the table's modules, for instance (0, 1, 2) for qkv.
-    d_in: width of the shared input.
-    d_outs: width of each part's output, in the order in which the outputs lie side by side.
+    linears: indices of the fused linears in the modules of LoraWeights.table, such as (0, 1, 2) for
+        qkv.
+    d_in: width of the input, which all share.
+    d_outs: width of each linear's output, in the order in which the outputs lie side by side.
     """
 
     linears: tuple[int, ...]
@@ -54,10 +55,10 @@ class Segments:
     starts [segments] int32: first token of each segment.
     lengths [segments] int32: number of tokens of each segment.
     max_rank: upper bound of the adapters' ranks.
-    max_rows: for lm_head, upper bound of the rows that one adapter replaces; 0 if none does.
+    max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
 
-    All tensors are dense, on the device of the step.
+    All tensors are dense, on the device that runs the step.
     """
 
     slots: torch.Tensor
@@ -75,7 +76,8 @@ class Segments:
 class LoraStep:
     """LoRA work of one forward pass.
 
-    tiles: on CUDA, the kernels' work list (kernels.lora.tiles.Tiles); None on the CPU.
+    segments: tokens of each adapter.
+    tiles: on CUDA, the LoRA kernels' work list (kernels.lora.tiles.Tiles); None on the CPU.
     """
 
     weights: LoraWeights
@@ -85,8 +87,9 @@ class LoraStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """LoRA work of one layer's experts in a step.
+    """LoRA work of one layer's experts in a forward pass.
 
+    routed: the layer's tokens, sorted by expert.
     owners [rows, 2] int32: slot of each routed row's adapter, −1 for none, and the row's expert.
     """
 
@@ -97,7 +100,7 @@ class ExpertStep:
 
 @dataclass(frozen=True, slots=True)
 class UnexpandedDelta:
-    """Delta of a product before its multiplication by B: v = A·x.
+    """LoRA delta of a product before the multiplication by B: v = A·x.
 
     v: output of `shrink` for this layer and group.
     tiles: the step's work list (kernels.lora.tiles.Tiles).
@@ -112,7 +115,7 @@ class UnexpandedDelta:
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """B·A·x of a product's tokens, to be added by the operator that reads the product.
+    """LoRA delta B·A·x of a product, to be added by the operator that reads the product.
 
     rows [tokens, width], in the product's dtype: defined for the first `tokens` rows only.
     tokens [1] int32, on the device: number of rows to add.
@@ -123,9 +126,9 @@ class LoraDelta:
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raise ShapeError unless `rows` is [tokens, width], dense in a row, on the arena's device.
+    """Raise ShapeError unless `rows` is [tokens, width], dense in a row, on the adapters' device.
 
-    name: of the tensor, for the message.
+    name: name of the tensor, for the error message.
     """
     if rows.dim() != 2 or rows.shape[1] != width or rows.stride(1) != 1:
         raise ShapeError(
@@ -137,7 +140,7 @@ def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) 
 
 
 def check_group(weights: LoraWeights, group: LoraGroup) -> None:
-    """Raise ShapeError unless the group's linears are neighbours in a dense table."""
+    """Raise ShapeError unless the group's linears are neighbours in a dense table of adapters."""
     first, count = group.linears[0], len(group.linears)
     if group.linears != tuple(range(first, first + count)):
         raise ShapeError(f"a fused group's linears are neighbours in the table: {group.linears}")

@@ -1,4 +1,4 @@
-"""Masks of tokens in Triton: one launch, which reads the bits and no logits."""
+"""Token masks in Triton: one launch, which reads the mask bits and no logits."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def _forbid_others(
     octets: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Forbid some tokens of one row."""
+    """Set the logits of forbidden tokens to -inf, for a block of tokens of one row."""
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     token = tl.program_id(1) * block + tl.arange(0, block)

@@ -1,4 +1,4 @@
-"""Masks of tokens in plain torch; kernels.masks defines them."""
+"""Token masks in pure torch. See kernels.masks for their definition."""
 
 import torch
 

@@ -1,8 +1,9 @@
 """Mixture of experts: routing of tokens to experts, the experts' products, and their weighted sum.
 
-A token and its j-th expert are pair number token · per_token + j. Products work on rows, one for
-each pair, sorted by expert and then by token. So tokens of one adapter, which are neighbours in a
-step, are neighbours among an expert's rows too. No sum depends on the order in which programs run.
+A pair is a token and one of its experts; a token's j-th expert is pair token · per_token + j.
+Products work on rows, one for each pair, sorted by expert and then by token. So tokens of one
+adapter, which are neighbours in a step, are neighbours among an expert's rows too. No sum depends
+on the order in which programs run.
 
 `reference`: the equations in torch, which run on the CPU.
 `fused`: the operators on CUDA.
@@ -28,13 +29,13 @@ __all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"
 def route(
     logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
 ) -> RoutedRows:
-    """Choose the `per_token` likeliest experts of each token; of equals the first.
+    """Choose the `per_token` likeliest experts of each token; ties go to the first.
 
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
     weights if normalised.
 
     logits [tokens, experts], dense
-    lora: the logits' LoRA, added to the logits
+    lora: LoRA delta of the logits, added to them; None: no adapter
     """
     operator = _operators(logits.device.type).route
     routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)
@@ -48,13 +49,13 @@ def expert_products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """Compute y[r] = x[r]·weight[e]ᵀ for each row r and its expert e.
+    """Compute y[r] = x[r]·weight[e]ᵀ for each routed row r and its expert e.
 
-    x [rows, d_in], dense; if gathered [tokens, d_in], and row r reads its token's x
+    x [rows, d_in], dense; if gathered [tokens, d_in], and row r reads x of its token
     weight [experts, d_out, d_in], dense
     → [rows, d_out] like x
 
-    Sums are float32. With an FP8 weight each row of x is rounded to FP8 first (kernels/fp8), unless
+    Sums are float32. With an FP8 weight, x is rounded to FP8 row by row first (kernels/fp8), unless
     it is rounded already.
     """
     operator = _operators(routed.pairs.device.type).expert_products
@@ -63,9 +64,11 @@ def expert_products(
 
 
 def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
-    """Compute out[t] = Σ_j weights[t, j] · y[row of (t, j)], in the order of j.
+    """Compute out[t] = Σ_j weights[t, j] · y[row of (t, j)]: each token's weighted expert outputs.
 
-    y [rows, width]
+    Adds in the order of j.
+
+    y [rows, width]: output of each routed row's expert
     → [tokens, width] like y
 
     Sums are float32, rounded once.
@@ -94,7 +97,7 @@ def experts_of_one(
     gate_up [experts, 2 · width, hidden], dense
     down [experts, hidden, width], dense
     logits, lora, per_token, normalised: as for `route`
-    gelu: as for act_and_mul
+    gelu: GELU instead of SiLU
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(

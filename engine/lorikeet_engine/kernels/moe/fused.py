@@ -1,4 +1,4 @@
-"""Operators of a mixture of experts on CUDA; kernels.moe defines each."""
+"""Operators of a mixture of experts on CUDA. See kernels.moe for their definitions."""
 
 from functools import partial
 

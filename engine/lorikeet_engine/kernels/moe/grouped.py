@@ -1,8 +1,9 @@
 """Products of rows sorted by expert, in Triton: each expert's weights are read once.
 
-A decode has few rows of each expert, and waits for the weights. A program multiplies a tile of one
-expert's rows by some of the expert's outputs, and finds its tile from the experts' starts. The
-number of tiles is an upper bound for any routing, so a CUDA graph can hold the launch.
+In a decode an expert has few rows, and the product is bound by reading the weights. A program
+multiplies a tile of one expert's rows by some of the expert's outputs, and finds its tile from the
+experts' starts. The number of tiles is an upper bound for any routing, so a CUDA graph can hold the
+launch.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,11 @@ _TORCHS_SIDES = 8  # 16 bytes: torch refuses other inputs, and pads rows of othe
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Launch parameters: rows and outputs of a tile, inputs read at once, warps and stages."""
+    """Launch parameters of a product of experts.
+
+    rows, outputs: size of a program's output tile.
+    inputs: columns of the weight read at once.
+    """
 
     rows: int
     outputs: int
@@ -40,7 +45,7 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 
 
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
-    """Return whether torch's grouped product can multiply, and is faster than `products`.
+    """Return whether torch's grouped product supports these operands and is faster than `products`.
 
     rows: number of rows of all experts.
     """
@@ -56,7 +61,10 @@ def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gather
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """Choose tiles about as high as the average number of an expert's rows."""
+    """Choose tiles about as high as the average number of an expert's rows.
+
+    rows: number of rows of all experts.
+    """
     average = rows / experts
     if average <= 8:
         return FEW
@@ -71,7 +79,10 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products. config: launch parameters; None: tile_config's."""
+    """See kernels.moe.expert_products.
+
+    config: launch parameters; None: tile_config's.
+    """
     experts, d_out, d_in = weight.shape
     rows = len(routed.pairs)
     c = config or tile_config(rows, experts)
@@ -103,7 +114,10 @@ def _products(
     block_outputs: tl.constexpr,
     block_inputs: tl.constexpr,
 ) -> None:
-    """Compute some outputs of one tile, or nothing if the experts' rows make fewer tiles."""
+    """Compute one tile of expert products: some outputs of some rows of one expert.
+
+    Does nothing if the experts' rows make fewer tiles than there are programs.
+    """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return
@@ -136,9 +150,9 @@ def tile_at(
     expert_block: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return a tile's expert, its first row, and the end of the expert's rows.
+    """Return a tile's expert, its first row, and the end of that expert's rows.
 
-    The expert is `experts` or more if the rows make fewer tiles.
+    The returned expert is `experts` or more if the rows make fewer tiles.
     """
     each = tl.arange(0, expert_block)
     begins = tl.load(starts + each, mask=each < experts, other=0)

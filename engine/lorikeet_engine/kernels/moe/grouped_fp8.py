@@ -1,12 +1,12 @@
 """FP8 products of rows sorted by expert, in Triton, for decodes and prefills.
 
-Tiles are cut as in `grouped`. Outputs are the rows of the tensor cores' products, which have at
-least 64 rows; an expert's rows are the columns, of which 16 are enough. A tile's sums stay in the
-tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then are
-multiplied by the scales of the expert's outputs and of the rows. If a weight's blocks have scales,
-only the sums over one block's columns stay there, and scales are prefetched as weights are.
+Tiles are cut as in `grouped`. The tensor cores' products have at least 64 rows, while 16 columns
+are enough: here an expert's outputs are the rows, and its tokens the columns. A tile's sums stay in
+the tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then are
+multiplied by the scales of the expert's outputs and of the tokens. If a weight's blocks have
+scales, only the sums over one block's columns stay there, and scales are prefetched as weights are.
 
-Tiles are chosen in TILES alone.
+To tune this kernel, change only TILES.
 """
 
 import math
@@ -25,12 +25,15 @@ TILES = (
     (96, TileConfig(rows=64, outputs=128, inputs=128, warps=4, stages=3)),
     (math.inf, TileConfig(rows=128, outputs=128, inputs=128, warps=8, stages=3)),
 )
-"""Tiles by upper bound of an expert's average number of rows. Not yet tuned on a GPU."""
+"""Launch parameters, by upper bound of an expert's average number of rows.
+
+Not yet tuned on a GPU.
+"""
 _LEAST_INPUTS = 32  # step of the tensor cores' products
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """Choose tiles for the products of this many rows."""
+    """Return the launch parameters for products of `rows` rows, those of all experts."""
     return next(config for most, config in TILES if rows <= most * experts)
 
 
@@ -91,7 +94,10 @@ def _products_fp8(
     block_inputs: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute some outputs of one tile, or nothing if the experts' rows make fewer tiles."""
+    """Compute one tile of FP8 expert products: some outputs of some rows of one expert.
+
+    Does nothing if the experts' rows make fewer tiles than there are programs.
+    """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
         return

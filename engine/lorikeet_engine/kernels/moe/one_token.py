@@ -16,10 +16,13 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.routing import choose_experts
 
 GATE_UP = GemvConfig(rows=4, columns=2048, warps=4, summed=8)
-"""rows: of one expert, half of them gates and half the gated values."""
+"""Launch parameters of gate_up's products.
+
+A program's rows belong to one expert: half of them gates and half the values that they gate.
+"""
 DOWN = GemvConfig(rows=4, columns=256, warps=8, summed=8)
 FP8_DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
-"""rows: of each of the token's experts."""
+"""Launch parameters of down's products with FP8 weights; `rows` counts rows of each expert."""
 
 
 def experts_of_one(
@@ -47,11 +50,12 @@ def gate_up_of(
     *,
     gelu: bool,
 ) -> torch.Tensor:
-    """Compute act_and_mul of x·weight[e]ᵀ for each chosen expert e.
+    """Compute act_and_mul of x·weight[e]ᵀ for each expert e chosen for a single token.
 
     x [1, d_in]
     weight [experts, d_out, d_in]
-    chosen [1, per_token] int32
+    chosen [1, per_token] int32: the token's experts
+    gelu: GELU instead of SiLU
     → [per_token, d_out / 2]
     """
     matrices, scales, high, wide = kernel_arguments(weight)
@@ -73,12 +77,12 @@ def down_of(
     shares: torch.Tensor,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ) over the chosen experts e = chosen[j].
+    """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ) over the experts e = chosen[j] of a single token.
 
-    x [per_token, d_in]
+    x [per_token, d_in]: each expert's input
     weight [experts, d_out, d_in]
-    chosen [1, per_token] int32
-    shares [1, per_token] float32
+    chosen [1, per_token] int32: the token's experts
+    shares [1, per_token] float32: weights of the experts
     config: launch parameters; None: those for the weight's dtype
     → [1, d_out]
 
@@ -114,7 +118,7 @@ def _gate_up(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some gated elements of one expert: half of a tile's rows gate the other half."""
+    """Compute some activations of one expert: half of a tile's rows gate the other half."""
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     row = place // 2 + place % 2 * (d_out // 2)
@@ -158,7 +162,7 @@ def _down(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some outputs of all the token's experts, and their weighted sum."""
+    """Compute some elements of the weighted sum of the outputs of all the token's experts."""
     each = tl.arange(0, expert_block)
     expert = tl.load(chosen + each, mask=each < experts, other=0).to(tl.int64)
     share = tl.load(shares + each, mask=each < experts, other=0.0)

@@ -1,4 +1,4 @@
-"""Operators of a mixture of experts in plain torch; kernels.moe defines each."""
+"""Operators of a mixture of experts in pure torch. See kernels.moe for their definitions."""
 
 from itertools import pairwise
 

@@ -1,6 +1,7 @@
-"""Triton kernels around the experts' products: choice of experts, sort of pairs, weighted sum.
+"""Triton kernels before and after the experts' products in a mixture of experts.
 
-No kernel adds with atomics, so the same step always gives the same rows and sums.
+They choose experts, sort pairs of a token and an expert, and compute the weighted sum. No kernel
+adds with atomics, so the same step always gives the same rows and sums.
 """
 
 import torch
@@ -42,7 +43,7 @@ def choose(
     block: tl.constexpr,
     pair_block: tl.constexpr,
 ) -> None:
-    """Choose one token's experts and weigh them."""
+    """Choose one token's experts, and compute the weight of each."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     inside = expert < experts
@@ -80,7 +81,10 @@ def sort_by_expert(
     experts: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """List one expert's pairs, in order, after those of all lower experts."""
+    """List the rows of one expert, after those of all lower experts.
+
+    A row is a pair of a token and an expert chosen for it; an expert's pairs stay in order.
+    """
     expert = tl.program_id(0)
     start = 0
     for first in range(0, count, block):
@@ -109,7 +113,7 @@ def sum_weighed(
     per_token: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some columns of one token."""
+    """Compute some columns of the weighted sum of one token's expert outputs."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

@@ -1,4 +1,4 @@
-"""Logit biases, and penalties of tokens that prompt or output have already.
+"""Logit biases, and penalties of tokens that already occur in the prompt or the output.
 
 `reference` is the equation in torch and runs on the CPU; `fused` holds a Triton kernel with the
 same signature and bit-equal results.
@@ -12,18 +12,23 @@ from types import ModuleType
 import torch
 
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
-"""Columns of PenaltyState.penalties."""
+"""Columns of PenaltyState.penalties: the repetition, frequency and presence penalty."""
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""Terms of PenaltyState.seen: once for a token in the prompt, and each time it is in the output."""
+"""Summands of PenaltyState.seen.
+
+IN_PROMPT is added once for a token that occurs in the prompt, IN_OUTPUT for each time that it
+occurs in the output.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """Counts, biases and penalties of sequences; a sequence has one slot in all tensors.
+    """Token counts, biases and penalties of sequences; a sequence has the same slot in all tensors.
 
-    seen [slots, vocab] int32: sums of IN_PROMPT and IN_OUTPUT.
-    biases [slots, vocab] float32.
-    penalties [slots, PENALTIES] float32.
+    seen [slots, vocab] int32: for each token, IN_PROMPT if it is in the prompt, plus IN_OUTPUT for
+        each time that it is in the output.
+    biases [slots, vocab] float32: numbers added to logits.
+    penalties [slots, PENALTIES] float32: repetition, frequency and presence penalty.
     """
 
     seen: torch.Tensor
@@ -34,15 +39,16 @@ class PenaltyState:
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
-    """Copy some rows of logits, and change the copies x by, in this order:
+    """Copy some rows of logits, and apply penalties and biases to each logit x of the copies.
 
+    In this order:
     x = x / repetition if x > 0, else x · repetition, for tokens of prompt and output
     x = x + bias
     x = x − (count · frequency + [count > 0] · presence), with the token's count in the output
 
     logits [any, vocab], dense
-    rows [rows] int64: rows of the logits
-    slots [rows] int64: slot of each of these rows
+    rows [rows] int64: indices of the rows of logits to copy
+    slots [rows] int64: slot in `state` of each of these rows
     → [rows, vocab] float32
     """
     changed: torch.Tensor = _operators(logits.device.type).penalise(logits, rows, slots, state)

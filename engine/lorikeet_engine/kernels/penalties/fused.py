@@ -38,7 +38,10 @@ def _penalise(
     vocab: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some tokens of one row. IEEE 754's division makes results equal to the CPU's."""
+    """Apply penalties and biases to a block of tokens of one row.
+
+    IEEE 754's division makes results equal to the CPU's.
+    """
     index = tl.program_id(0).to(tl.int64)
     row, slot = tl.load(rows + index), tl.load(slots + index)
     column = tl.program_id(1) * block + tl.arange(0, block)

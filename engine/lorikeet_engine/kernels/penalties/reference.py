@@ -1,4 +1,4 @@
-"""Penalties and biases in plain torch; kernels.penalties defines them."""
+"""Penalties and biases in pure torch. See kernels.penalties for their definition."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Operators between a decoder's products: norms, rotary embedding, KV writes, SiLU.
+"""Operators between a decoder's matrix products: norms, rotary embedding, KV writes, SiLU.
 
 An operator that reads a product takes the product's LoRA delta as `lora` and adds it before
 anything else, in float32 in the kernels. None adds nothing.
@@ -22,13 +22,13 @@ from lorikeet_engine.parallel.sums import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norms of queries and keys: of each head, or of all heads together.
+    """RMS norms of queries and keys: over each head, or over all heads together.
 
-    query_weight, key_weight: [head_dim] for each head; [heads · head_dim] and
-        [kv_heads · head_dim] for all heads together. In the dtype of the queries, or float32.
+    query_weight, key_weight: for norms over each head, [head_dim]; over all heads together, [heads
+        · head_dim] and [kv_heads · head_dim]. In the dtype of the queries, or float32.
     eps: added to the mean square.
-    mean_squares [tokens, 4] float32: output of `mean_squares`, needed if this process has only some
-        of the heads that are normed together.
+    mean_squares [tokens, 4] float32: output of the function `mean_squares`, summed over processes;
+        needed if this process has only some of the heads that are normalised together.
     """
 
     query_weight: torch.Tensor
@@ -50,10 +50,10 @@ def add_rms_norm(
     """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
     x [tokens, width], dense: hidden states
-    delta [tokens, width], dense: a linear's product
+    delta [tokens, width], dense: output of a linear layer
     weight [width], in x's dtype or float32; None: x is returned
-    lora: delta's LoRA, added to delta
-    delta_weight [width]: delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight first,
+    lora: LoRA delta of that linear layer, added to delta
+    delta_weight [width]: first, delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight,
       rounded to its dtype before and after this norm
     exchange: delta and lora are this rank's parts, and are summed over ranks first; CUDA only
     → [tokens, width] like x
@@ -103,12 +103,11 @@ def rotary_and_store_kv(
       are rotated in place, keys are left undefined
     cos, sin [tokens, rotary_dim / 2] float32, dense; without columns if nothing is rotated
     layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
-    slots [tokens] int64: page · page_size + offset of each token; −1: not written
-    lora: qkv's LoRA, added to qkv
+    slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
+    lora: LoRA delta of qkv, added to qkv
     norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to
       qkv's dtype before and after; norm.mean_squares, if given, replaces mean(x²)
-    scales: layer_kv is FP8, and keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds
-      them
+    scales: for FP8 layer_kv: keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds them
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
@@ -123,8 +122,9 @@ def mean_squares(
 
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: as for rotary_and_store_kv
     processes: number of processes, each with as many heads
-    lora: qkv's LoRA, added to qkv
-    → [tokens, 4] float32: queries, keys, 0, 0; 16 bytes a token fit every way to sum over ranks
+    lora: LoRA delta of qkv, added to qkv
+    → [tokens, 4] float32: queries, keys, 0, 0; padded to 16 bytes a token, which all ways to sum
+      over ranks support
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
@@ -134,10 +134,10 @@ def mean_squares(
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """Compute silu(x[:, :width]) · x[:, width:].
+    """Compute an MLP's activation, silu(x[:, :width]) · x[:, width:].
 
-    x [tokens, 2 · width], dense
-    lora: x's LoRA, added to x
+    x [tokens, 2 · width], dense: gates, then the values that they gate
+    lora: LoRA delta of x, added to x
     gelu: GELU, by its tanh formula, instead of SiLU
     → [tokens, width]
     """
@@ -154,7 +154,7 @@ def act_and_mul_fp8(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add a product's LoRA to the product y [tokens, width], dense, in place."""
+    """Add the LoRA delta of a linear layer to its output y [tokens, width], dense, in place."""
     _operators(y.device.type).add_delta(y, lora)
 
 

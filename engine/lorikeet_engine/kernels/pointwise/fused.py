@@ -70,7 +70,7 @@ def act_and_mul_fp8(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add LoRA to y [tokens, width], in place, rounded once."""
+    """Add a linear layer's LoRA delta to its output y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
 
@@ -85,7 +85,10 @@ def _gated(
     width: tl.constexpr,
     gelu: tl.constexpr,
 ) -> tl.tensor:
-    """Compute some columns of one token, in float32; 0 beyond the width."""
+    """Compute some columns of one token's activation, in float32; 0 beyond the width.
+
+    lora, adapted: result of `operands` for the LoRA delta of x.
+    """
     inside = columns < width
     at = token * (2 * width) + columns
     gates = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -106,7 +109,7 @@ def _act_and_mul(
     block: tl.constexpr,
     gelu: tl.constexpr,
 ) -> None:
-    """Compute some columns of one token."""
+    """Compute some columns of one token's activation, silu(g) · u or gelu(g) · u."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     out = _gated(x, lora, adapted, token, columns, width, gelu)
@@ -127,7 +130,10 @@ def _act_and_mul_fp8(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Compute one token, then read it again from the cache to round it: it outgrows registers."""
+    """Compute one token's activation, then read it again from the cache and round it to FP8.
+
+    It is read again because it does not fit in registers.
+    """
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
     for start in tl.static_range(0, width, block):
@@ -154,7 +160,7 @@ def _add_delta(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some columns of one token."""
+    """Add the LoRA delta to some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

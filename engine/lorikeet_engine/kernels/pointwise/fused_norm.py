@@ -1,7 +1,7 @@
 """Residual addition and RMS norm of hidden states in Triton, in one launch.
 
-The launch also adds the LoRA delta of the product that is added to the hidden states, and sums both
-over ranks if there is a RowExchange.
+The launch also adds the LoRA delta of the product that is added to the hidden states. With a
+RowExchange it sums product and delta over ranks as well.
 """
 
 import torch
@@ -26,10 +26,10 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> torch.Tensor:
-    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight, or x.
+    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
-    See kernels.pointwise. With an exchange, delta + lora is rounded to x's dtype and summed over
-    ranks before all else.
+    Returns x if weight is None. See kernels.pointwise. With an exchange, delta + lora is rounded to
+    x's dtype and summed over ranks before all else.
     """
     return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, None)
 
@@ -76,7 +76,7 @@ def _launch_add_rms_norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
-    """Norm a row of float32, which is 0 beyond its width; gains: the norm's weight."""
+    """Return the RMS norm of a float32 row that is 0 beyond its width; gains: the norm's weight."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
 
@@ -104,7 +104,10 @@ def _add_rms_norm(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Compute one token. All that does not depend on sums is loaded before the sums are known."""
+    """Add one token's delta to its hidden state, and normalise the result.
+
+    All operands that do not depend on a sum over ranks are loaded before the wait for that sum.
+    """
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Reads of a product's LoRA delta in the fused operators."""
+"""Reads of a linear layer's LoRA delta in the fused operators."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 
 
 def operands(lora: LoraDelta | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return lora_at's operands: the delta's rows and their number; None without adapters."""
+    """Return operands for `lora_at`: rows of the LoRA delta, and their number, or None twice."""
     return (None, None) if lora is None else (lora.rows, lora.tokens)
 
 
@@ -16,7 +16,12 @@ def operands(lora: LoraDelta | None) -> tuple[torch.Tensor | None, torch.Tensor 
 def lora_at(
     lora: tl.tensor, adapted: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """Load a token's delta at these elements; 0 for a token without an adapter."""
+    """Load some elements of a token's LoRA delta; 0 for a token without an adapter.
+
+    lora, adapted: result of `operands`.
+    at: offsets of the elements in the delta.
+    inside: mask of the elements to load.
+    """
     # compared elementwise: the interpreter broadcasts no scalar into a mask
     inside = inside & (tl.zeros_like(at) + token < tl.load(adapted))
     return tl.load(lora + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Pointwise operators in plain torch; kernels.pointwise defines each."""
+"""Pointwise operators in pure torch. See kernels.pointwise for their definitions."""
 
 import torch
 from torch.nn import functional as F
@@ -99,7 +99,7 @@ def mean_squares(
 
 
 def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mean squares of queries and of keys [tokens, 1, 1], or None if not given."""
+    """Return a norm's mean squares of queries and of keys [tokens, 1, 1], or None twice."""
     if norm.mean_squares is None:
         return None, None
     of_queries, of_keys, *_ = norm.mean_squares.unsqueeze(-1).unsqueeze(-1).unbind(1)
@@ -109,10 +109,11 @@ def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, mean_squares: torch.Tensor | None
 ) -> None:
-    """Norm x [tokens, heads, head_dim] in place.
+    """Apply an RMS norm to x [tokens, heads, head_dim] in place.
 
-    weight: [head_dim] norms each head, [heads · head_dim] all heads together.
-    mean_squares: of all heads that are normed together, other processes' included; None: of x.
+    weight: [head_dim] normalises each head, [heads · head_dim] all heads together.
+    mean_squares: mean squares over all heads that are normalised together, including those of other
+        processes; None: computed from x.
     """
     rows = x.reshape(len(x), -1, len(weight))
     if mean_squares is None:

@@ -1,6 +1,6 @@
 """Rotary embedding, norms of queries and keys, and writes into KV pages, in one Triton launch.
 
-mean_squares is another launch before it, for norms over heads that several processes share.
+For norms over heads that several processes share, mean_squares is launched before it.
 """
 
 import torch
@@ -30,7 +30,7 @@ def rotary_and_store_kv(
     """Rotate queries in place, and write rotated keys, and values, into KV pages.
 
     See kernels.pointwise. Token t's key goes to layer_kv[0] and its value to layer_kv[1], both at
-    slots[t] = page · page_size + offset, or nowhere if slots[t] < 0.
+    slots[t] = page · page_size + offset. Nothing is written for slots[t] < 0.
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
@@ -76,7 +76,7 @@ def _mean_squares(
     processes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute one token's mean square of its queries, or of its keys."""
+    """Compute the mean square of one token's queries, or of its keys, divided by `processes`."""
     token = tl.program_id(0).to(tl.int64)
     side = tl.program_id(1)
     width = tl.where(side == 0, queries, keys)
@@ -101,7 +101,7 @@ def _weight(
     heads: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Load the norm's weights for columns of a head, the queries' or the keys'.
+    """Load norm weights for some columns of a head, which is a query's or a key's.
 
     width: elements between the weights of two heads; 0: all heads share their weights.
     inside: whether there is such a query or key; if width is 0, whether there is such a column.
@@ -150,7 +150,7 @@ def _rotary_and_store_kv(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    """Norm, rotate and store heads of one token.
+    """Normalise, rotate and store some heads of one token.
 
     plane: elements of layer_kv between its keys and its values.
     """

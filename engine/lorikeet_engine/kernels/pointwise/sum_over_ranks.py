@@ -1,4 +1,7 @@
-"""Sum of one row over ranks inside the norm's kernel, through a RowExchange (parallel/sums.py)."""
+"""Sum of one token's row over ranks, inside the kernel that normalises the row.
+
+Rows are sent through a RowExchange (parallel/sums.py).
+"""
 
 import torch
 import triton
@@ -10,7 +13,10 @@ from lorikeet_engine.parallel.sums import RowExchange
 def exchange_operands(
     exchange: RowExchange | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]:
-    """Return sum_over_ranks' operands: addresses, epochs, rank, world and most rows."""
+    """Return the operands of sum_over_ranks: addresses, epochs, rank, world and most rows.
+
+    exchange: memory through which ranks send rows; None: one rank.
+    """
     if exchange is None:
         return None, None, 0, 1, 0
     _, world, most_rows, _ = exchange.received.shape
@@ -30,11 +36,13 @@ def sum_over_ranks(
     most_rows: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of all ranks' rows, in the order of ranks, in float32, rounded to own's dtype.
+    """Send a row to all other ranks, wait for theirs, and return the sum.
 
-    Waits for the same row of every peer.
+    Rows are added in the order of ranks, in float32, and the sum is rounded to own's dtype.
 
     own: this rank's row, 0 beyond its width.
+    row: index of the row.
+    addresses, epochs, rank, world, most_rows: see exchange_operands.
     """
     epoch = tl.load(epochs + row) + 1
     tag = epoch.to(tl.uint32) << 16
@@ -65,6 +73,6 @@ def sum_over_ranks(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _received(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
-    """Return the address of a rank's memory on this GPU."""
+    """Return the address, as mapped on this GPU, of the memory in which a rank receives rows."""
     address = tl.load(addresses + rank).to(tl.pointer_type(tl.uint32))
     return tl.multiple_of(address, 16)

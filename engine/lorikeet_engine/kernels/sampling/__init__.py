@@ -1,4 +1,4 @@
-"""Draws of tokens from logits: equal logits and an equal uniform give the same token everywhere.
+"""Draws of tokens from logits: the same logits and uniform number give the same token everywhere.
 
 The draw is defined here to the last bit, so that it is the same in every row of every batch and on
 every device. For a row of logits x, whose largest is b:
@@ -6,19 +6,19 @@ every device. For a row of logits x, whose largest is b:
 - weight(t) = 2 ** ((x[t] - b) · scale), with scale = log₂(e) / temperature in float32. 2 ** z is
   the polynomial POWERS of z's fraction, in float32 without fused additions, shifted by z's whole
   part: an integer in units of 2 ** -44. Sums of integers do not depend on their order.
-- Tokens are ranked by falling logit; of equal logits the lower id comes first (and 0 before -0).
+- Tokens are ranked by descending logit; ties go to the lower id (and 0 before -0).
 - top_k keeps the first top_k tokens by rank. top_p keeps, of these, each token before which the
   weights add up to less than top_p of the weight that top_k kept. min_p keeps, of these, the tokens
   with a weight of at least `least`.
 - A draw takes the first kept token, by id, up to which the weights exceed (uniform · total) >> 64.
 
 top_p needs no sort, but rejection sampling: a token is drawn from those that top_k and min_p keep.
-If it is beyond top_p, another token is drawn, with the next uniform, from the tokens of a better
+If top_p excludes it, another token is drawn, with the next uniform, from the tokens of a better
 rank. The accepted token has the distribution of the kept tokens, as every draw was from a set that
 contains all of them.
 
-`reference` is this in torch, with a sort, and runs on the CPU; `fused` holds Triton kernels with
-the same signature.
+`reference` computes this in torch, with a sort, on the CPU; `fused` holds Triton kernels with the
+same signature.
 """
 
 from functools import cache
@@ -28,20 +28,20 @@ from types import ModuleType
 import torch
 
 ROW, UNIFORM, SCALE, TOP_K, TOP_P, LEAST, DRAW_FIELDS = range(7)
-"""Columns of `draws` [rows, DRAW_FIELDS] int64.
+"""Columns of `draws` [rows, DRAW_FIELDS] int64, one row for each token to draw.
 
-ROW: row of the logits.
-UNIFORM: 64 bits of the uniform.
-SCALE: bits of a float32.
-TOP_K: 0 keeps all tokens.
-TOP_P: bits of a float64.
+ROW: index of the row of logits.
+UNIFORM: 64 random bits, a uniform number in [0, 1) in units of 2 ** -64.
+SCALE: log₂(e) / temperature, as the bits of a float32.
+TOP_K: number of tokens to keep; 0 keeps all.
+TOP_P: share of the weight to keep, as the bits of a float64.
 LEAST: smallest weight that min_p keeps, at least 1.
 """
 
 ONE = 1 << 44
-"""Weight of the most likely token."""
+"""Weight of the most likely token, in the integer units of weights."""
 LEAST_EXPONENT = -60.0
-"""Lower bound of exponents: weights are 0 well above it."""
+"""Lower bound of exponents in weights, low enough that such a weight is 0."""
 POWERS = (
     0.0002161291722974777,
     0.0012467845808714628,
@@ -51,22 +51,29 @@ POWERS = (
     0.6931470632553101,
     1.0,
 )
-"""Coefficients, in float32, of the polynomial for 2 ** f, f from 0 to 1; relative error 1e-7."""
+"""Coefficients of the polynomial for 2 ** f, for f from 0 to 1.
+
+In float32, with a relative error of 1e-7.
+"""
 NEXT_UNIFORM = 0x9E3779B97F4A7C15
-"""Increment of a uniform's bits before they are mixed for the next draw."""
+"""Number added to a uniform's bits, before they are mixed, for the next draw."""
 MIXERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Factors of SplitMix64, after its shifts by 30 and 27 bits; a shift by 31 bits follows."""
+"""Factors of the hash SplitMix64.
+
+They follow its shifts by 30 and 27 bits and precede its shift by 31 bits.
+"""
 
 
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """Draw a token for each row in `draws`, and write it to `tokens`.
+    """Draw a token for each row of `draws`, and write it to `tokens`.
 
     logits [rows, vocab], dense
-    best [rows]: each row's largest logit; if it is not finite, the row's token is undefined
-    tokens [rows] int64: written in place, for the rows in `draws` only
-    draws [rows, DRAW_FIELDS] int64
+    best [rows]: largest logit of each row of logits; if it is not finite, the row's token is
+      undefined
+    tokens [rows] int64: written in place, only for rows of logits in `draws`
+    draws [rows, DRAW_FIELDS] int64: parameters of each draw
     """
     _operators(logits.device.type).draw_tokens(logits, best, tokens, draws)
 

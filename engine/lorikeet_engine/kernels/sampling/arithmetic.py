@@ -1,4 +1,4 @@
-"""Elementwise functions of the sampling kernels: weight, sort key, mixed bits."""
+"""Elementwise functions of the sampling kernels: weights, sort keys and mixed bits."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,11 @@ _MANTISSA = tl.constexpr((127 << 23) - (1 << 23))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return the weights, int64, of logits x, float32."""
+    """Return the int64 weights of float32 logits x, as kernels.sampling defines them.
+
+    best: largest logit of the row.
+    scale: log₂(e) / temperature.
+    """
     z = tl.maximum((x - best) * scale, _LEAST_EXPONENT)
     whole = (z - 0.5) + _ROUNDER
     part = z - (whole - _ROUNDER)
@@ -28,7 +32,10 @@ def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def key_of(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
-    """Return an int32 that orders as x, float32, does. bits: 16 if x was bfloat16, else 32."""
+    """Return int32 sort keys in the order of x, float32.
+
+    bits: 16 if x was bfloat16, else 32.
+    """
     key = x.to(tl.int32, bitcast=True)
     key = key ^ ((key >> 31) & 0x7FFFFFFF)
     return key >> (32 - bits)
@@ -36,7 +43,7 @@ def key_of(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def mix_of(bits: tl.tensor) -> tl.tensor:
-    """Mix 64 bits as SplitMix64 does."""
+    """Mix 64 bits by the hash SplitMix64."""
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
     return bits ^ (bits >> 31)

@@ -1,10 +1,10 @@
-"""Draws in Triton, always in two launches.
+"""Draws of tokens in Triton, always in two launches.
 
 The first launch reads the logits once, in chunks of each row: it adds up a chunk's weights, or, for
 a row with top_k, takes the largest logit of each group of neighbours. The second launch has one
-program for each row. The chunks' sums tell which chunk has the token, so the program reads just one
-chunk more. top_p costs one more pass over the row for each draw, rejected or not: at most 1 / top_p
-draws on average.
+program for each row. The chunks' sums determine which chunk has the drawn token, so the program
+reads just one chunk more. top_p costs one more pass over the row for each draw, rejected or not: at
+most 1 / top_p draws on average.
 
 For top_k, the k-th largest of the groups' largest logits is a lower bound of the row's k-th logit.
 Few groups reach the bound, about k of 2,000, and all later passes read only these groups.
@@ -50,7 +50,7 @@ def draw_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(draws: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """Load a column of this program's row of draws."""
+    """Load one column of `draws` for the row that this program computes."""
     return tl.load(draws + tl.program_id(0) * _FIELDS + column)
 
 
@@ -64,9 +64,9 @@ def _sum_chunks(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Compute one chunk's sum of the weights that min_p keeps, and its sum of all weights.
+    """Compute a chunk's sum of all weights, and its sum of the weights that min_p keeps.
 
-    For a row with top_k: the largest logit of each of the chunk's groups instead.
+    For a row with top_k, computes the largest logit of each of the chunk's groups instead.
     """
     chunk, row = tl.program_id(1), _field(draws, _ROW)
     group = tl.arange(0, _GROUPS)
@@ -93,7 +93,13 @@ def _chunk(
     chunk: tl.tensor,
     vocab: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load columns [_CHUNK] and float32 logits of a chunk, or of a chunk of the listed groups."""
+    """Load a chunk of a row: its columns, and its float32 logits [_CHUNK].
+
+    row: pointer to the row of logits.
+    groups, listed: list of groups of neighbours and its length; the chunk is then one of these
+        groups' tokens. Length 0: a chunk of the whole row.
+    chunk: index of the chunk.
+    """
     place = tl.arange(0, _CHUNK)
     group = chunk * _GROUPS + place // _GROUP
     inside = group >= 0
@@ -115,7 +121,10 @@ def _count(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tl.tensor:
-    """Count the tokens of the listed groups whose key is at least `least`."""
+    """Count the tokens in the listed groups whose sort key is at least `least`.
+
+    groups, listed: list of groups of neighbours, and its length.
+    """
     count = 0
     for chunk in range(tl.cdiv(listed, _GROUPS)):
         _, x = _chunk(row, groups, listed, chunk, vocab)
@@ -134,11 +143,12 @@ def _list_groups(
     block: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """List the groups that may have one of the top_k tokens.
+    """List the groups of neighbours that may contain one of the top_k tokens.
 
-    low: key below which weights are 0.
-    high: key above those of all tokens.
-    → number of listed groups, and the largest key that top_k groups reach, at least `low`
+    groups: where the list is written.
+    low: sort key below which weights are 0.
+    high: sort key above those of all tokens.
+    → number of listed groups, and a lower bound of the top_k tokens' sort keys, at least `low`
     """
     group = tl.arange(0, block)
     x = tl.load(largest + group, mask=group < count, other=-float("inf"))
@@ -167,7 +177,13 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the key of the top_k-th token, and the first column of its equals that is not kept."""
+    """Return the sort key of the last of the top_k tokens, and the end of its ties that are kept.
+
+    That end is a column: of the tokens with this key, those at lower columns are kept.
+
+    groups, listed: list of groups of neighbours, and its length.
+    low, high: bounds of the sort key, the lower one inclusive.
+    """
     while high - low > 1:
         middle = low + (high - low) // 2
         if _count(row, groups, listed, middle, vocab, bits) >= top_k:
@@ -189,7 +205,10 @@ def _last_of_top_k(
 def _ranks_before(
     column: tl.tensor, x: tl.tensor, key: tl.tensor, end: tl.tensor, bits: tl.constexpr
 ) -> tl.tensor:
-    """Return which tokens have a better rank than the token at column `end` with this key."""
+    """Return which tokens rank better than a token at column `end` with sort key `key`.
+
+    column, x: columns and logits of the tokens.
+    """
     own = key_of(x, bits)
     return (own > key) | ((own == key) & (column < end))
 
@@ -208,10 +227,14 @@ def _draw(
     chunks_block: tl.constexpr,
     bits: tl.constexpr,
 ) -> None:
-    """Draw one row's token from the ranks before (key, end); for top_p, before each rejected token.
+    """Draw one row's token. With top_p, tokens are drawn until one is accepted.
+
+    A draw is from the tokens that rank better than (key, end): the limit of top_k, then the last
+    rejected token.
 
     Variables: `listed`, number of groups with tokens of top_k, 0 without top_k; `used`, number of
-    chunks that the listed groups fill, or all chunks; `part`, weights that may be drawn, by chunk.
+        chunks that the listed groups fill, or all chunks; `part`, weights that may be drawn, by
+        chunk.
     """
     at = _field(draws, _ROW)
     row, top = logits + at * vocab, tl.load(best + at).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Draws in plain torch; kernels.sampling defines them."""
+"""Draws of tokens in pure torch. See kernels.sampling for their definition."""
 
 import torch
 
@@ -55,7 +55,7 @@ def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.
     The host does not wait for the device.
 
     x [rows, vocab] float32: logits
-    draws [rows, DRAW_FIELDS] int64: ROW and UNIFORM are not used
+    draws [rows, DRAW_FIELDS] int64: parameters of each row; ROW and UNIFORM are not used
     ranked: whether any row has top_k or top_p
     """
     scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
@@ -72,14 +72,17 @@ def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.
 
 
 def _mix(bits: int) -> int:
-    """Mix 64 bits as SplitMix64 does."""
+    """Mix 64 bits by the hash SplitMix64."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
         bits = ((bits ^ (bits >> shift)) * factor) & _64_BITS
     return bits ^ (bits >> 31)
 
 
 def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return weights [rows, vocab] int64 of x [rows, vocab]; 0 if a row's best is not finite."""
+    """Return the weights [rows, vocab] int64 of logits x [rows, vocab].
+
+    Weights are 0 in a row whose largest logit, its `best`, is not finite.
+    """
     z = ((x - best[:, None]) * scale[:, None]).nan_to_num(nan=LEAST_EXPONENT)
     z = z.clamp(min=LEAST_EXPONENT)
     whole = (z - 0.5).round()  # half to even, as an addition of 1.5 · 2 ** 23 rounds
@@ -92,7 +95,10 @@ def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.
 
 
 def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's rank, and the sum of all better tokens' weights, [rows, vocab] int64."""
+    """Return each token's rank, and the sum of the weights of all tokens of better rank.
+
+    Both are [rows, vocab] int64.
+    """
     bits = x.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the floats are
     order = keys.sort(dim=-1, descending=True, stable=True).indices
@@ -103,9 +109,11 @@ def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _draw(weights: torch.Tensor, uniforms: list[int]) -> torch.Tensor:
-    """Return the first id of each row up to which weights exceed (uniform · total) >> 64.
+    """Return, for each row, the first id up to which weights exceed (uniform · total) >> 64.
 
-    weights [rows, vocab] int64; uniforms: one for each row → [rows] int64.
+    weights [rows, vocab] int64
+    uniforms: 64 random bits for each row
+    → [rows] int64
     """
     cumulative = weights.cumsum(-1)
     totals = cumulative[:, -1].tolist()

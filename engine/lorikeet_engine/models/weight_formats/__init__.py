@@ -11,9 +11,12 @@ from lorikeet_engine.models.weight_formats.protocol import WeightFormat
 
 
 def weight_format(stored: QuantizedLinears, names: Iterable[str]) -> WeightFormat:
-    """Choose the reader of a format. Raises ModelError if no linear is stored in this format.
+    """Choose the reader of the format in which a checkpoint's linears are quantised.
 
-    names: names of all tensors.
+    Raises ModelError if no linear is stored in this format.
+
+    stored: format that config.json names.
+    names: names of all tensors in the checkpoint.
     """
     found = _format(stored)
     if not any(name.endswith(found.marks) for name in names):

@@ -1,4 +1,4 @@
-"""Checkpoints of FP8 linears (E4M3), with scales of rows, of blocks or of whole matrices."""
+"""Checkpoints of FP8 linears (E4M3), with scales for rows, blocks or whole matrices."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ _SCALES = (".weight_scale", ".weight_scale_inv")
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Linears of FP8, each with a tensor of scales.
+    """Reader of FP8 linears, each with a tensor of scales.
 
-    The scales multiply the stored numbers, under the name weight_scale_inv too.
+    The scales multiply the stored numbers, even if they are named weight_scale_inv.
     """
 
     stored: QuantizedLinears
@@ -31,7 +31,10 @@ class Fp8:
     def block(self, cuts: Sequence[Cut]) -> tuple[int, int] | None:
         """Return height and width of the largest blocks that divide stored blocks and kept parts.
 
-        Equal in all processes that share linears evenly. None: rows have scales.
+        Returns None if rows have scales instead of blocks. The result is the same in all processes
+        that share linears evenly.
+
+        cuts: the part of each linear's weight that this process keeps.
         """
         if self.stored.block is None:
             return None
@@ -48,11 +51,13 @@ class Fp8:
     def scales(
         self, weight: str, cut: Cut, block: tuple[int, int] | None, parts: PartReader
     ) -> torch.Tensor:
-        """Read the scales of the kept part of a weight, float32, in Fp8Rows' layout.
+        """Read the scales of the kept part of a weight, in float32 and the layout of Fp8Rows.
 
-        The single scale of a matrix is repeated for all rows. Raises ModelError.
+        If the matrix has a single scale, it is repeated for all rows. Raises ModelError.
 
-        block: result of `block`.
+        weight: name of the weight.
+        cut: the part of the weight to keep.
+        block: height and width of the blocks that get scales, from `block`; None: rows get scales.
         """
         d_out, d_in = cut.matrix_shape
         if self.stored.block is None or block is None:
@@ -70,7 +75,10 @@ class Fp8:
         ]
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return the weight's exact values [d_out, d_in] in float32. Raises ModelError."""
+        """Return an FP8 weight's exact values [d_out, d_in] in float32. Raises ModelError.
+
+        weight: name of the weight.
+        """
         values = parts.part(weight, "F8_E4M3", d_out, d_in)
         block, whole = self.stored.block, Cut.whole(d_out, d_in)
         return Fp8Rows(values, self.scales(weight, whole, block, parts), block).floats()

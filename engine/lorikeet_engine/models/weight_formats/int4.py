@@ -22,7 +22,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Linears of 4-bit integers, eight packed in 32 bits.
+    """Reader of linears of 4-bit integers, eight packed in 32 bits.
 
     AWQ packs eight outputs of one input, in the order _AWQ_COLUMNS; GPTQ packs eight inputs of one
     output.
@@ -32,7 +32,12 @@ class Int4:
     marks: ClassVar[tuple[str, ...]] = (".qweight",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return the weight [d_out, d_in] in the dtype of its scales. Raises ModelError."""
+        """Return a 4-bit weight's values [d_out, d_in] in the dtype of its scales.
+
+        Raises ModelError.
+
+        weight: name of the weight.
+        """
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
             raise ModelError(
@@ -60,7 +65,13 @@ class Int4:
 
 
 def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Tensor:
-    """Read GPTQ's group of each input [d_in]; with desc_act, groups are not in input order."""
+    """Read the group of each input, which determines its scale, in a GPTQ linear → [d_in].
+
+    With desc_act, groups are not in the order of inputs.
+
+    name: name of the tensor.
+    groups: number of groups.
+    """
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):
         raise ModelError(
@@ -70,13 +81,13 @@ def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Ten
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [rows, columns] int32 → [rows, columns, 8] int32, the lowest bits first."""
+    """Unpack 4-bit integers, lowest bits first: int32 [rows, columns] → [rows, columns, 8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     return (packed[..., None] >> shifts) & 15
 
 
 def _awq_columns(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack AWQ's [rows, columns / 8] int32 → [rows, columns] int32."""
+    """Unpack AWQ's 4-bit integers: [rows, columns / 8] int32 → [rows, columns] int32."""
     nibbles = _nibbles(packed)
     out = torch.empty_like(nibbles)
     out[..., list(_AWQ_COLUMNS)] = nibbles

@@ -30,14 +30,16 @@ _LEVELS = (
 
 
 class Nf4:
-    """Linears as bitsandbytes saves them: two levels in a byte, the first in the high half."""
+    """Reader of NF4 linears as bitsandbytes saves them: two codes in a byte, high half first."""
 
     marks: ClassVar[tuple[str, ...]] = (f".weight{_STATE}",)
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return the weight [d_out, d_in] in the dtype before quantisation, as bitsandbytes does.
+        """Return an NF4 weight's values [d_out, d_in], in its dtype before quantisation.
 
-        Raises ModelError.
+        The values are those that bitsandbytes computes. Raises ModelError.
+
+        weight: name of the weight.
         """
         state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
         if state.shape != (d_out, d_in):
@@ -65,9 +67,9 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """JSON that bitsandbytes stores beside a weight.
+    """Quantisation state that bitsandbytes stores as JSON with each weight.
 
-    nested_blocksize: block of double quantisation; 0: magnitudes are floats.
+    nested_blocksize: magnitudes in a block of double quantisation; 0: magnitudes are floats.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +97,7 @@ class _State:
 
 
 def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """Round a weight to NF4 in blocks of 64, with double quantisation, and dequantise it.
+    """Return a weight after rounding to NF4 and back, in blocks of 64 with double quantisation.
 
     weight [d_out, d_in], any float dtype → the same shape and dtype.
     """
@@ -112,14 +114,18 @@ def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
 def _blockwise(
     levels: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return levels[codes], each block times its magnitude, float32."""
+    """Return levels[codes] in float32, each block of `block` codes times its magnitude."""
     return levels[codes.long()] * magnitudes.repeat_interleave(block)[: len(codes)]
 
 
 def _nearest(
     values: torch.Tensor, levels: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the nearest levels [values] int64, and the magnitudes [blocks]."""
+    """Quantise values in blocks, each relative to its largest magnitude.
+
+    → index in `levels` of the level nearest to each value, int64 [values]
+    → largest magnitude of each block [blocks]
+    """
     padded = F.pad(values, (0, -len(values) % block)).view(-1, block)
     magnitudes = padded.abs().amax(dim=1)
     scaled = (padded * (1 / magnitudes.clamp(min=1e-38))[:, None]).clamp(-1, 1).view(-1)

@@ -6,41 +6,48 @@ import torch
 
 
 class PartReader(Protocol):
-    """Reader of tensors as they are stored. Implemented by Checkpoint."""
+    """Reader of a checkpoint's tensors as they are stored. Implemented by Checkpoint."""
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
+        """Return whether the checkpoint has a tensor of this name."""
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
-        """Read a stored tensor to the device; on the meta device without values.
+        """Read a tensor in its stored dtype to the device; on the meta device without its values.
 
-        Raises ModelError, whose `field` is the name, if the tensor is missing or has another dtype
+        Raises ModelError, whose `field` is the tensor's name, if it is missing or has another dtype
         or shape.
 
-        dtype: safetensors' name of the dtype.
+        dtype: dtype that the tensor must have, by safetensors' name.
+        shape: shape that it must have.
         """
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor of floats that has one of these shapes, in its stored dtype.
+        """Read a tensor of floats in its stored dtype; it must have one of these shapes.
 
         Raises ModelError.
         """
 
     def stored_bytes(self, name: str) -> bytes:
-        """Read the bytes of a small tensor, on the meta device too. Raises ModelError."""
+        """Read the bytes of a small tensor, even if the checkpoint's device is meta.
+
+        Raises ModelError.
+        """
 
 
 class WeightFormat(Protocol):
-    """Format in which a checkpoint stores linears. Implemented by Nf4, Int4 and Fp8.
+    """Format in which a checkpoint stores quantised linears. Implemented by Nf4, Int4 and Fp8.
 
-    marks: suffixes that mark a linear of this format: the checkpoint has a tensor named by the
-        linear's path and one of them.
+    marks: suffixes by which a linear of this format is recognised: the checkpoint has a tensor
+        whose name is the linear's path and one of them.
     """
 
     marks: ClassVar[tuple[str, ...]]
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return the weight's exact values [d_out, d_in], in the format's dtype.
+        """Return a weight's exact values [d_out, d_in], in the dtype that the format determines.
 
         Raises ModelError.
+
+        weight: name of the weight.
+        parts: reader of the stored tensors.
         """

@@ -71,6 +71,10 @@ _CONFIG = Config(
     connect_timeout=_STALL_TIMEOUT_S,
     read_timeout=_STALL_TIMEOUT_S,
     max_pool_connections=64,
+    # Over https boto3 otherwise sends uploads in chunks with a checksum behind them, which servers
+    # such as Ceph 16 refuse (MissingContentLength). Digests of the catalog check contents anyway.
+    request_checksum_calculation="when_required",
+    response_checksum_validation="when_required",
 )
 _LONG_TIMEOUT = Config(read_timeout=12)
 """Configuration for copies, joins and uploads, which S3 answers only once they are done.

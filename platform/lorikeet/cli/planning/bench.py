@@ -31,16 +31,21 @@ from lorikeet.cli.planning.isolation import (
 
 EXIT_INTERRUPTED = 130
 PUBLIC_URL = "http://127.0.0.1:8000"
-_ENOUGH = 100  # fewer answers have no p99 but their slowest
-_NOTHING_S = 1e-4  # tokens that came in one piece are less apart
-_LATE_S = 0.05  # more than this, and the command itself was too slow
+_ENOUGH = 100  # p99 of fewer answers is the slowest
+_NOTHING_S = 1e-4  # tokens received together are less apart
+_LATE_S = 0.05  # a larger delay of sending means that this machine was too slow
 
 _SHARES = {"p50": 0.5, "p99": 0.99}
 _QUANTILES = [column for at in _SHARES for column in (f"#{at} alone", "#shared", "#growth")]
 
 
 class _Metric(NamedTuple):
-    """What is compared: its name in JSON and in tables, and where it is found."""
+    """Compared metric.
+
+    name: name in JSON.
+    title: name in tables.
+    times_s: values in a run's measurements.
+    """
 
     name: str
     title: str
@@ -48,25 +53,25 @@ class _Metric(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """A quantile of a metric, alone and beside others, in seconds; None where no answer came."""
+    """Quantile of a metric alone and beside others, in seconds; None without answers."""
 
     alone: float | None
     shared: float | None
 
     @property
     def growth(self) -> float | None:
-        """The share by which it grew beside others; None where that would be a share of nothing."""
+        """Relative growth beside other tenants; None if it is undefined."""
         if self.shared is None or self.alone is None or self.alone < _NOTHING_S:
             return None
         return self.shared / self.alone - 1
 
     def cells(self) -> tuple[str, str, str]:
-        """The cells of its row in a table."""
+        """Return the cells of a table's row."""
         alone, shared = (NOTHING if s is None else f"{s * 1e3:,.1f}" for s in self)
         return alone, shared, NOTHING if self.growth is None else f"{self.growth:+.0%}"
 
     def as_json(self) -> dict[str, float | None]:
-        """What programs read of it."""
+        """Return the JSON object."""
         return {"alone": self.alone, "shared": self.shared, "growth": self.growth}
 
 
@@ -87,7 +92,7 @@ def bench() -> None:
 
 
 def _parse_rate(text: str) -> tuple[str | None, float]:
-    """R, which is everyone's, or TENANT=R. Raises typer.BadParameter."""
+    """Parse R, for all tenants, or TENANT=R. Raises typer.BadParameter."""
     tenant, named, rate = text.rpartition("=")
     if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) is None or float(rate) == 0:
         raise typer.BadParameter(f"{text!r}: want requests a second, such as 2 or acme=20")
@@ -95,7 +100,7 @@ def _parse_rate(text: str) -> tuple[str | None, float]:
 
 
 def _parse_growth(text: str) -> float:
-    """25% as 0.25. Raises typer.BadParameter."""
+    """Parse 25% as 0.25. Raises typer.BadParameter."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text)
     if match is None:
         raise typer.BadParameter(f"{text!r}: want a share such as 25%")
@@ -117,7 +122,7 @@ Rates = Annotated[
     typer.Option(
         parser=_parse_rate,
         metavar="[TENANT=]R",
-        help="Requests a second of each tenant, or of one: acme=20. Can be repeated. Default 1.",
+        help="Requests per second of every tenant, or of one: acme=20. Repeatable. Default 1.",
         show_default=False,
     ),
 ]
@@ -147,9 +152,9 @@ def isolation(
 ) -> None:
     """Measure how much tenants slow each other down.
 
-    Each tenant's requests are sent alone, then all tenants' together, at random times that do not
-    depend on earlier answers. They stream from an adapter of the tenant's own, or else from any
-    model that it may use. Ctrl-C ends it early and shows what was measured.
+    Each tenant's requests are sent alone, then those of all tenants together, at random times that
+    do not depend on earlier answers. They stream from an adapter of the tenant, or if it has none
+    from any model that it may use. Ctrl-C ends the run early and shows the results so far.
 
     Example: `lorikeet bench isolation --keys tenants.json --rate 2 --rate acme=20`
     """
@@ -167,7 +172,7 @@ def isolation(
     else:
         _print(rows)
     if not whole:
-        print_error("interrupted: this is what had come until then")
+        print_error("interrupted: these are the results so far")
         raise typer.Exit(EXIT_INTERRUPTED)
     if grown:
         print_error(f"a p99 grew by more than {max_growth:.0%}: {', '.join(grown)}")
@@ -175,7 +180,7 @@ def isolation(
 
 
 def _read_keys(file: Path) -> dict[str, str]:
-    """Each tenant's key, from a JSON file. Raises typer.BadParameter."""
+    """Read each tenant's key from a JSON file. Raises typer.BadParameter."""
     try:
         keys = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -184,12 +189,14 @@ def _read_keys(file: Path) -> dict[str, str]:
         raise typer.BadParameter(f'--keys {file}: want {{"acme": "lk_…"}}, each tenant\'s key')
     for tenant, key in keys.items():
         if not (key.isascii() and key.isprintable()):
-            raise typer.BadParameter(f"--keys {file}: {tenant}'s holds characters that no key has")
+            raise typer.BadParameter(
+                f"--keys {file}: the key of {tenant} has characters that no key has"
+            )
     return keys
 
 
 def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -> dict[str, float]:
-    """Requests a second, by tenant. Raises typer.BadParameter."""
+    """Return the requests per second of each tenant. Raises typer.BadParameter."""
     rates = {None: 1.0} | dict(given)
     for tenant in rates.keys() - keys.keys() - {None}:
         raise typer.BadParameter(f"--rate {tenant}=…: --keys has no {tenant}")
@@ -197,7 +204,7 @@ def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -
 
 
 def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: bool) -> bool:
-    """Send it all; shows what runs where a person watches. Whether it came to its end."""
+    """Run all comparisons, with progress on the terminal; return False if interrupted."""
     whole_s = (len(rows) + 1) * run.seconds
     with spinner("Beginning", quiet=quiet) as show:
         try:
@@ -238,7 +245,7 @@ def _counts(row: TenantComparison) -> list[Any]:
 
 
 def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
-    """Whose p99 grew by more, or cannot be told."""
+    """Yield the tenants and metrics whose p99 grew by more than `most`, or was not measured."""
     for row in rows:
         for metric in _METRICS:
             figure = _figure(row, metric, _SHARES["p99"])
@@ -249,17 +256,17 @@ def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
 
 
 def _remarks(rows: Sequence[TenantComparison]) -> Iterator[str]:
-    """What the tables leave out."""
+    """Yield lines about errors, small samples and late requests."""
     for row in rows:
         for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
             for error, count in seen.errors.most_common():
                 yield f"{row.tenant.name} {when}: {count:,} × {error}"
     everything = [seen for row in rows for seen in (row.alone, row.shared)]
     if min(len(seen.first_s) for seen in everything) < _ENOUGH:
-        yield f"Of fewer than {_ENOUGH} answers p99 is the slowest: --seconds and --rate give more."
+        yield f"With fewer than {_ENOUGH} answers p99 is the slowest: raise --seconds or --rate."
     late_s = max(seen.late_s for seen in everything)
     if late_s > _LATE_S:
-        yield f"Requests went out up to {late_s * 1e3:,.0f} ms late: this machine was too slow."
+        yield f"Requests were sent up to {late_s * 1e3:,.0f} ms late: this machine was too slow."
 
 
 def _json(row: TenantComparison) -> dict[str, Any]:

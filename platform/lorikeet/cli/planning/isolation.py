@@ -1,4 +1,4 @@
-"""Sends tenants' requests to a running service: of each tenant alone, then of all together."""
+"""Requests of tenants to a running service: each tenant's alone, then all together; measured."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from lorikeet.errors import LorikeetError
 from lorikeet.simulator.workload_models import poisson
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
-_WORDS, _LETTERS = 50, 4  # of a prompt
+_WORDS, _LETTERS = 50, 4  # words of a prompt, letters of a word
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTenant:
-    """Who asks, for what, and how often."""
+    """Tenant with its key, the requested model and the rate of requests."""
 
     name: str
     key: str
@@ -33,7 +33,12 @@ class MeasuredTenant:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """How long requests go out, and how many tokens each asks for."""
+    """Sizes of a run.
+
+    seconds: time of sending.
+    tokens: tokens of each answer.
+    seed: seed of arrival times and prompts.
+    """
 
     seconds: float
     tokens: int
@@ -42,11 +47,12 @@ class LoadRun:
 
 @dataclass(slots=True)
 class RunMeasurements:
-    """What one tenant saw of one run. Times in seconds.
+    """Measurements of one tenant in one run, in seconds.
 
-    first_s: from when a request was due to its first token. between_s: from one token of an answer
-    to the next. errors: how many of which kind. late_s: the most by which a request was sent after
-    it was due.
+    first_s: from the due time of a request to its first token.
+    between_s: between tokens of an answer.
+    errors: kind of error → count.
+    late_s: largest delay from due time to sending.
     """
 
     requests: int = 0
@@ -58,7 +64,7 @@ class RunMeasurements:
 
 @dataclass(slots=True)
 class TenantComparison:
-    """What a tenant saw alone, and beside the others."""
+    """A tenant's measurements alone and beside the other tenants."""
 
     tenant: MeasuredTenant
     alone: RunMeasurements = field(default_factory=RunMeasurements)
@@ -66,13 +72,13 @@ class TenantComparison:
 
 
 class _Failed(Exception):
-    """A request without a whole answer; the message is short, so that failures group."""
+    """A request without a complete answer; the message is short, so that equal failures group."""
 
 
 async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """The model that each tenant asks for: an adapter of its own, else any that it may use.
+    """Choose the model of each tenant: an adapter of its own, else any that it may use.
 
-    Raises LorikeetError when the server does not answer or does not take a key.
+    Raises LorikeetError if the server does not answer or does not accept a key.
     """
     try:
         client = _client(url)
@@ -85,14 +91,14 @@ async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
 async def compare(
     url: str, rows: Sequence[TenantComparison], run: LoadRun, watch: Callable[[str], None]
 ) -> None:
-    """Run each tenant alone, then all; fills the rows as answers come.
+    """Run each tenant alone, then all together; fill the rows as answers come.
 
-    Each tenant first asks once, uncounted, so that nobody waits for an adapter to be loaded.
+    Each tenant first sends one uncounted request, so that no request waits for an adapter to load.
     """
     async with _client(url) as client:
         for number, row in enumerate(rows, 1):
             watch(f"{row.tenant.name} alone, {number} of {len(rows)}")
-            with suppress(_Failed):  # if it stays so, the requests that count say so
+            with suppress(_Failed):  # a lasting failure shows in the counted requests
                 await _tokens_s(client, row.tenant, run, "a few words")
             await _send_all(client, row.tenant, run, "alone", row.alone)
         watch("all together")
@@ -118,10 +124,10 @@ async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise LorikeetError(
-            f"{client.base_url} does not answer in Lorikeet's words: is that the gateway's address?"
+            f"{client.base_url} does not answer like Lorikeet: is it the gateway's address?"
         ) from error
     if answer.is_error:
-        raise LorikeetError(f"the service does not take {tenant}'s key: {_reason(answer)}")
+        raise LorikeetError(f"the service does not accept {tenant}'s key: {_reason(answer)}")
     if not ranked:
         raise LorikeetError(f"{tenant} may use no model: register an adapter for it")
     return str(ranked[0]["id"])
@@ -134,9 +140,10 @@ async def _send_all(
     kind: str,
     seen: RunMeasurements,
 ) -> None:
-    """Open loop: a request goes out when it is due, whatever has become of those before.
+    """Send requests in an open loop: at their due times, whether or not earlier ones are answered.
 
-    Both kinds of run ask at the same times, but with other prompts: none is found computed.
+    Both kinds of run have equal arrival times and different prompts, so none is in the prefix
+    cache.
     """
     words = random.Random(f"{run.seed} {tenant.name} {kind}")
     dice = np.random.default_rng(list(f"{run.seed} {tenant.name}".encode()))
@@ -157,7 +164,7 @@ async def _ask(
     due_s: float,
     seen: RunMeasurements,
 ) -> None:
-    """One request, and what it adds to what was seen."""
+    """Send one request, and add its outcome to the measurements."""
     seen.requests += 1
     seen.late_s = max(seen.late_s, time.perf_counter() - due_s)
     try:
@@ -172,7 +179,7 @@ async def _ask(
 async def _tokens_s(
     client: httpx.AsyncClient, tenant: MeasuredTenant, run: LoadRun, prompt: str
 ) -> list[float]:
-    """When each piece of text came, at least one. Raises _Failed."""
+    """Send a request; return the times of its pieces of text, at least one. Raises _Failed."""
     body = {
         "model": tenant.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -209,7 +216,7 @@ def _has_text(line: str) -> bool:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """Status and code, such as 429 rate_limit_exceeded."""
+    """Return status and code, such as 429 rate_limit_exceeded."""
     try:
         return f"{answer.status_code} {answer.json()['error']['code']}"
     except (ValueError, KeyError, TypeError):
@@ -226,7 +233,7 @@ def _prompt(dice: random.Random) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The least value that so large a share of all do not exceed; None of nothing."""
+    """Return the least value that at least `share` of all values do not exceed; None if empty."""
     if not values:
         return None
     return float(np.quantile(values, share, method="inverted_cdf"))

@@ -31,10 +31,11 @@ Version = Annotated[int, Field(ge=1)]
 
 
 class Promote(Body):
-    """Point an alias to a version, or give the version a share of the alias's requests.
+    """Request to point an alias to a version, or to give the version a share of the alias's
+    requests.
 
     expect: version that the alias must point to now; else the request is refused.
-    share: fraction of requests; None: all.
+    share: fraction of the alias's requests that go to the version; None: all.
     """
 
     version: Version
@@ -44,13 +45,13 @@ class Promote(Body):
 
 
 class Rollback(Body):
-    """Point an alias back to its previous version."""
+    """Request to point an alias back to the version that it pointed to before."""
 
     alias: str = DEFAULT_ALIAS
 
 
 class Retire(Body):
-    """End the use of one version, or of the whole adapter if version is None."""
+    """Request to end the use of one version, or of the whole adapter if version is None."""
 
     version: Version | None = None
 
@@ -61,7 +62,7 @@ RetireBody = Annotated[Retire, json_body(Retire)]
 
 
 def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Return all routes of adapters except uploads."""
+    """Return the routes that list, show, promote, roll back and retire adapters."""
     endpoints = AdapterEndpoints(services, catalog_view)
     router = APIRouter(prefix="/adapters")
     router.add_api_route("", endpoints.list, response_model=None)
@@ -73,7 +74,10 @@ def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIR
 
 
 class AdapterEndpoints:
-    """Endpoints of adapters. Those that change something run in a thread."""
+    """Endpoints that list, show, promote, roll back and retire adapters.
+
+    Those that change the catalog are synchronous, so FastAPI runs them in threads.
+    """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._catalog, self._base_models = services.catalog, services.base_models
@@ -86,9 +90,11 @@ class AdapterEndpoints:
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
     ) -> Response:
-        """List adapters by page.
+        """Return one page of the list of adapters.
 
-        after: `next` of the previous page, tenant/name. The last page's `next` is null.
+        as_of: moment of the catalog to list.
+        after: `next` of the previous page, the last adapter's tenant/name. The last page's `next`
+        is null.
         """
         page = partial(_page, tenant, after, limit)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, page)
@@ -99,7 +105,7 @@ class AdapterEndpoints:
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 
     def promote(self, tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> Json:
-        """Point an alias to a version, or give the version a share of its requests."""
+        """Point an alias to a version, or give the version a share of the alias's requests."""
         version, alias, expect = wanted.version, wanted.alias, wanted.expect
         if wanted.share is None:
             record = self._catalog.promote(tenant, name, version, alias, expect, actor=actor)
@@ -110,7 +116,7 @@ class AdapterEndpoints:
         return version_json(record, record.versions[version - 1])
 
     def rollback(self, tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> Json:
-        """Point an alias back to its previous version."""
+        """Point an alias back to the version that it pointed to before."""
         record = self._catalog.rollback(tenant, name, wanted.alias, actor=actor)
         return version_json(record, record.versions[record.aliases[wanted.alias] - 1])
 

@@ -25,7 +25,7 @@ MAX_RANK = "LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --ra
 MAX_BYTES = (
     "LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`"
 )
-"""Settings and commands behind the limits that an adapter may exceed, for errors."""
+"""Places where the limit of an adapter's size is set, quoted in the error for a larger adapter."""
 _MEMORY = "LORIKEET_ADAPTER_GPU_MEMORY, LORIKEET_ADAPTER_HOST_MEMORY"
 
 
@@ -38,13 +38,13 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Return a blob's facts after checking everything that could make it fail later. Blocks.
+    """Check everything that could make an adapter fail later; return facts about its blob. Blocks.
 
     base_model: base model that the admin names; None: the one that the blob names.
-    limits: the service's limits, lowered to the tenant's.
+    limits: the service's limits of an adapter, lowered to the tenant's.
     memory: memory in which the engines keep adapters.
-    digest: the blob's digest, if computed during the upload; None: compute it.
-    scan: scan of the values made during the upload; None: read the whole blob.
+    digest: SHA-256 of the blob, if computed during the upload; None: compute it.
+    scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
     Raises InvalidAdapter that names the tensor, module or config key at fault.
     """
@@ -79,7 +79,7 @@ def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
 
 
 def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
-    """Return `base_model`. Raises InvalidInput if it is not served here."""
+    """Return `base_model`. Raises InvalidInput if this service does not serve it."""
     if base_model not in base_models:
         raise InvalidInput(
             f"base_model={base_model!r} is not served here: {_list(base_models)}",
@@ -89,10 +89,12 @@ def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) ->
 
 
 def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the served base model whose name or alias ends like the base model named in the blob.
+    """Return the name of the served base model that a blob says it was trained on.
 
-    A quantized copy of that model matches too, and so does the original of a quantized copy. Raises
-    InvalidAdapter unless exactly one base model matches.
+    Names and aliases are compared without owner or folder. If none is equal, a quantized copy of
+    the
+    declared model matches too, and so does the original of a declared quantized copy. Raises
+    InvalidAdapter unless exactly one served base model matches.
     """
     declared = trained_on(blob)
     if declared is None:

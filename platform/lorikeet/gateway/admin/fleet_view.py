@@ -24,12 +24,15 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
-"""Seconds for which one answer serves all requests, so that ten open pages cost as much as one."""
+"""Seconds for which one collected document serves all requests, so that ten open pages cost as much
+as one.
+"""
 PINS_FRESH_S = 3.0
-"""Seconds between reads of pin states, which cost replicas more and change only when the
-controller looks."""
+"""Seconds between reads of the pins' states. A read costs replicas more than their other data, and
+states change only when the controller examines the pins.
+"""
 MOST_ROWS = 50
-"""Most rows of waiting requests, and of pins. The sums include omitted rows."""
+"""Most rows of waiting requests, and most rows of pins. Sums include the rows that are left out."""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
 _DIGEST = 16  # digits sent of a digest: enough to tell adapters apart; digits compress badly
@@ -49,18 +52,22 @@ class _Packed(NamedTuple):
 def fleet_routes(fleet: "FleetView") -> APIRouter:
     """Return the route GET /fleet: replicas with their arenas, traffic, waiting requests, pins.
 
-    The size is bounded for any number of adapters: adapters outside an arena are only counted, and
-    each name is sent once and referred to by its index. Members:
+    The response's size is bounded for any number of adapters: adapters outside a GPU's arena are
+    only
+    counted, and each name is sent once and referred to by its index. Members of the JSON:
 
-    tenants: names.
+    tenants: names of tenants.
     adapters: [index of the tenant, name, version, rank, first digits of the digest].
-    replicas[].blocks: [index of the adapter, leases, marks, offset, bytes, offset, bytes, …], an
-        offset and bytes for each piece; marks: 1 pinned, 2 arriving, or their sum.
-    replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
+    replicas[].blocks: adapters in the arena of the replica's GPU: [index of the adapter, leases,
+    marks,
+        offset, bytes, offset, bytes, …], an offset and bytes for each piece of the adapter; marks:
+        1 pinned, 2 arriving, or their sum.
+    replicas[].gpu, host, disk: number of adapters in that tier, used_bytes, total_bytes.
     lines: time series of request_log/recent_traffic.py, one value per second up to `now`.
-    waiting: rows by tenant and adapter, longest wait first.
-    pins: numbers by state, and a row for each pin that does not hold yet; null while the catalog
-        does not answer.
+    waiting: waiting requests, a row for each tenant and adapter, longest wait first.
+    pins: number of pins in each state, and a row for each pin that is not yet fulfilled; null while
+    the
+        catalog does not answer.
     gateways.silent: number of gateways that did not answer in time; null if none could be asked.
     """
     router = APIRouter()
@@ -78,7 +85,7 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
 
 
 class FleetView:
-    """Data of the page at /ui, collected once for all concurrent requests. For one event loop."""
+    """Data of the page at /ui, collected once for all concurrent requests of one event loop."""
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class FleetView:
         self._pins: Json | None = None
 
     async def now(self) -> _Packed:
-        """Return the data, at most FRESH_S old."""
+        """Return the page's JSON, plain and gzipped, at most FRESH_S seconds old."""
         asked, now_s = self._asked, time.monotonic()
         if asked is None or (asked.done() and now_s - self._asked_s > FRESH_S):
             self._asked_s = now_s
@@ -112,7 +119,12 @@ class FleetView:
         return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
     async def _pin_statuses(self) -> Json | None:
-        """Return the pins last read; wait only for the first read, at most _PINS_WAIT_S."""
+        """Return the pins' states as last read, and read them anew if older than PINS_FRESH_S.
+
+        None: no read has succeeded, or the last one failed. Only without a result to return does
+        the call
+        wait for the read, at most _PINS_WAIT_S seconds.
+        """
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):
             self._pins_read_s = now_s

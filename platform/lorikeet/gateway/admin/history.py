@@ -1,4 +1,7 @@
-"""Admin routes of the log, of restoring retired adapters and of snapshots; queries of the past."""
+"""Admin routes of the catalog's log, of restoring retired adapters and of snapshots.
+
+Also defines Moment, the parameter with which other routes show the catalog's past.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +29,18 @@ UnixTime = Annotated[float, Query(ge=0, le=10**11)]
 
 
 class Restore(Body):
-    """Undo the retirement of one version, or of the whole adapter if version is None."""
+    """Request to undo the retirement of one version, or of the whole adapter if version is None."""
 
     version: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """Moment of the catalog: right after entry `seq`, or at `time` in Unix seconds; None: now."""
+    """Moment at which to show the catalog. Without `seq` and `time`: now.
+
+    seq: right after the log entry with this number.
+    time: Unix seconds.
+    """
 
     seq: int | None
     time: float | None
@@ -44,7 +51,11 @@ class AsOf:
         catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
-        """Ask the catalog as it was at this moment. Raises InvalidInput, StoreError."""
+        """Return question(state), with the state that the catalog had at this moment, from a
+        thread.
+
+        Raises InvalidInput, StoreError.
+        """
         if self.seq is None and self.time is None:
             return await catalog_view.ask_in_thread(question)
         await catalog_view.refresh()
@@ -65,11 +76,14 @@ async def _moment(as_of_seq: Seq | None = None, as_of_time: UnixTime | None = No
 
 
 Moment = Annotated[AsOf, Depends(_moment)]
-"""Parameter of routes that can show the past: ?as_of_seq or ?as_of_time."""
+"""Parameter of routes that can show the catalog's past: ?as_of_seq or ?as_of_time."""
 
 
 def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Return the routes of the log, newest entry first, of restoring and of snapshots."""
+    """Return the routes that list the catalog's log, newest entry first, restore retired adapters,
+    and
+    write a snapshot of the catalog.
+    """
     router = APIRouter()
 
     @router.get("/log")

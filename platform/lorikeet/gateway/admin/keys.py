@@ -18,7 +18,7 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class AdminKey(NewKeyBody):
-    """An admin's key, which administers and cannot infer."""
+    """Request to create an admin's key, which administers and cannot infer."""
 
     scopes: list[Literal["admin", "read-only"]] = Field(
         [Scope.ADMIN.value], min_length=1, max_length=1
@@ -26,16 +26,16 @@ class AdminKey(NewKeyBody):
 
 
 class Rotation(Body):
-    """Rotation of a key.
+    """Request to replace a key by a new one.
 
-    overlap_s: seconds for which the old key keeps working beside the new one.
+    overlap_s: seconds for which the old key keeps working in addition to the new one.
     """
 
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
 
 
 def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Return the routes under /keys."""
+    """Return the routes under /keys, for the keys of admins and tenants."""
     router = APIRouter(prefix="/keys")
 
     @router.get("", response_model=None)
@@ -76,7 +76,12 @@ def create_key(
     wanted: NewKeyBody,
     actor: str,
 ) -> dict[str, Any]:
-    """Create a key and return it as JSON, with its secret."""
+    """Create a key and return it as JSON, with its secret.
+
+    tenant: owner of the key; None for an admin's key.
+    wanted: limits, label and expiry of the key.
+    actor: id of the admin's key that creates it.
+    """
     record, secret = catalog.create_key(
         tenant, [Scope(scope) for scope in scopes], actor=actor, **wanted.given()
     )

@@ -14,13 +14,14 @@ from lorikeet.catalog.rules.limits import (
 from lorikeet.gateway.body import Body
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
-"""Limits that cannot be removed: for these, null means absent."""
+"""Names of limits that cannot be removed: null leaves them unchanged."""
 
 
 class LimitsBody(Body):
-    """Limits, as in catalog/records.py; null removes a limit.
+    """Limits to set, as defined in catalog/records.py. An absent limit stays unchanged; null
+    removes it.
 
-    named: the fields that are limits.
+    named: names of the fields that are limits.
     """
 
     named: ClassVar[frozenset[str]] = frozenset(LimitOptions.__annotations__)
@@ -34,12 +35,12 @@ class LimitsBody(Body):
     bytes_per_min: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the limits in the request."""
+        """Return the limits that the request sets, by name; None for a limit to remove."""
         return self.model_dump(include=set(self.named), exclude_unset=True)
 
 
 class TenantLimitsBody(LimitsBody):
-    """Limits and other settings of a tenant."""
+    """Limits and other settings of a tenant to set."""
 
     named: ClassVar[frozenset[str]] = frozenset(TenantOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
@@ -54,7 +55,7 @@ class TenantLimitsBody(LimitsBody):
 
 
 class KeyLimitsBody(LimitsBody):
-    """Limits and priority of a key."""
+    """Limits and priority of a key to set."""
 
     named: ClassVar[frozenset[str]] = frozenset(KeyLimitOptions.__annotations__)
 
@@ -62,17 +63,19 @@ class KeyLimitsBody(LimitsBody):
 
 
 class NewKeyBody(KeyLimitsBody):
-    """A key to create.
+    """Request to create a key with limits.
 
     name: label for people.
-    expires_s: seconds from now; null: never.
+    expires_s: seconds from now until the key expires; null: never.
     """
 
     name: str = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the limits and other fields of the key in the request."""
+        """Return the key's limits, name and expiry (Unix seconds) as far as the request sets
+        them.
+        """
         own: dict[str, Any] = {"name": self.name} if self.name else {}
         if self.expires_s is not None:
             own["expires"] = time.time() + self.expires_s

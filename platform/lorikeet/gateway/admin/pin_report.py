@@ -1,4 +1,4 @@
-"""Status of pins, and dry runs of new pins by the controller's own plan."""
+"""Status of pins, and dry runs of new pins, planned as the controller plans them."""
 
 import asyncio
 import time
@@ -18,7 +18,10 @@ from lorikeet.protocol.replica_report import ReplicaReport
 
 
 class PinReporter:
-    """Reporter that reads catalog and replicas, and plans in threads."""
+    """Reporter of pins' statuses and of dry runs, from the catalog and the replicas' reports.
+
+    Plans are computed in threads.
+    """
 
     def __init__(
         self, catalog: AdapterCatalog, engines: EngineClient, catalog_view: GatewayCatalogView
@@ -29,9 +32,9 @@ class PinReporter:
         self._resolver = PinResolver()
 
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
-        """Return the status of every pin in force on the replicas that answer.
+        """Return the status of every pin in force, on the replicas that answer. Raises StoreError.
 
-        reports: the replicas' reports; None: ask the replicas. Raises StoreError.
+        reports: the replicas' reports; None: ask the replicas for them.
         """
         if reports is None:
             reports = await self._engines.reports()
@@ -43,7 +46,12 @@ class PinReporter:
     async def dry_run(
         self, tenant: str, name: str | None, **options: Unpack[PinOptions]
     ) -> PinDryRun:
-        """Return the loads and releases that a pin would cause. Raises as AdapterCatalog.pin."""
+        """Return the loads and releases of adapters that a new pin would cause.
+
+        name: adapter to pin; None: all adapters of the tenant.
+
+        Raises the same errors as AdapterCatalog.pin.
+        """
         reports, now = await self._engines.reports(), time.time()
 
         def compare(before: CatalogState, after: CatalogState) -> PinDryRun:

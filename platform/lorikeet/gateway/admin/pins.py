@@ -19,10 +19,10 @@ from lorikeet_engine.adapter import Residency
 
 
 class PinBody(Body):
-    """A pin to set.
+    """Request to pin an adapter, or all adapters of a tenant.
 
-    replicas: number of replicas; null: all.
-    expires_s: seconds from now; null: never.
+    replicas: number of replicas that have to hold the adapter; null: all.
+    expires_s: seconds from now until the pin ends; null: never.
     dry_run: do not set the pin, only show the loads and releases that it would cause.
     """
 

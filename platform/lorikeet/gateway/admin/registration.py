@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """Request to register a blob.
+    """Request to register a blob as a version of an adapter.
 
     actor: id of the key that requests it.
-    promote: point the alias prod to the version.
-    shared: let all tenants use the adapter; None: unchanged.
+    promote: also point the alias prod to the new version.
+    shared: whether all tenants may use the adapter; None: unchanged.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     """
 
@@ -42,9 +42,9 @@ class RegistrationRequest:
 
 
 class RegisteredVersion(NamedTuple):
-    """A version as JSON.
+    """Version of an adapter, as JSON, that a registration made or found.
 
-    is_new: whether no version with this blob existed.
+    is_new: whether the adapter had no version with this blob before.
     """
 
     version: Json
@@ -52,10 +52,11 @@ class RegisteredVersion(NamedTuple):
 
 
 class Registration:
-    """Validation and recording of blobs.
+    """Validation of uploaded blobs, and their recording as versions in the catalog.
 
-    Blocking work runs in a few threads of its own, so that many concurrent uploads delay each
-    other, but not the catalog view, on which revocations of keys depend.
+    Blocking work runs in a few threads reserved for it. Many concurrent uploads thus delay each
+    other,
+    but not the catalog view, through which gateways learn of revoked keys.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -63,19 +64,24 @@ class Registration:
         self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
         self.downloads = asyncio.Semaphore(_WORKERS)
-        """Limit of whole blobs from the store on this machine's disk at once."""
+        """Limit of whole blobs, downloaded from the store, that are on this machine's disk at
+        once.
+        """
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do blocking work in a thread."""
+        """Call work(*arguments), which may block, in a thread of the registration; return its
+        result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
     async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
-        """Check a registration before its blob arrives; return the limits for the blob.
+        """Check a registration before its blob arrives; return the limits that the blob must keep
+        to.
 
-        tenant: None if not yet known.
-        base_model: None for the one that the blob names.
+        tenant: owner of the adapter; None: not yet known, so the service's limits are returned.
+        base_model: base model that the request names; None: the blob will name it.
 
-        Raises UnknownTenant, InvalidInput.
+        Raises UnknownTenant; InvalidInput if the base model is not served.
         """
         if base_model:
             check_base_model(base_model, self._services.base_models)
@@ -91,13 +97,14 @@ class Registration:
         digest: str | None = None,
         scan: ValueScan | None = None,
     ) -> BlobFacts:
-        """Return a blob's facts after checking everything that could make it fail later.
+        """Check everything that could make an adapter fail later; return facts about its blob.
 
-        digest: the blob's digest; None: compute it.
-        scan: scan of the values made during the upload; None: read the whole blob.
+        digest: SHA-256 of the blob; None: compute it.
+        scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
-        A replica compares copies of the base model's matrices that the blob contains. Raises
-        InvalidAdapter, and Unavailable if no replica can compare.
+        If the blob contains copies of the base model's matrices, a replica compares them with its
+        own.
+        Raises InvalidAdapter, and Unavailable if no replica can compare.
         """
         facts = await self.run(
             validate_blob,
@@ -116,7 +123,10 @@ class Registration:
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
     ) -> RegisteredVersion:
-        """Record a blob as a version."""
+        """Record a validated blob as a version of the adapter that `order` names.
+
+        facts: facts about the blob, from `validate`.
+        """
         exists = await self._catalog_view.ask(partial(_is_version, order, facts))
         register = partial(
             self._services.catalog.register,
@@ -132,7 +142,9 @@ class Registration:
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
-        """Return the reference that the blob will get if no other blob is registered first."""
+        """Return the AdapterRef that a blob will have as a version, if no other is registered
+        before it.
+        """
 
         def find(state: CatalogState) -> AdapterRef:
             record = state.find(order.tenant, order.name)
@@ -160,7 +172,10 @@ class Registration:
             )
 
     async def limits(self, tenant: str) -> AdapterLimits:
-        """Return the limits of a tenant's blobs. Raises UnknownTenant."""
+        """Return the limits of a tenant's blobs: the service's, lowered to the tenant's own.
+
+        Raises UnknownTenant.
+        """
         record = await self._catalog_view.ask(lambda state: state.tenant(tenant))
         return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
 

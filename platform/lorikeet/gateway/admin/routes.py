@@ -54,7 +54,8 @@ def admin_routes(
 
 
 async def _check_path(request: Request) -> None:
-    """Raise InvalidInput unless the names in a path follow the catalog's rules.
+    """Raise InvalidInput if a name in the request's path does not follow the catalog's rules for
+    names.
 
     A name with an encoded slash is refused too, as it would reach another route than intended.
     """

@@ -38,7 +38,7 @@ def list_response(rows: Iterable[Json], **more: Any) -> Response:
 
 
 def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
-    """Return one version of an adapter."""
+    """Return one version of an adapter as JSON."""
     return {
         "adapter": adapter.label,
         "version": version.version,
@@ -58,9 +58,10 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
 def described_version_json(
     adapter: AdapterRecord, version: VersionRecord, base_models: Mapping[str, ServedModel]
 ) -> Json:
-    """Return one version with its base model's served quantization, and a warning if that differs.
+    """Return one version of an adapter as JSON, with the served base model's quantization.
 
-    The warning says how the served weights differ from those that the version was trained on.
+    base_warning: how the served weights differ from those that the version was trained on; null: no
+        known difference.
     """
     served = base_models.get(version.base_model)  # None if no longer served
     quantization = served.quantization if served else None
@@ -71,7 +72,7 @@ def described_version_json(
 
 
 def adapter_json(adapter: AdapterRecord) -> Json:
-    """Return an adapter with all its versions."""
+    """Return an adapter with all its versions as JSON."""
     return {
         "adapter": adapter.label,
         "shared": adapter.shared,
@@ -86,7 +87,11 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 
 
 def pin_json(pin: PinRecord) -> Json:
-    """Return a pin; its adapter is null for a pin of a whole tenant. expires: Unix seconds."""
+    """Return a pin as JSON.
+
+    adapter: null for a pin of a whole tenant.
+    expires: Unix seconds; null: never.
+    """
     return {
         "tenant": pin.tenant,
         "adapter": None if pin.name is None else f"{pin.tenant}/{pin.name}",
@@ -102,7 +107,10 @@ def pin_json(pin: PinRecord) -> Json:
 
 
 def pin_status_json(found: PinStatus) -> Json:
-    """Return a pin and its state. image_bytes: size of all its adapters on one replica."""
+    """Return a pin and its state as JSON.
+
+    image_bytes: bytes of all the pin's adapters on one replica.
+    """
     return {
         **pin_json(found.pin),
         "state": found.state.value,
@@ -113,7 +121,7 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """Return the dry run of a pin: the loads and releases that it would cause."""
+    """Return the dry run of a pin as JSON: the loads and releases that the pin would cause."""
     return {
         "loads": [
             {
@@ -135,7 +143,7 @@ def dry_run_json(moves: PinDryRun) -> Json:
 
 
 def tenant_json(tenant: TenantRecord) -> Json:
-    """Return a tenant."""
+    """Return a tenant with its limits as JSON."""
     return {
         "tenant": tenant.name,
         **asdict(tenant.limits),
@@ -150,7 +158,10 @@ def tenant_json(tenant: TenantRecord) -> Json:
 
 
 def key_json(key: KeyRecord) -> Json:
-    """Return a key without its secret and hash. expires: Unix seconds or null."""
+    """Return a key as JSON, without its secret and hash.
+
+    expires: Unix seconds; null: never.
+    """
     return {
         "id": key.id,
         "tenant": key.tenant,
@@ -167,7 +178,7 @@ def key_json(key: KeyRecord) -> Json:
 
 
 def entry_json(entry: Entry) -> Json:
-    """Return an entry of the log, without the hashes of keys."""
+    """Return an entry of the catalog's log as JSON, without the hashes of keys."""
     body: Json = _ENTRY.dump_python(entry, mode="json")
     for change in body["changes"]:
         change.pop("sha256", None)
@@ -175,7 +186,7 @@ def entry_json(entry: Entry) -> Json:
 
 
 def replica_json(report: ReplicaReport) -> Json:
-    """Return a replica's adapters and load."""
+    """Return a replica's adapters and load as JSON."""
     live, gpu = report.status.live, report.status.tiers[Residency.GPU]
     return {
         "replica": report.replica,

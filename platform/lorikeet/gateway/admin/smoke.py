@@ -31,9 +31,9 @@ Prompt = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
 class SmokeBody(Body):
-    """A smoke test to run.
+    """Request to run a smoke test of an adapter.
 
-    selector: an alias or a version number.
+    selector: alias or version number of the adapter.
     """
 
     selector: str = DEFAULT_ALIAS
@@ -77,7 +77,7 @@ async def smoke_test(
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = MAX_TOKENS,
 ) -> dict[str, Any]:
-    """Generate on a replica of `base_model`; report how much the adapter's answers differ.
+    """Generate on a replica with and without an adapter; report how much the answers differ.
 
     The adapter's blob must be in the store; no version of it needs to exist. Raises Unavailable if
     no replica answers, and LorikeetError if the replica cannot load the adapter or its weights
@@ -103,7 +103,8 @@ async def smoke_test(
 
 
 def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
-    """Return the result as JSON.
+    """Return the result of a smoke test as JSON: the adapter's answers compared with the base
+    model's.
 
     equal_share: fraction of equal tokens, by position, up to the length of the longer answer.
     first_difference: first position, from 0, at which any two answers differ; null if none do.
@@ -133,10 +134,10 @@ def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
 
 
 class _Comparison(NamedTuple):
-    """Comparison of two answers.
+    """Comparison of two answers to one prompt, token by token.
 
-    positions: number of positions compared.
-    same: positions with equal tokens.
+    positions: length of the longer answer in tokens.
+    same: number of positions with equal tokens.
     first_difference: first position with different tokens; None if there is none.
     """
 
@@ -176,6 +177,8 @@ def _warnings(
 
 
 def _loops(answer: Continuation) -> bool:
-    """Return whether the last tokens consist of one or two tokens, repeated."""
+    """Return whether an answer ends in a loop: its last 16 tokens have at most two different
+    ids.
+    """
     last = answer.token_ids[-_LOOP_TOKENS:]
     return len(last) == _LOOP_TOKENS and len(set(last)) <= _LOOP_KINDS

@@ -39,7 +39,7 @@ def status_routes(
 async def _count_pins(
     reports: Sequence[ReplicaReport], pin_reporter: PinReporter
 ) -> Mapping[str, int] | None:
-    """Return the number of pins by state; None while the catalog does not answer."""
+    """Return the number of pins in each state; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
             return Counter(found.state.value for found in await pin_reporter.pin_statuses(reports))

@@ -21,15 +21,15 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class NewTenant(TenantLimitsBody):
-    """A new tenant and its limits."""
+    """Request to create a tenant with limits."""
 
     tenant: str
 
 
 class TenantKey(NewKeyBody):
-    """A tenant's key, which infers or pushes and cannot administer.
+    """Request to create a tenant's key, which infers or pushes adapters and cannot administer.
 
-    adapters: patterns of adapter names that a publish key may push.
+    adapters: patterns of the adapter names that a publish key may push.
     """
 
     scopes: list[Literal["infer", "read-only", "publish"]] = Field(
@@ -38,7 +38,7 @@ class TenantKey(NewKeyBody):
     adapters: list[str] = Field(default_factory=list)
 
     def given(self) -> dict[str, Any]:
-        """Return the limits and other fields of the key in the request."""
+        """Return the key's limits, name, expiry and `adapters` as far as the request sets them."""
         own = {"adapters": tuple(self.adapters)} if self.adapters else {}
         return own | super().given()
 
@@ -82,7 +82,7 @@ def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> 
 
 
 def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
-    """Return a tenant with the number and bytes of its adapters in the catalog."""
+    """Return a tenant as JSON, with the number and total bytes of its adapters in the catalog."""
     shown = tenant_json(state.tenant(tenant))
     used = quota_usage(state, tenant)
     return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}

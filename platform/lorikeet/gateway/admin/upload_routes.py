@@ -36,10 +36,10 @@ Json = dict[str, Any]
 
 
 class BeginUpload(Body):
-    """A blob that is going to be uploaded.
+    """Request to begin or resume the upload of a blob.
 
-    digest: SHA-256 of its bytes.
-    tenant, base_model: tenant and base model to check the upload for in advance.
+    digest: SHA-256 of the blob.
+    tenant, base_model: if given, the upload is checked for them in advance.
     """
 
     digest: Digest
@@ -51,8 +51,9 @@ class BeginUpload(Body):
 class RegisterUpload(Body):
     """Request to register a blob that was uploaded, or that the store had already.
 
-    chat_template: template_digest of the folder that the blob was made from.
-    promote, shared, base_model: as RegistrationRequest.
+    digest: SHA-256 of the blob.
+    chat_template: template_digest of the trainer's folder that the blob was made from.
+    promote, shared, base_model: see RegistrationRequest.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
     """
 
@@ -79,7 +80,7 @@ def upload_routes(
 
 
 class UploadEndpoints:
-    """Endpoints of blobs and uploads."""
+    """Endpoints that register a blob in one request, or upload it in parts and then register it."""
 
     def __init__(
         self, services: Services, uploads: ResumableUploads, registration: Registration
@@ -97,7 +98,9 @@ class UploadEndpoints:
         shared: bool | None = None,
         base_model: str | None = None,
     ) -> Json:
-        """Register the body, a blob, which is validated before anything is stored."""
+        """Register the request's body, an adapter's blob, as a version; validate it before storing
+        it.
+        """
         registration = self._registration
         order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
         limits = await registration.check(tenant, base_model)
@@ -126,7 +129,7 @@ class UploadEndpoints:
         return await self._registration.run(_begin, self._uploads, wanted, actor)
 
     async def put_part(self, request: Request, digest: str, number: int, actor: Actor) -> Json:
-        """Receive a part of an upload."""
+        """Receive part `number` of the upload of the blob with this digest."""
         run, uploads = self._registration.run, self._uploads
         upload = await run(uploads.find, digest, actor)
         if number not in upload.numbers:
@@ -151,7 +154,7 @@ class UploadEndpoints:
         wanted: Annotated[RegisterUpload, json_body(RegisterUpload)],
         actor: Actor,
     ) -> Json:
-        """Register an upload as a version."""
+        """Register an uploaded blob as a version of an adapter."""
         registration = self._registration
         order = RegistrationRequest(
             tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model
@@ -208,7 +211,10 @@ def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
 
 
 def _check_part(part: Path, size: int, md5: str | None) -> None:
-    """Raise InvalidInput unless a part has the expected size and the client's MD5, if any."""
+    """Raise InvalidInput unless an uploaded part has the expected size and MD5.
+
+    md5: the request's Content-MD5 header; None: not checked.
+    """
     if part.stat().st_size != size:
         raise InvalidInput(f"the part has {part.stat().st_size} bytes: want {size}")
     if md5 is not None:

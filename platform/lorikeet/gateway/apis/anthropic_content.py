@@ -18,14 +18,14 @@ ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class TextBlockParam(TypedDict):
-    """Block of text. Other fields, such as cache_control, have no effect."""
+    """Block of text. Other fields of it, such as cache_control, have no effect."""
 
     type: Literal["text"]
     text: str
 
 
 def _parse_texts(value: object) -> object:
-    """Parse a string, or a list of text blocks, which are joined."""
+    """Parse a string, or a list of text blocks, into one string: the texts of the blocks joined."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -49,9 +49,12 @@ def _check_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageBlock(Body):
-    """Block of a message: text, a tool call, a tool's result, or past thinking.
+    """Content block of a message: text, a tool call, a tool's result, or thinking of an earlier
+    answer.
 
-    is_error: puts "Error: " before the result, because chat templates know no failed results.
+    is_error: whether the tool failed; puts "Error: " before its result, because chat templates
+    cannot
+    mark a result as failed.
     """
 
     dropped: ClassVar[Collection[str]] = {
@@ -73,7 +76,9 @@ class MessageBlock(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse other kinds of blocks by type, before their fields are refused as unknown."""
+        """Refuse an unsupported type of block by the type's name, before its fields are refused as
+        unknown.
+        """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), _KINDS, "want text, tool_use and tool_result")
         return data
@@ -110,7 +115,7 @@ def _parse_blocks(value: object) -> object:
 
 
 class MessageTurn(Body):
-    """One turn of a conversation."""
+    """Message of /v1/messages: a role and content blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -131,10 +136,11 @@ class MessageTurn(Body):
 
 
 def check_turns(turns: Sequence[MessageTurn]) -> None:
-    """Raise a misfit unless the turns are a valid conversation.
+    """Raise a validation error (body.misfit) unless the messages are a valid conversation.
 
-    A user's turn is needed; every tool_result needs an earlier tool_use; the last turn has no
-    tool_use, and as an assistant's turn does not end with whitespace.
+    At least one message is a user's. Every tool_result answers an earlier tool_use. The last
+    message
+    has no tool_use and, if it is the assistant's, does not end with whitespace.
     """
     if not any(turn.role == "user" for turn in turns):
         raise misfit("messages", "want a message of the user")
@@ -155,9 +161,12 @@ def check_turns(turns: Sequence[MessageTurn]) -> None:
 
 
 def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
-    """Return turns as messages of a chat, after a system message.
+    """Return the messages of an Anthropic request as messages of a chat, after a system message.
 
-    Consecutive turns of one role become one message, as templates want. An empty last message of
+    system: the system message's text; None or empty: no system message.
+    turns: messages of the request.
+
+    Consecutive messages of one role become one, as chat templates require. An empty last message of
     the assistant is dropped: the answer begins there.
     """
     chat = [_Draft("system", [system])] if system else []
@@ -174,10 +183,10 @@ def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
 
 @dataclass(slots=True)
 class _Draft:
-    """A message under construction.
+    """Chat message under construction.
 
     texts: non-empty texts, joined once at the end, since there may be thousands.
-    thoughts: texts of thinking before them.
+    thoughts: texts of the thinking before the answer's texts.
     """
 
     role: str
@@ -187,7 +196,7 @@ class _Draft:
     tool_call_id: str | None = None
 
     def add(self, more: "_Draft") -> None:
-        """Append the next turn of the same role."""
+        """Append the texts, thinking and calls of the next message, which has the same role."""
         between = ["\n\n"] if self.texts and more.texts else []
         self.texts += between + more.texts
         self.thoughts += more.thoughts
@@ -204,7 +213,10 @@ class _Draft:
 
 
 def _drafts_of(turn: MessageTurn) -> list[_Draft]:
-    """Return a turn as messages: one for each tool result, and one for the other blocks between."""
+    """Return an Anthropic message as chat messages.
+
+    Each tool result becomes one chat message, and so do the other blocks between two tool results.
+    """
     drafts: list[_Draft] = []
     for block in turn.content:
         if block.type == "tool_result":

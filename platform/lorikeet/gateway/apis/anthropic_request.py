@@ -1,4 +1,5 @@
-"""Requests of POST /v1/messages and /v1/messages/count_tokens, and conversion to a chat's Call.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens, and conversion to the Call of a
+chat.
 
 Requests that need Anthropic's own tools, a container or stored messages are refused with the
 field's name.
@@ -41,7 +42,10 @@ _CALLED_BY_CLIENTS = (
 
 
 class CustomTool(Body):
-    """A tool that the client runs. strict: inputs of calls are constrained to the input_schema."""
+    """Tool that the client runs.
+
+    strict: whether the inputs of calls are constrained to the input_schema.
+    """
 
     dropped: ClassVar[Collection[str]] = {"cache_control", "eager_input_streaming"}
     no_ops: ClassVar[NoOps] = {
@@ -64,20 +68,25 @@ class CustomTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse Anthropic's own tools by type, before their fields are refused as unknown."""
+        """Refuse Anthropic's own tools by the type's name, before their fields are refused as
+        unknown.
+        """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("custom",), _CALLED_BY_CLIENTS)
         return data
 
     def for_chat(self) -> Tool:
-        """Return the tool in a chat's shape, without absent fields."""
+        """Return the tool as in a chat request of OpenAI's API, without absent fields."""
         given = self.model_dump(exclude_none=True, exclude={"type", "input_schema"})
         function = Function.unchecked(**given, parameters=self.input_schema)
         return Tool.unchecked(type="function", function=function)
 
 
 class MessageToolChoice(Body):
-    """Choice of tools that may or must be called. disable_parallel_tool_use: at most one call."""
+    """Choice of the tools that the model may or must call.
+
+    disable_parallel_tool_use: allow at most one call.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -90,26 +99,29 @@ class MessageToolChoice(Body):
         return self
 
     def for_chat(self) -> str | NamedTool:
-        """Return the choice in a chat's shape."""
+        """Return the value of tool_choice in a chat request of OpenAI's API."""
         if self.name is not None:
             return NamedTool(type="function", function={"name": self.name})
         return "required" if self.type == "any" else self.type
 
 
 class JsonFormat(Body):
-    """JSON constrained to a schema."""
+    """Answer format: JSON constrained to a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(alias="schema")
 
     def for_chat(self) -> ResponseFormat:
-        """Return the format in a chat's shape."""
+        """Return the value of response_format in a chat request of OpenAI's API."""
         schema = JsonSchema.unchecked(name="answer", schema_=self.schema_)
         return ResponseFormat.unchecked(type="json_schema", json_schema=schema)
 
 
 class OutputConfig(Body):
-    """Format of the answer. effort: for chat templates that read `reasoning_effort`."""
+    """Settings of the answer: its format and effort.
+
+    effort: passed to chat templates as `reasoning_effort`.
+    """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
@@ -118,11 +130,12 @@ class OutputConfig(Body):
 class ThinkingConfig(Body):
     """Settings of thinking, for chat templates that read `enable_thinking`.
 
-    Without a ThinkingConfig, templates get `enable_thinking` false, and answers show no thinking.
+    If a request has no `thinking`, templates get `enable_thinking` false, and the answer shows no
+    thinking.
 
-    type: disabled turns thinking off, all others on.
+    type: `disabled` turns thinking off, the other types turn it on.
     budget_tokens: accepted, without effect: max_tokens limits thinking and answer together.
-    display: omitted leaves the thinking out of the answer.
+    display: `omitted` leaves the thinking out of the answer.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -133,17 +146,19 @@ class ThinkingConfig(Body):
 class MessageMetadata(Body):
     """Metadata of a request.
 
-    user_id: name of a session, which stays with one version where an alias splits its requests
-    between two.
+    user_id: name of a session. If an alias splits its requests between two versions, all requests
+    of a
+    session get the same version.
     """
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
 def _parse_context_management(value: object) -> object:
-    """Parse edits of the context. Only clear_thinking_… is accepted, without effect.
+    """Parse context_management. Only edits of type clear_thinking_… are accepted; they have no
+    effect.
 
-    Chat templates themselves decide which past thinking the model sees.
+    The chat template itself decides which thinking of earlier answers the model gets.
     """
     edits = value.get("edits", []) if isinstance(value, dict) else None
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
@@ -163,7 +178,7 @@ ContextManagement = Annotated[
 
 
 class PromptRequest(ApiRequest):
-    """Fields common to a message and a count of its tokens: the prompt."""
+    """Fields common to /v1/messages and /v1/messages/count_tokens: those of the prompt."""
 
     no_ops: ClassVar[NoOps] = {"speed": ("standard",), "mcp_servers": ([],)}
     # prefixes are cached by content, and answers do not say why a prefix was not cached
@@ -213,13 +228,16 @@ class PromptRequest(ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return None: a count of tokens has no session."""
+        """Return None: a request that only counts tokens belongs to no session."""
         return None
 
     def _as_chat(self, **sampling: Any) -> ChatRequest:
-        """Return an equivalent chat request, unchecked because this request was checked.
+        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
+        checked.
 
-        The answer continues a last message of the assistant.
+        If the last message is the assistant's, the answer continues it.
+
+        sampling: the chat request's sampling fields, `stop` and `stream`.
         """
         messages = chat_of(self.system, self.messages)
         choice = self.tool_choice
@@ -244,7 +262,10 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return defaults of chat template variables, for templates that read them."""
+        """Return chat template variables that the request leaves unset, with their defaults.
+
+        They are for templates that read them.
+        """
         return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:
@@ -252,7 +273,7 @@ class PromptRequest(ApiRequest):
 
 
 class MessagesRequest(PromptRequest):
-    """POST /v1/messages."""
+    """Request of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32)]
     temperature: Temperature = 1.0
@@ -264,7 +285,7 @@ class MessagesRequest(PromptRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica: a chat's, with an answer in the shape of a message."""
+        """Return a chat's Call for a replica, to be answered in the format of /v1/messages."""
         chat = self._as_chat(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -281,15 +302,15 @@ class MessagesRequest(PromptRequest):
         )
 
     def session(self) -> str | None:
-        """Return metadata.user_id."""
+        """Return metadata.user_id, which names the request's session; None without one."""
         return self.metadata.user_id
 
 
 class CountTokensRequest(PromptRequest):
-    """POST /v1/messages/count_tokens."""
+    """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica, without an adapter, which counting does not need."""
+        """Return the Call for a replica. It has no adapter, because counting tokens needs none."""
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

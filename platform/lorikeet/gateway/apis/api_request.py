@@ -40,7 +40,7 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 
 
 class CallContext(NamedTuple):
-    """Facts about a request besides its body.
+    """Facts about a request that are not in its body.
 
     created: Unix seconds.
     model: base model and adapter that the request names.
@@ -57,18 +57,21 @@ class CallContext(NamedTuple):
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return the work that an answer of `sequences` sequences makes for a replica."""
+        """Return the work that the request makes for a replica.
+
+        sequences: number of sequences to generate for it.
+        """
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
 
 
 class ApiRequest(Body):
-    """A request to generate."""
+    """Request that generates or counts tokens, of any API."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica."""
+        """Return the request as the Call that the gateway sends to a replica."""
 
     @abstractmethod
     def session(self) -> str | None:
@@ -79,8 +82,8 @@ class OpenAIRequest(ApiRequest):
     """Fields common to OpenAI's endpoints. Subclasses define `stream_options`.
 
     metadata: accepted, without effect.
-    user: name of a session, which stays with one version where an alias splits its requests between
-    two.
+    user: name of a session. If an alias splits its requests between two versions, all requests of a
+    session get the same version.
     """
 
     temperature: Temperature = 1.0
@@ -96,13 +99,14 @@ class OpenAIRequest(ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return `user`."""
+        """Return `user`, which names the request's session; None without one."""
         return self.user
 
 
 class StreamOptions(Body):
     """Options of a stream.
 
+    include_usage: end the stream with a chunk that has the request's usage.
     continuous_usage_stats: with include_usage, every chunk has the usage so far.
     """
 
@@ -147,7 +151,9 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """Return the token limit of one choice; None: the context is the limit."""
+        """Return the most tokens that one choice may have; None: only the model's context limits
+        it.
+        """
         return self.max_tokens
 
     @abstractmethod
@@ -157,7 +163,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     def echoed_logprobs(self) -> int | None:
         """Return the number of most likely tokens to report at each token of an echoed prompt.
 
-        None: no echo, or no logprobs.
+        None: the prompt is not echoed, or no logprobs are requested.
         """
         return None
 
@@ -207,7 +213,10 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """Return a prompt's number of tokens, estimated for text: a gateway has no tokenizer."""
+    """Return the number of tokens of a prompt, a text or token ids.
+
+    For a text it is estimated from the length, as a gateway has no tokenizer.
+    """
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN
     return len(prompt)
@@ -216,7 +225,7 @@ def prompt_tokens(prompt: str | Sequence[int]) -> int:
 def chat_tokens(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> int:
-    """Estimate the tokens of a conversation and its tools."""
+    """Estimate the number of prompt tokens of a conversation and the tools that it offers."""
     size = prompt_tokens(json.dumps(tools)) if tools else 0
     for message in messages:
         size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])

@@ -1,4 +1,6 @@
-"""Messages of a chat, parsed from OpenAI's shape and converted to that of chat templates."""
+"""Messages of a chat, parsed as in OpenAI's API and converted to the form that chat templates
+expect.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,11 +19,15 @@ FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 CLIENT_SIDE_FIELDS = frozenset({"parsed", "parsed_arguments", "provider_specific_fields"})
-"""Fields that OpenAI's clients and LiteLLM add to an answer's message or call, and send back."""
+"""Fields that OpenAI's clients and LiteLLM add to an answer's message or call, and send back with
+it.
+
+Requests may contain them; they have no effect.
+"""
 
 
 class TextPart(TypedDict):
-    """Part of a message's content."""
+    """Text part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -35,12 +41,14 @@ class RefusalPart(TypedDict):
 
 
 def _parse_role(value: object) -> object:
-    """Parse a role; newer clients call `system` `developer`."""
+    """Parse a message's role; `developer`, as newer clients call it, becomes `system`."""
     return "system" if value == "developer" else value
 
 
 def _parse_text(value: object) -> object:
-    """Parse a message's content: a string, or a list of text parts, which are joined."""
+    """Parse a message's content, a string or a list of text parts, into one string: the parts
+    joined.
+    """
     if not isinstance(value, list):
         return value
     for part in value:
@@ -54,30 +62,57 @@ def _parse_text(value: object) -> object:
 
 
 def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
-    """Parse the JSON text of an object, such as a call's arguments: templates want the object.
+    """Parse a string that is the JSON text of an object.
 
-    Empty text is {}: some clients assemble it from the deltas of a call without arguments. Raises
-    ValueError for anything else, and RequestTooLarge if all such texts of a body together have too
-    many values.
+    An empty string is {}. Raises ValueError for anything else. Raises RequestTooLarge if all such
+    strings of a request's body together contain too many values.
     """
-    if isinstance(value, str) and isinstance(info.context, ValueBudget):
-        info.context.spend(value.encode(errors="replace"))
+    _spend(value, info)
     try:
         text = value or "{}" if isinstance(value, str) else "null"
-        arguments = from_json(text)
+        parsed = from_json(text)
     except ValueError:  # also for JSON nested deeper than a body may be
-        arguments = None
-    if not isinstance(arguments, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ValueError("want the JSON text of an object")
-    json_text(arguments)
-    return arguments
+    json_text(parsed)
+    return parsed
 
 
-Arguments = Annotated[dict[str, Any], PlainValidator(parse_object, json_schema_input_type=str)]
+def parse_arguments(value: object, info: ValidationInfo) -> dict[str, Any] | str:
+    """Parse the arguments of a function call in an earlier message.
+
+    They may be any text, as in OpenAI's API. Chat templates want an object: JSON that max_tokens
+    cut off
+    becomes the object of its readable beginning, and empty text becomes {}. Other text stays text.
+    Raises ValueError for values that are not text. Raises RequestTooLarge if all such texts of a
+    request's body together contain too many values.
+    """
+    if not isinstance(value, str):
+        raise ValueError("want the JSON text of an object")
+    _spend(value, info)
+    try:
+        parsed = from_json(value or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return value
+    if not isinstance(parsed, dict):
+        return value
+    json_text(parsed)
+    return parsed
+
+
+def _spend(value: object, info: ValidationInfo) -> None:
+    if isinstance(value, str) and isinstance(info.context, ValueBudget):
+        info.context.spend(value.encode(errors="replace"))
+
+
+Arguments = Annotated[
+    dict[str, Any] | str, PlainValidator(parse_arguments, json_schema_input_type=str)
+]
 
 
 class PastFunction(Body):
-    """Function that the assistant called, with its arguments."""
+    """Function that the assistant called in an earlier message, with the arguments of the call."""
 
     dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
@@ -86,7 +121,7 @@ class PastFunction(Body):
 
 
 class PastCall(Body):
-    """Call that the assistant made in an earlier turn."""
+    """Tool call that the assistant made in an earlier message."""
 
     dropped: ClassVar[Collection[str]] = {*CLIENT_SIDE_FIELDS, "index"}  # index: of a streamed call
 
@@ -99,7 +134,7 @@ _SentRole = Literal["system", "developer", "user", "assistant", "tool", "functio
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """Message of a chat, of any role."""
 
     no_ops: ClassVar[NoOps] = {"tool_calls": ([],), "annotations": ([],)}
     dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
@@ -141,7 +176,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the shape of chat templates, with content always a string."""
+        """Return the message as chat templates expect it, with content always a string."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
@@ -155,9 +190,9 @@ class Message(Body):
 
 
 def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return messages in the shape of chat templates, with deprecated function calls as tool calls.
+    """Return messages as chat templates expect them, with deprecated function calls as tool calls.
 
-    Such calls get ids of nine characters, because Mistral's templates want these.
+    These tool calls get ids of nine characters, because Mistral's templates require that length.
     """
     shown = list[dict[str, Any]]()
     call_id = ""
@@ -174,7 +209,9 @@ def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]
 
 
 def check_answered(messages: Sequence[Message]) -> None:
-    """Raise a misfit unless messages of tools and functions answer calls of earlier turns."""
+    """Raise a validation error (body.misfit) if a tool's or function's message answers no earlier
+    call.
+    """
     called: set[str] = set()
     functions: set[str] = set()
     for index, message in enumerate(messages):

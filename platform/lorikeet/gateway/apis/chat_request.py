@@ -30,7 +30,10 @@ from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
-"""Most characters of all variables' JSON text: replicas render short prompts beside streams."""
+"""Most characters of the JSON text of chat_template_kwargs. It is bounded because replicas render
+the
+chat template of short prompts on the event loop that serves all streams.
+"""
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN = {
@@ -40,7 +43,9 @@ _TAKEN = {
     "sanitize_control_tokens",
     "self",
 }
-"""Variables that would be parameters of transformers' apply_chat_template, so they are refused."""
+"""Names that chat_template_kwargs may not contain, since transformers' apply_chat_template has
+parameters of these names.
+"""
 
 
 def _parse_template_args(value: object) -> dict[str, Any]:
@@ -62,7 +67,7 @@ TemplateArgs = Annotated[
 
 
 class TemplateFields(Body):
-    """Fields for the chat template."""
+    """Request fields that control the chat template."""
 
     chat_template_kwargs: TemplateArgs = Field(default={})
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
@@ -73,7 +78,10 @@ class TemplateFields(Body):
     continue_final_message: bool = False
 
     def check_continuation(self, last_role: str) -> None:
-        """Raise a misfit if the request is to continue a last message that cannot be continued."""
+        """Raise a validation error (body.misfit) if continue_final_message cannot be followed.
+
+        last_role: role of the last message, which must be the assistant's to be continued.
+        """
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
@@ -82,11 +90,16 @@ class TemplateFields(Body):
             raise misfit("continue_final_message", "want the last message to be the assistant's")
 
     def generation_prompt(self) -> bool:
-        """Return whether the template begins the assistant's message."""
+        """Return whether the chat template ends the prompt with the beginning of the assistant's
+        message.
+        """
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     def template_args(self) -> dict[str, Any]:
-        """Return variables for the template; chat_template_kwargs override the other fields."""
+        """Return the variables for the chat template.
+
+        chat_template_kwargs override the variables of reasoning_effort and verbosity.
+        """
         given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         known = {name: value for name, value in given.items() if value is not None}
         return known | self.chat_template_kwargs
@@ -96,7 +109,10 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "u
 
 
 class IgnoredFields(Body):
-    """Accepted fields without effect: prefixes are cached by content, whatever these fields say."""
+    """Fields that are accepted and have no effect.
+
+    Those about prompt caching have none because prefixes are always cached by content.
+    """
 
     dropped: ClassVar[Collection[str]] = {"prompt_cache_options"}
 
@@ -107,7 +123,9 @@ class IgnoredFields(Body):
 
 
 class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
-    """POST /v1/chat/completions. Without max_tokens only the context limits an answer."""
+    """Request of POST /v1/chat/completions. Without max_tokens only the context limits an
+    answer.
+    """
 
     no_ops: ClassVar[NoOps] = CHAT_NO_OPS
     hints: ClassVar[dict[str, str]] = {"prompt": ": send messages, or ask /v1/completions"}
@@ -139,20 +157,28 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """Return max_completion_tokens, or max_tokens, its older name."""
+        """Return max_completion_tokens, or max_tokens, its older name; None: only the context is
+        the limit.
+        """
         return self.max_completion_tokens or self.max_tokens
 
     def alternatives(self) -> int | None:
-        """Return top_logprobs; None unless logprobs are requested."""
+        """Return top_logprobs, the number of most likely tokens to report at each token of the
+        answer.
+
+        None: no logprobs are requested.
+        """
         return self.top_logprobs if self.logprobs else None
 
     def to_call(
         self, context: CallContext, format_param: str = "response_format", **others: Any
     ) -> Call:
-        """Return the Call for a replica.
+        """Return the request as the Call that the gateway sends to a replica.
 
-        format_param: name of response_format in the client's API.
-        others: members of the Call that another API's request sets itself.
+        format_param: the name that response_format has in the client's API, for errors.
+        others: members of the Call that a request of another API, converted to this chat request,
+        sets
+            itself.
         """
         messages = template_messages(self.messages)
         if self.functions:

@@ -14,7 +14,9 @@ _Count = Annotated[int, Field(ge=0, le=5)]
 
 
 def _parse_logprobs(value: object) -> object:
-    """Parse logprobs; true, as in a chat, requests those of the answer's tokens only."""
+    """Parse the field logprobs, a number; true, as in a chat, is 0: only the answer's own
+    tokens.
+    """
     if isinstance(value, bool):
         return 0 if value else None
     return value
@@ -27,7 +29,9 @@ _Logprobs = Annotated[
 
 
 class CompletionRequest(GenerateRequest):
-    """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as at OpenAI."""
+    """Request of POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as at
+    OpenAI.
+    """
 
     no_ops: ClassVar[NoOps] = COMPLETIONS_NO_OPS
     max_values: ClassVar[int] = 2**18  # prompts of token ids have many values
@@ -56,15 +60,21 @@ class CompletionRequest(GenerateRequest):
         return self
 
     def alternatives(self) -> int | None:
-        """Return logprobs, a number in this API."""
+        """Return the field logprobs: the number of most likely tokens to report at each token of
+        the answer.
+
+        None: no logprobs are requested.
+        """
         return self.logprobs
 
     def echoed_logprobs(self) -> int | None:
-        """Return logprobs; None unless the prompt is echoed."""
+        """Return the field logprobs, which also applies to an echoed prompt; None if it is not
+        echoed.
+        """
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica."""
+        """Return the request as the Call that the gateway sends to a replica."""
         return Call(
             endpoint=Endpoint.COMPLETIONS,
             prompts=self.prompt,

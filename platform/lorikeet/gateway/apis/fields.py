@@ -1,4 +1,4 @@
-"""Fields with parsers of their own, which report one error for any number of bad values."""
+"""Field types of requests with parsers that report one error for any number of bad values."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 KIND = "^[a-z0-9_]{1,40}$"
-"""Pattern of every `type`."""
+"""Pattern that the `type` of a tool, block or item matches."""
 _WORDS = re.compile(r"[a-z]+\d{0,2}(_([a-z]+\d{0,2}|\d+))*")  # such as bash_20250124
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
@@ -83,9 +83,11 @@ def _parse_metadata(value: object) -> dict[str, str]:
 
 
 def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
-    """Return a `type`. Raises `unsupported`, quoting the type, if it is an unknown type's name.
+    """Return a `type`. Raises a validation error (body.unsupported) that quotes an unsupported
+    type.
 
-    A value that does not look like a type's name is returned for later checks, and never quoted:
+    A value that does not look like the name of a type is returned for later checks, and never
+    quoted:
     it could be a secret.
 
     known: supported types.

@@ -1,7 +1,7 @@
 """Unsupported fields of OpenAI and vLLM, each with its values that have no effect.
 
-Clients send such defaults without being asked. They count as absent; any other value is refused and
-the field named.
+Clients send such defaults without being asked. A field with one of these values counts as absent;
+with any other value the request is refused and the field named.
 """
 
 from lorikeet.gateway.body import NoOps

@@ -37,7 +37,7 @@ _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
 def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
-    """Return the route of the document, for callers with a key."""
+    """Return the route GET /v1/openapi.json, for callers with a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
@@ -188,10 +188,10 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 
 
 def _responses(answer: Mapping[str, Any], others: Mapping[str, str]) -> dict[str, Any]:
-    """Return the responses of an operation.
+    """Return the responses of an operation, by HTTP status.
 
     answer: content of a 200, by media type.
-    others: descriptions of the other statuses, all of them JSON.
+    others: descriptions of the responses with other statuses, all of which are JSON.
     """
     described = {status: {"description": text, "content": _JSON} for status, text in others.items()}
     return {"200": {"description": "The answer.", "content": answer}} | described

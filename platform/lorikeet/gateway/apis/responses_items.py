@@ -28,7 +28,7 @@ _Ignored = Annotated[Any, Field(description="Taken, without effect.")]
 
 
 class InputText(TypedDict):
-    """Text part of an item's content. Other parts, such as images, are refused.
+    """Text part of an item's content. Parts of other types, such as images, are refused.
 
     reasoning_text occurs only in items of type reasoning.
     """
@@ -46,7 +46,9 @@ def _parse_kind(value: object) -> object:
 
 
 def _parse_content(value: object) -> object:
-    """Parse an item's content: a string, or a list of text parts, which are joined."""
+    """Parse an item's content, a string or a list of text parts, into one string: the parts
+    joined.
+    """
     if not isinstance(value, list):
         return value
     texts = []
@@ -67,13 +69,13 @@ Content = Annotated[
 
 
 class InputItem(Body):
-    """Input item: a message, a function call, its output, past reasoning, or an item_reference.
+    """Input item: a message, a function call, its output, earlier reasoning, or an item_reference.
 
     An item_reference stands for the stored item with its id.
 
     type: may be absent in a message.
     id: has an effect only in an item_reference.
-    status, phase, annotations: no effect, as all of past reasoning but its text.
+    status, phase, annotations, and all of a reasoning item but its text: no effect.
     """
 
     no_ops: ClassVar[NoOps] = {"caller": ({"type": "direct"},)}
@@ -99,7 +101,7 @@ class InputItem(Body):
     @model_validator(mode="before")
     @classmethod
     def _join_reasoning(cls, data: Any) -> Any:
-        """Join the texts of past reasoning, ignoring parts that other services put into it."""
+        """Join the texts of a reasoning item, ignoring parts that other services put into it."""
         if isinstance(data, dict) and data.get("type") == "reasoning":
             return {**data, "content": _reasoning_text(data.get("content"))}
         return data
@@ -132,7 +134,7 @@ _MAY_HAVE = {"reasoning": {"content"}}
 
 
 def _reasoning_text(parts: object) -> str | None:
-    """Return the joined text of parts of past reasoning; None without any text."""
+    """Return the joined text of a reasoning item's parts; None if no part has text."""
     known = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     texts = [part.get("text") for part in known if part.get("type") == "reasoning_text"]
     return "".join(text for text in texts if isinstance(text, str)) or None
@@ -149,12 +151,15 @@ class StoredItems(NamedTuple):
     referenced: Mapping[str, InputItem] = {}
 
     def resolve(self, item: InputItem) -> InputItem:
-        """Return the item that an item_reference names, and any other item unchanged."""
+        """Return the stored item that an item_reference names; return any other item unchanged."""
         return self.referenced[item.id] if item.type == REFERENCE else item
 
 
 def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-    """Raise InvalidInput unless every output answers a call of an earlier item, also in `past`."""
+    """Raise InvalidInput if a function_call_output answers no function_call of an earlier item.
+
+    past: items of the stored conversation, before all of `items`.
+    """
     called = {item.call_id for item in past if item.type == "function_call"}
     for index, item in enumerate(items):
         if item.type == "function_call":
@@ -165,7 +170,7 @@ def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None
 
 
 def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
-    """Return an item in the shape in which it is stored and listed, which InputItem can parse."""
+    """Return an item as it is stored and listed, in a form that InputItem can parse."""
     head = {"id": item_id, "type": item.type}
     if item.type == "reasoning":
         return head | {"summary": [], "content": _parts("reasoning_text", item.content)}
@@ -177,7 +182,8 @@ def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
     if item.type == "function_call_output":
         return head | {"output": item.output}
     named = {"name": item.name} | ({"namespace": item.namespace} if item.namespace else {})
-    return head | named | {"arguments": json.dumps(item.arguments)}
+    written = item.arguments if isinstance(item.arguments, str) else json.dumps(item.arguments)
+    return head | named | {"arguments": written}
 
 
 def _parts(kind: str, text: str | None) -> list[dict[str, Any]]:
@@ -186,10 +192,12 @@ def _parts(kind: str, text: str | None) -> list[dict[str, Any]]:
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
-    """Return items as messages of a chat, after a system message of the instructions.
+    """Return input items as messages of a chat, after a system message of the instructions.
 
-    System messages at the beginning join the instructions. A call joins the assistant's message
-    before it, as templates want; reasoning joins the assistant's message or call after it.
+    System messages at the beginning are appended to the instructions. A function call is added to
+    the
+    assistant's message before it, as chat templates require. Reasoning is added to the assistant's
+    message or function call after it.
     """
     messages: list[dict[str, Any]] = []
     if instructions:

@@ -1,4 +1,5 @@
-"""Requests of POST /v1/responses: conversion to a chat's Call, and fields repeated in the answer.
+"""Requests of POST /v1/responses: conversion to the Call of a chat, and fields repeated in the
+answer.
 
 gateway/stored_responses.py decides whether an answer is stored and reads the conversation that it
 continues. Requests for background answers, or for OpenAI's own tools without any function, are
@@ -42,7 +43,10 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class TextFormat(Body):
-    """Text, any JSON object, or JSON constrained to a schema, whether `strict` or not."""
+    """Answer format: text, any JSON object, or JSON constrained to a schema.
+
+    strict: no effect: a schema is always enforced.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
@@ -60,7 +64,7 @@ class TextFormat(Body):
         return self
 
     def for_chat(self) -> ResponseFormat | None:
-        """Return the format in a chat's shape; None for text."""
+        """Return the value of response_format in a chat request of OpenAI's API; None for text."""
         if self.type == "text":
             return None
         schema = None
@@ -70,7 +74,10 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """Format of the text. verbosity: for chat templates that read it."""
+    """Format and verbosity of the answer's text.
+
+    verbosity: passed to chat templates that read it.
+    """
 
     format: TextFormat = TextFormat(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -79,9 +86,10 @@ class TextSettings(Body):
 class ReasoningSettings(Body):
     """Settings of reasoning.
 
-    effort: for chat templates that read it.
+    effort: passed to chat templates that read it.
     summary: accepted, without effect.
-    context: only `auto`, because the chat template decides which past reasoning the model sees.
+    context: only `auto` is accepted, because the chat template decides which earlier reasoning the
+        model gets.
     """
 
     no_ops: ClassVar[NoOps] = {"context": ("auto",), "mode": ("standard",)}
@@ -91,7 +99,7 @@ class ReasoningSettings(Body):
 
 
 class ResponseStreamOptions(Body):
-    """Options of a stream."""
+    """Options of a stream of /v1/responses, none of which has an effect."""
 
     no_ops: ClassVar[NoOps] = {"include_obfuscation": (False,)}
 
@@ -109,7 +117,9 @@ def _parse_include(value: object) -> object:
 
 
 class ResponsesRequest(IgnoredFields, OpenAIRequest):
-    """POST /v1/responses. Without max_output_tokens only the context limits an answer."""
+    """Request of POST /v1/responses. Without max_output_tokens only the context limits an
+    answer.
+    """
 
     no_ops: ClassVar[NoOps] = {
         "background": (False,),
@@ -158,9 +168,9 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         return self
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica: a chat's, with an answer in the shape of a response.
+        """Return a chat's Call for a replica, to be answered in the format of /v1/responses.
 
-        Raises InvalidInput if the input does not fit the stored conversation.
+        Raises InvalidInput if the input does not fit the stored conversation that it continues.
         """
         stored = context.stored_items
         given = [stored.resolve(item) for item in self.input]
@@ -178,7 +188,11 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         )
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
-        """Return an equivalent chat request, unchecked because this request was checked."""
+        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
+        checked.
+
+        items: stored conversation that the request continues, then its input.
+        """
         return ChatRequest.unchecked(
             model=self.model,
             messages=messages_of(self.instructions, items),
@@ -202,7 +216,11 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         return NamedTool(type="function", function={"name": self.tool_choice["name"]})
 
     def repeated(self, stored: bool) -> bytes:
-        """Return the JSON members of the answer that repeat the request, without braces."""
+        """Return the JSON members of the answer that repeat fields of the request, without outer
+        braces.
+
+        stored: the answer's member `store`.
+        """
         members = {
             "background": False,
             "instructions": self.instructions,

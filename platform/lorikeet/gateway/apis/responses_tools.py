@@ -1,4 +1,4 @@
-"""Tools of /v1/responses: functions, plain or in namespaces. Other tools are left out."""
+"""Tools of /v1/responses: functions, on their own or in namespaces. Other tools are left out."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,12 +20,18 @@ from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """Return a function's name for the model, namespace.name. Names themselves have no dot."""
+    """Return the name by which the model knows a function: namespace.name, or only its name.
+
+    Neither a namespace's nor a function's own name has a dot.
+    """
     return name if namespace is None else f"{namespace}.{name}"
 
 
 class FunctionTool(Body):
-    """A function that the model may call. strict: absent means false."""
+    """Function that the model may call.
+
+    strict: constrain the arguments of calls to the parameters; absent means false.
+    """
 
     no_ops: ClassVar[NoOps] = {
         "allowed_callers": (["direct"],),
@@ -41,14 +47,19 @@ class FunctionTool(Body):
     strict: bool | None = None
 
     def for_chat(self, namespace: str | None = None) -> Tool:
-        """Return the tool in a chat's shape, without absent fields."""
+        """Return the function as a tool of a chat request of OpenAI's API, without absent fields.
+
+        namespace: namespace that the function is in, if any.
+        """
         given = self.model_dump(exclude_none=True, exclude={"type"})
         function = Function.unchecked(**given | {"name": dotted(namespace, self.name)})
         return Tool.unchecked(type="function", function=function)
 
 
 class NamespaceTool(Body):
-    """Functions in a namespace, such as those of an MCP server. The model knows f as `name.f`."""
+    """Namespace of functions, such as those of an MCP server. The model knows function f as
+    `name.f`.
+    """
 
     type: Literal["namespace"]
     name: FunctionName
@@ -57,7 +68,10 @@ class NamespaceTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that is not supported, such as web_search. At least one function must come with it."""
+    """Tool that is not supported, such as web_search, and is left out.
+
+    It is accepted only together with at least one function.
+    """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
@@ -77,7 +91,7 @@ def _parse_tool(value: object) -> OfferedTool:
 
 
 class FunctionChoice(TypedDict):
-    """Choice of one function, which must be called."""
+    """Choice of one function that the model must call."""
 
     type: Literal["function"]
     name: str
@@ -106,9 +120,11 @@ ResponseToolChoice = Annotated[
 
 
 def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
-    """Return the functions as tools in a chat's shape.
+    """Return the functions among the tools as tools of a chat request of OpenAI's API.
 
-    Raises a misfit for too many functions, and `unsupported` for tools without any function.
+    Raises a validation error: body.misfit for too many functions, body.unsupported if there are
+    tools
+    but no function.
     """
     functions = list[Tool]()
     for tool in tools:
@@ -125,12 +141,12 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
 
 
 def left_out(tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-    """Return the types of tools that are left out."""
+    """Return the types of the unsupported tools, which the model does not get."""
     return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
 def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:
-    """Return the supported tools in the shape in which the answer repeats them."""
+    """Return the supported tools in the form in which the answer repeats them."""
     return [_repeated(tool) for tool in tools if not isinstance(tool, OtherTool)]
 
 

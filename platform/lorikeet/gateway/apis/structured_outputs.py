@@ -49,7 +49,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """Fields that constrain an answer's format; a request has at most one of them."""
+    """Fields of vLLM that constrain an answer's format. A request may have at most one of them."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None
@@ -57,9 +57,9 @@ class StructuredFields(Body):
     guided_choice: _Choices | None = None
 
     def check_one_format(self, *others: str) -> None:
-        """Raise a misfit if more than one format is requested.
+        """Raise a validation error (body.misfit) if more than one format is requested.
 
-        others: further fields of the request that request a format.
+        others: names of the request's other fields that request a format.
         """
         outputs = self.structured_outputs
         if outputs is not None and len(outputs.model_fields_set) != 1:
@@ -69,7 +69,7 @@ class StructuredFields(Body):
             raise misfit(asked[-1], f"want it without {asked[0]}: an answer has one format")
 
     def structured_format(self) -> Format | None:
-        """Return the format that these fields request; None without any."""
+        """Return the answer format that these fields request; None if they request none."""
         outputs = self.structured_outputs
         if outputs is None:
             return (

@@ -1,4 +1,4 @@
-"""Tools that an answer may call, and response formats that it must follow."""
+"""Tools that a model may call in its answer, and response formats that the answer must follow."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
-"""Most characters of JSON text of all tools together, and of a response format's schema."""
+"""Most characters of the JSON text of all tools together, and of a response format's schema."""
 
 FUNCTIONS_ALONE = "functions are the only tools here"
 
@@ -23,7 +23,8 @@ Mode = Literal["none", "auto", "required"]
 
 
 def refuse_long_json(value: object) -> object:
-    """Return a value. Raises ValueError if its JSON text exceeds MAX_SCHEMAS_LENGTH.
+    """Return a value unchanged. Raises ValueError if its JSON text is longer than
+    MAX_SCHEMAS_LENGTH.
 
     Longer values would be copied many times before a prompt or grammar refuses them.
     """
@@ -45,7 +46,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool, which is always a function."""
+    """Tool that the model may call. It is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -53,20 +54,22 @@ class Tool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse other kinds of tools by type, before their fields are refused as unknown."""
+        """Refuse an unsupported type of tool by the type's name, before its fields are refused as
+        unknown.
+        """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
         return data
 
 
 class NamedFunction(TypedDict):
-    """Name of a function."""
+    """Name of the function that the model must call."""
 
     name: str
 
 
 class NamedTool(TypedDict):
-    """Choice of one function, which must be called."""
+    """Choice of one function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -116,8 +119,11 @@ FunctionCall = Annotated[
 def check_functions(
     functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
 ) -> None:
-    """Raise a misfit unless the deprecated fields functions and function_call are consistent.
+    """Raise a validation error (body.misfit) unless `functions` and `function_call` are consistent.
 
+    These are the deprecated fields of a chat.
+
+    choice: parsed value of function_call.
     tools: must be empty if there are functions.
     """
     if functions and tools:
@@ -130,7 +136,13 @@ def check_functions(
 
 
 def function_use(functions: Sequence[Function], choice: str | NamedTool | None) -> ToolUse | None:
-    """Return the use of deprecated functions in a chat: at most one call; None for no functions."""
+    """Return the tools of a chat that uses the deprecated field `functions`; None without
+    functions.
+
+    The model may make at most one call.
+
+    choice: parsed value of function_call.
+    """
     tools = [Tool(type="function", function=function) for function in functions]
     use = tool_use(tools, choice, parallel=False)
     return None if use is None else replace(use, functions=True)
@@ -139,7 +151,12 @@ def function_use(functions: Sequence[Function], choice: str | NamedTool | None) 
 def check_choice(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
 ) -> None:
-    """Raise a misfit unless tool_choice and parallel_tool_calls fit the tools."""
+    """Raise a validation error (body.misfit) unless tool_choice and parallel_tool_calls fit the
+    tools.
+
+    choice: parsed value of tool_choice.
+    parallel: value of parallel_tool_calls.
+    """
     if not tools:
         if choice == "required" or isinstance(choice, dict):
             raise misfit("tool_choice", "want tools with it")
@@ -156,7 +173,11 @@ def check_choice(
 def tool_use(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return the use of tools in a chat, for a checked choice; None if no tool may be called."""
+    """Return the tools of a chat and how the model may call them; None if it may call none.
+
+    choice: parsed value of tool_choice, checked by check_choice.
+    parallel: value of parallel_tool_calls; None: true.
+    """
     if not tools or choice == "none":
         return None
     shown = tuple(tool.model_dump(exclude_unset=True) for tool in tools)
@@ -167,7 +188,7 @@ def tool_use(
 
 
 class JsonSchema(Body):
-    """A named JSON schema. The model does not see it, but its answer is constrained to it."""
+    """Named JSON schema that the answer is constrained to. It is not part of the prompt."""
 
     name: FunctionName
     description: str | None = None
@@ -178,7 +199,10 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Text, any JSON object, or JSON constrained to a schema, whether `strict` or not."""
+    """Answer format: text, any JSON object, or JSON constrained to a schema.
+
+    A schema is always enforced, whether `strict` or not.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -190,7 +214,10 @@ class ResponseFormat(Body):
         return self
 
     def as_format(self, param: str) -> Format | None:
-        """Return the format of the answer; None for text. param: this field's name in the API."""
+        """Return the format that the answer is constrained to; None for text.
+
+        param: name of this field in the client's API, for errors.
+        """
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_

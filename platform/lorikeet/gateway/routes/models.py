@@ -9,16 +9,13 @@ from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.auth import RequestAuthenticator
-from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
 
 
-def model_routes(
-    services: Services, authenticator: RequestAuthenticator, catalog_view: GatewayCatalogView
-) -> APIRouter:
+def model_routes(services: Services, authenticator: RequestAuthenticator) -> APIRouter:
     """Return the routes of the list of models and of one model."""
     router = APIRouter(prefix="/v1/models")
 
@@ -26,7 +23,7 @@ def model_routes(
     async def list_models(request: Request) -> dict[str, Any]:
         tenant = await authenticator.tenant(request)
         entries = [_base_entry(name) for name in services.base_models]
-        for record in await catalog_view.ask(lambda state: state.visible_to(tenant.name)):
+        for record in await authenticator.visible_adapters(tenant.name):
             entries += _adapter_entries(record)
         return _list(entries, client_api(request.scope))
 

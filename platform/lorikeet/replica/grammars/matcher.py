@@ -88,8 +88,12 @@ class ModelGrammars:
     def _tokenizer(self) -> LLTokenizer:
         eos = sorted({*_eos(self._model / "config.json"), *_eos(self._model / _GENERATION)})
         try:
-            file = str(self._model / "tokenizer.json")
-            return LLTokenizer(file, eos_token=eos or None, slices=_SLICES)
+            text = (self._model / "tokenizer.json").read_text("utf-8")
+            saved = json.loads(text)
+            if saved.get("truncation") or saved.get("padding"):
+                # as in PromptEncoder: both would change the tokens of forced texts
+                text = json.dumps(saved | {"truncation": None, "padding": None})
+            return LLTokenizer(text, eos_token=eos or None, slices=_SLICES)
         except ValueError as error:
             raise InvalidRequest(f"no grammar fits this model's tokenizer: {error}") from error
 

@@ -21,18 +21,18 @@ _UNSUPPORTED = frozenset(
         "then", "unevaluatedProperties",
     }
 )  # fmt: skip
-"""Keywords on the whole arguments object that the rules cannot enforce."""
+"""JSON schema keywords of the whole arguments object that the grammar rules cannot enforce."""
 _WORD = regex.compile(r"\w+")
 """Names written bare before the = of an argument; other names are written as strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
-    """Constraints of a schema on arguments.
+    """Constraints of a JSON schema on a function's arguments.
 
     properties: schema of each argument by its name.
     required: names of required arguments.
-    closed: no other arguments are allowed.
+    closed: True if arguments other than `properties` are forbidden.
     """
 
     properties: Mapping[str, Any] = field(default_factory=dict)
@@ -91,11 +91,12 @@ class ArgumentRules:
 
 
 def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the grammar rules of key=value, … with values in JSON.
+    """Return the grammar rules for a Python call's arguments, key=value, with values in JSON.
 
-    Arguments come in the order of the schema's properties. A schema without properties allows any
-    arguments, unless it allows none. On the arguments object, $ref, allOf, anyOf, required and
-    boolean additionalProperties are enforced. Raises InvalidInput for other keywords there.
+    Arguments come in the order of the schema's properties. Without properties, any arguments are
+    allowed, or none if the schema forbids additional ones. Of the keywords at the top level of the
+    schema that are no properties, $ref, allOf, anyOf, required and boolean additionalProperties are
+    enforced. Raises InvalidInput for unsupported keywords at the top level.
 
     rule: name of the first rule and prefix of the others.
     schema: schema of the arguments object.
@@ -113,7 +114,10 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
-    """Return the alternatives of which arguments must meet one. Raises InvalidInput."""
+    """Return the alternative constraints of a schema; arguments must meet one of them.
+
+    Raises InvalidInput.
+    """
     alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
     begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
     for _ in range(_MOST_PARTS):
@@ -171,7 +175,12 @@ def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
 def _pairs(
     rule: str, asked: ArgumentRules, schema: Mapping[str, Any], most_length: int
 ) -> list[str]:
-    """Return the rules of arguments that meet one alternative. Raises InvalidInput."""
+    """Return the grammar rules of arguments that meet one alternative. Raises InvalidInput.
+
+    rule: name of the first rule and prefix of the others.
+    asked: the alternative's constraints.
+    schema: schema of the arguments object, for $ref.
+    """
     if not asked.properties and asked.closed:
         return [f'{rule}: ""']
     guidance = {"x-guidance": schema["x-guidance"]}

@@ -28,13 +28,19 @@ _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of the engine thread's stack
 _WALL_S = 15.0  # for a machine too busy to run the child
 _TRIED_TOKENS = 2
-"""Tokens sampled after compiling: some grammars fail only once a token opens an object."""
+"""Number of tokens sampled after compiling a grammar.
+
+Some grammars fail only once a token opens an object.
+"""
 _LARGEST_VOCABULARY = 2**20
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
 class GrammarSandbox:
-    """Checker of one base model's grammars, fair to tenants. Its process starts with the first."""
+    """Checker of grammars for one base model, in a child process and fair to tenants.
+
+    The process starts with the first grammar.
+    """
 
     def __init__(self, model: Path) -> None:
         self._model = model

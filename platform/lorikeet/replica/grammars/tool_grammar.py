@@ -23,7 +23,7 @@ _PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
 }
-"""Text that ToolCallParser takes for no call in a syntax without an opening mark."""
+"""Text that is no tool call for ToolCallParser, in syntaxes without an opening mark."""
 
 
 def call_grammar(
@@ -51,9 +51,11 @@ def call_grammar(
 def text_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
 ) -> str:
-    """Return a grammar of free text with calls of any tools; strict tools keep to their schemas.
+    """Return a grammar of free text with calls of any tools.
 
-    Text that begins like a call must become a call. Special tokens are allowed in calls only.
+    Arguments of strict tools must match their schemas. Text that begins like a call must become a
+    call.
+    Special tokens are allowed in calls only.
 
     excluded: words whose added tokens are allowed nowhere.
     """
@@ -89,7 +91,9 @@ def text_grammar(
 
 
 def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
-    """Return added tokens that clients see as text, such as <think>; grammars match none as text.
+    """Return ids of added tokens that are no special tokens, such as <think>.
+
+    Clients get them as text, but grammars do not match them as text.
 
     others: words to leave out.
     """
@@ -100,9 +104,10 @@ def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
 def _call(
     arguments: Mapping[str, Mapping[str, Any]], syntax: ToolSyntax, literal: Callable[[str], str]
 ) -> list[str]:
-    """Return the rules of one call.
+    """Return the grammar rules of one tool call.
 
     arguments: schema of the arguments by function name.
+    literal: function that turns a text into a literal of a rule.
     """
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
