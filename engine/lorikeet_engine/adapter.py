@@ -1,4 +1,4 @@
-"""Names of adapters, and the tiers that hold their weights."""
+"""Identity of adapters, and the tiers that hold their weights."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,9 +26,9 @@ class TouchedModules:
     """Modules of the base model that an adapter changes.
 
     linears: names in the model's order; lm_head and embed_tokens may be among them.
-    layers: number of decoder layers with adapted linears.
-    min_rank: smallest rank.
-    parameters: elements of all A and B, and of the rows of trained tokens.
+    layers: number of decoder layers in which a linear is adapted.
+    min_rank: smallest rank of an adapted linear.
+    parameters: number of elements of all A and B, and of the rows of trained tokens.
     tokens: number of trained tokens.
     """
 

@@ -11,22 +11,28 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens seen by prompts from which on a step is several graphs on CUDA."""
+"""Number of tokens that a step's prompts attend to from which on it is several graphs on CUDA."""
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens seen by prompts from which on decodes get attention kernels apart on CUDA."""
+"""Number of tokens that a step's prompts attend to from which on decodes cost more on CUDA.
+
+From there on, the decodes have attention kernels of their own.
+"""
 
 
 class RowsTime(NamedTuple):
-    """Seconds of a step with N tokens, without attention and adapters."""
+    """Seconds that a step of so many tokens takes, without attention and adapters."""
 
     tokens: int
     seconds: float
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """Return the tokens that N tokens of a prompt, beginning at `depth`, see in sum.
+    """Return how many tokens the tokens of a prompt attend to, added up over the attending tokens.
 
-    tokens · (depth + tokens / 2): each token sees about all before it.
+    tokens · (depth + tokens / 2): each token attends to about all before it.
+
+    tokens: number of attending tokens.
+    depth: number of prompt tokens before them.
     """
     return tokens * (2 * depth + tokens) // 2
 
@@ -35,18 +41,20 @@ def seen_tokens(tokens: int, depth: int = 0) -> int:
 class StepCosts:
     """Coefficients of the time of a step, by its contents; `step_s` is the formula.
 
-    rows: points of the time of a step's tokens without attention and adapters, ascending. Times
-        between and beyond the points are on straight lines.
-    seen_token_s: for each token that a decode sees, in all layers together.
-    window: tokens that a decode sees at most in layers with a sliding window; None without such.
+    rows: points of the time of a step without attention and adapters, by its number of tokens,
+        ascending. Times between and beyond the points are on straight lines.
+    seen_token_s: seconds for each token that a decode attends to, in all layers together.
+    window: most tokens that a decode attends to in layers with a sliding window; None without such.
     windowed: share of the layers with a sliding window.
-    prompt_seen_s: for each token that a prompt token sees.
-    pieces_s: once for a step whose prompts see SEEN_IN_PIECES tokens or more. Prompts that see less
-        cost their share of it, since a single graph reads keys again for each token.
-    split_s: once more for decodes beside prompts that see SEEN_TO_SPLIT tokens or more.
-    lora_s: once for a step with adapters.
-    rank_s: for each rank of the distinct adapters that decode.
-    lora_token_s: for each prompt token with an adapter.
+    prompt_seen_s: seconds for each token that a prompt token attends to.
+    pieces_s: seconds once for a step whose prompts attend to SEEN_IN_PIECES tokens or more. Prompts
+        that attend to fewer cost a proportional share, since a single graph reads keys again for
+        each token.
+    split_s: seconds once more for a step with decodes whose prompts attend to SEEN_TO_SPLIT tokens
+        or more.
+    lora_s: seconds once for a step with adapters.
+    rank_s: seconds for each rank of the distinct adapters that decode.
+    lora_token_s: seconds for each prompt token with an adapter.
     step_tokens: most tokens of a step.
     max_running: most sequences of a step.
     """
@@ -88,11 +96,11 @@ class StepCosts:
 
     @property
     def prompt_token_s(self) -> float:
-        """Seconds of a prompt token in a step full of prompt tokens, without attention."""
+        """Seconds for each prompt token in a step full of prompt tokens, without attention."""
         return (self.rows_s(self.step_tokens) + self.pieces_s) / self.step_tokens
 
     def rows_s(self, tokens: int) -> float:
-        """Return the seconds of a step of N tokens without attention and adapters."""
+        """Return the seconds of a step with N tokens, without attention and adapters."""
         at = min(bisect_left(self.rows, (tokens,)), len(self.rows) - 1)
         if at == 0:
             return self.rows[0].seconds
@@ -100,11 +108,11 @@ class StepCosts:
         return few_s + (many_s - few_s) * (tokens - few) / (many - few)
 
     def decode_sees(self, length: float) -> float:
-        """Return the tokens that a decode sees, as the mean over all layers.
+        """Return how many tokens one decode attends to, averaged over all layers.
 
-        Layers with a window thus count by what they read.
+        A layer with a sliding window counts at most its window.
 
-        length: length of the decoding sequence, the token itself included.
+        length: number of tokens in the sequence, including the one being decoded.
         """
         if self.window is None or length <= self.window:
             return length
@@ -117,13 +125,13 @@ class StepCosts:
 
             rows_s(tokens) + (lora_s + rank_s · ranks, if any) + lora_token_s · adapted
             + seen_token_s · context + prompt_seen_s · seen
-            + (pieces_s and split_s, by the tokens that prompts see)
+            + (pieces_s and split_s, by the tokens that prompts attend to)
 
-        tokens: tokens of decodes and prompts.
+        tokens: number of tokens of decodes and prompts.
         ranks: Σ rank over the distinct adapters of the decodes.
-        context: Σ of decode_sees over the decodes.
-        adapted: prompt tokens with adapters.
-        seen: Σ of seen_tokens over the prompts.
+        context: number of tokens that the decodes attend to, Σ of decode_sees.
+        adapted: number of prompt tokens with adapters.
+        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
         """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
         lora_s += self.lora_token_s * adapted
@@ -131,15 +139,21 @@ class StepCosts:
         return self.rows_s(tokens) + lora_s + seen_s
 
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
-        """Return the seconds that N steps take longer because their prompts see `seen` tokens."""
+        """Return the seconds that the attention of prompts adds to steps.
+
+        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
+        beside_decodes: whether the steps have decodes, too.
+        steps: number of steps that the prompts are computed in.
+        """
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
         pieces_s = self.pieces_s * min(steps, seen / SEEN_IN_PIECES)
         return self.prompt_seen_s * seen + pieces_s + split_s
 
     def prompts_s(self, tokens: float, seen: float) -> float:
-        """Return the seconds of prompts in steps that other prompts fill.
+        """Return the seconds that prompts add to steps that are otherwise full of other prompts.
 
-        seen: Σ of seen_tokens over the prompts.
+        tokens: number of prompt tokens.
+        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
         """
         return self.prompt_token_s * tokens + self.prompt_seen_s * seen
 
@@ -153,13 +167,14 @@ class StepCosts:
         ranks: int = 0,
         context: int = 0,
     ) -> float:
-        """Return the seconds of all steps of a prompt, with no other prompts but decodes beside it.
+        """Return the seconds of all steps of a prompt, if their other tokens are only decodes.
 
-        tokens: prompt tokens that are not cached.
-        depth: number of cached tokens before them.
-        sequences: number of decodes.
-        ranks: Σ rank of the decodes' adapters, as in step_s.
-        context: Σ of decode_sees over the decodes, as in step_s.
+        tokens: number of prompt tokens that are not cached.
+        rank: rank of the prompt's adapter; 0 without an adapter.
+        depth: number of prompt tokens that are cached.
+        sequences: number of decodes in each step.
+        ranks: Σ rank over the distinct adapters of the decodes.
+        context: number of tokens that the decodes attend to, Σ of decode_sees.
         """
         room = max(1, self.step_tokens - sequences)
         whole, rest = divmod(tokens, room)
@@ -175,8 +190,10 @@ class StepCosts:
 class LoadCosts:
     """Time to load an adapter to the GPU, from each tier through all nearer ones.
 
-    host_latency_s, disk_latency_s, remote_latency_s: seconds for a load of no bytes.
-    host_bytes_per_s, disk_bytes_per_s, remote_bytes_per_s: bandwidth of each link.
+    host_latency_s, disk_latency_s, remote_latency_s: seconds that a load from this tier to the next
+        nearer one takes apart from its bytes.
+    host_bytes_per_s, disk_bytes_per_s, remote_bytes_per_s: bandwidth from this tier to the next
+        nearer one.
     """
 
     # "Loading adapters": loading 84 MB delays a first token by 4.0 ms from the host and by 22 ms
@@ -190,7 +207,10 @@ class LoadCosts:
     remote_bytes_per_s: float = 1e9
 
     def load_s(self, tier: Residency, size_bytes: int) -> float:
-        """Return the seconds of a load with nothing else on the links; 0 if already on the GPU."""
+        """Return the seconds of loading an adapter to the GPU if nothing else is loaded meanwhile.
+
+        tier: nearest tier that holds the adapter; 0 s are returned for the GPU.
+        """
         if tier is Residency.GPU:
             return 0.0
         seconds = self.host_latency_s + size_bytes / self.host_bytes_per_s
@@ -204,7 +224,7 @@ class LoadCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Costs of steps and loads on one engine; defaults where nothing was measured."""
+    """Costs of steps and loads of one engine; defaults where nothing was measured."""
 
     steps: StepCosts = field(default_factory=StepCosts)
     loads: LoadCosts = field(default_factory=LoadCosts)

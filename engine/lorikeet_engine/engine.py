@@ -49,13 +49,13 @@ log = logging.getLogger(__name__)
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    Threads: wait, step, fail_all and close belong to one thread (EngineLoop's); changed_status to
-        one
-    other thread (StatusReporter's); all other methods and incoming_blobs to any thread.
+    Threads: wait, step, fail_all and close may be called on one thread only (EngineLoop's), and
+    changed_status on one other thread only (StatusReporter's). All other methods and incoming_blobs
+    may be used on any thread.
 
     info: facts about the started engine that callers need.
-    changed: set when changed_status may have something to report.
-    incoming_blobs: Tiers.incoming_blobs.
+    changed: event that is set when changed_status may have something to report.
+    incoming_blobs: packs adapters' blobs while they are still being written to files.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class Engine:
     ) -> None:
         """Load the model and allocate all the memory that serving needs.
 
+        source: store from which adapters are downloaded.
         load: reads the base model, as load_model does.
-        grammars: for requests with a grammar; None refuses such requests.
+        grammars: compiles grammars of requests; None to refuse requests with a grammar.
 
         Raises ModelError, and SettingsError if something does not fit into the device's memory. On
-        CUDA no kernel is compiled afterwards.
+        CUDA no kernel is compiled after the constructor.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
@@ -95,11 +96,12 @@ class Engine:
         """Accept a request, whose tokens come out of later steps; return its adapter's tier.
 
         max_tokens is cut to what the context leaves after each prompt. The context always fits into
-        the KV cache, so every accepted request can run. A bad grammar fails the request later; no
-        other request waits for a grammar to compile.
+        the KV cache, so every accepted request can run. If the grammar is bad, the request fails
+        later; no other request waits for a grammar to compile.
 
-        Raises InvalidRequest, EngineClosed, and EngineOverloaded if the estimated wait is far
-        beyond max_queue_s, or if too many grammars precede the request's own.
+        Raises InvalidRequest and EngineClosed. Raises EngineOverloaded if the estimated wait is far
+        beyond max_queue_s, or if too many of the tenant's grammars are in use or wait to be
+        compiled.
         """
         self._deadlines.check(request.scheduling)
         choices = self._input_processor.process(request)
@@ -116,25 +118,29 @@ class Engine:
         return residency
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one of its choices, without an output; do nothing if it has ended."""
+        """End a request or one of its choices, without an output; do nothing if it has ended.
+
+        choice: index of the choice; None for all choices.
+        """
         self._requests.abort(request_id, choice)
         self.wake()
 
     def wake(self) -> None:
-        """Make `wait` return."""
+        """Make `wait` return, on whatever thread it waits."""
         self._wake.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return as soon as a step may have work, or after timeout_s."""
+        """Wait until a step may have work to do, or until timeout_s has passed."""
         if self._idle:
             bounds_s = [s for s in (timeout_s, self._next_step_s) if s is not None]
             self._wake.wait(self._deadlines.next_within_s(min(bounds_s, default=None)))
             self._wake.clear()
 
     def step(self) -> list[Output]:
-        """Launch a batch; return the outputs of the batch before it, at most one Tokens a choice.
+        """Launch a batch; return the previous batch's outputs, at most one Tokens for each choice.
 
-        Without overlap, return the outputs of this batch. Raises DeviceLost.
+        If EngineSettings.overlap is off, return the outputs of this batch instead. Raises
+        DeviceLost.
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
@@ -160,7 +166,7 @@ class Engine:
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and begin anew, whatever state the scheduler is in.
 
-        Returns also the outputs of a step that an error interrupted.
+        If an error interrupted a step, the result includes that step's outputs.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -177,21 +183,24 @@ class Engine:
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
-        passing: as in Tiers.pin.
+        passing: whether the pin is for a short time. Then the adapter's image is not written to the
+            disk for it.
         """
         self._tiers.pin(ref, tier, passing)
         self.wake()
 
     def unpin(self, digest: str) -> None:
-        """Let an adapter be evicted again."""
+        """Remove an adapter's pin, so that the adapter may be evicted again."""
         self._tiers.unpin(digest)
         self.wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier` unless a request, a pin or a more used adapter would suffer.
+        """Load an adapter up to `tier` if memory can be had for it.
 
-        uses: recent uses on other replicas, as far as this one could serve them. Adapters with
-            fewer uses may be evicted for this one.
+        Memory is not taken from requests, from pins or from adapters that are used more.
+
+        uses: recent uses on other replicas that this replica could serve instead. Adapters with
+            fewer uses may be evicted for this adapter.
         """
         self._tiers.prefetch(ref, tier, uses)
 
@@ -222,7 +231,10 @@ class Engine:
         )
 
     def changed_status(self) -> EngineStatus | None:
-        """Return the status and all moves if either differs from the last call's, else None."""
+        """Return the status with all moves if anything changed since the last call, else None.
+
+        Moves are the adapters whose tier has changed, with their new tier.
+        """
         moved, status = self._tiers.moved(), self.status()
         if not moved and status == self._reported:
             return None
@@ -230,18 +242,21 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List all adapters in the GPU's arena, and the engine's others at `tier` or nearer.
+        """List all adapters in the GPU's memory, and the engine's others at `tier` or nearer.
 
         Takes a few milliseconds for thousands of adapters; steps go on meanwhile.
         """
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return each tenant's use of adapters' slots since the last call. For one reader only."""
+        """Return each tenant's use of GPU slots since the last call. For one caller only."""
         return self._tiers.take_use()
 
     def close(self) -> list[Output]:
-        """Refuse new requests, end those in flight with EngineClosed, and stop loading adapters."""
+        """Refuse new requests, end those in flight with EngineClosed, and stop loading adapters.
+
+        Returns the last outputs.
+        """
         if not self._requests.close():
             return []
         outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
@@ -268,13 +283,15 @@ class Engine:
                 self._requests.end_choice(sequence.request.request_id)
 
     def _drop_damaged(self, damaged: Mapping[str, AdapterDamaged]) -> None:
-        """Stop using damaged adapters, given by digest, and fail the requests that used them.
+        """Stop using damaged adapters, and fail the requests that used them.
 
         Damage is found some time after it happened (residency/image_checks.py). Clients have read
         tokens that may be wrong, so their requests fail instead of continuing to an answer that
         looks right. Keys and values computed with the adapter leave the prefix cache. Requests that
         have no token yet give back their leases and wait until the adapter is loaded again. After
-        that, nobody leases the adapter.
+        that, no sequence leases the damaged copy.
+
+        damaged: errors of the adapters, by digest.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():

@@ -13,18 +13,21 @@ EngineError
 └── AdapterError         an error of one adapter
     ├── AdapterRejected  not an acceptable adapter, with `field` and reason
     ├── AdapterTooLarge  a rank or a size above the configured limit
-    ├── AdapterNotReady  still loading when the request would wait no longer
+    ├── AdapterNotReady  still loading when the request could wait no longer
     ├── AdapterLoadFailed  an accepted adapter that could not be loaded to the GPU
     └── AdapterDamaged   weights that changed in memory while requests used them
 
-All are picklable: they cross process borders unchanged.
+All are picklable, with their attributes, so they can be sent to other processes.
 """
 
 from typing import Any
 
 
 class EngineError(Exception):
-    """Base of the tree. Keyword arguments become attributes and survive pickling."""
+    """Base class of all errors that the engine raises.
+
+    Keyword arguments become attributes, and survive pickling.
+    """
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -57,18 +60,18 @@ class InvalidRequest(EngineError):
 
 
 class EngineOverloaded(EngineError):
-    """Request that waited as long as it may, or would have to.
+    """Request that waited for as long as it may, or would have to wait longer than that.
 
     retry_after_s: seconds after which to send the request again.
     """
 
 
 class EngineClosed(EngineError):
-    """Engine that takes no more requests."""
+    """Engine that accepts no more requests."""
 
 
 class StepFailed(EngineError):
-    """Failure of the forward pass that computed the request; the engine goes on."""
+    """Failure of the forward pass that computed a request; the engine continues to serve others."""
 
 
 class NotFinite(EngineError):
@@ -76,13 +79,13 @@ class NotFinite(EngineError):
 
     @classmethod
     def under(cls, adapter: object) -> "NotFinite":
-        """Return the error of a request under this adapter; None for the base model alone."""
+        """Return the error of a request to an adapter; None stands for the base model alone."""
         source = "the base model" if adapter is None else f"adapter {adapter}"
         return cls(f"the logits of {source} are not finite: it overflows")
 
 
 class DeviceLost(EngineError):
-    """Loss of the device for this process: no later step would work either."""
+    """Loss of the device for this process: no later step would succeed either."""
 
 
 class ShapeError(EngineError):
@@ -94,37 +97,37 @@ class ModelError(EngineError):
 
 
 class AdapterError(EngineError):
-    """Error of one adapter."""
+    """Base class of errors that concern one adapter."""
 
 
 class AdapterRejected(AdapterError):
-    """File or folder that is no acceptable adapter.
+    """File or folder that is not an acceptable adapter.
 
     field: name of the file, tensor or config key at fault.
     """
 
 
 class AdapterTooLarge(AdapterError):
-    """Rank or byte size above the configured limit."""
+    """Adapter whose rank or size in bytes is above the configured limit."""
 
 
 class AdapterNotReady(AdapterError):
-    """Adapter that is still loading.
+    """Adapter that is still being loaded.
 
-    retry_after_s: seconds after which the adapter should be there.
+    retry_after_s: seconds after which the adapter should be loaded.
     """
 
 
 class AdapterLoadFailed(AdapterError):
-    """Accepted adapter that could not be loaded to the GPU.
+    """Adapter that was accepted, but could not be loaded to the GPU.
 
-    own_disk: whether this machine's disk is full or broken and its memory no way round that. Other
-        machines may load the adapter.
+    own_disk: the cause is this machine's disk, which is full or broken and could not be bypassed
+        through memory. Other machines may be able to load the adapter.
     """
 
 
 class AdapterDamaged(AdapterError):
-    """Adapter whose weights in memory no longer match its digest; they are loaded again.
+    """Adapter whose weights in memory were found damaged; they are loaded again.
 
-    retry_after_s: seconds after which the weights should be there again.
+    retry_after_s: seconds after which the weights should be loaded again.
     """

@@ -1,7 +1,7 @@
-"""Returns memory that this process has freed to the operating system, through glibc.
+"""Gives memory that this process has freed back to the operating system, through glibc.
 
-Stands at the package's top, since the platform's gateways, which load no tensors, use it as well as
-the engine.
+Stands at the package's top, since not only the engine uses it, but also the platform's gateways,
+which load no tensors.
 """
 
 import ctypes
@@ -16,9 +16,10 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def trim_malloc() -> None:
-    """Return every free page of glibc's arenas to the system; without glibc do nothing.
+    """Give every free page of glibc's arenas back to the operating system.
 
-    Without this, 410 MB of compiled grammars stayed with the process after they were freed.
+    Does nothing without glibc. Without this call, 410 MB of compiled grammars stayed with the
+    process after they were freed.
     """
     if (library := glibc()) is not None:
         library.malloc_trim(0)

@@ -8,21 +8,21 @@ from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Bounds beyond which logits of 32 bits would overflow."""
+"""Bounds of repetition_penalty. Beyond them, logits of 32 bits would overflow."""
 
 
 class FinishReason(Enum):
-    """Reason why a choice ended, in OpenAI's words."""
+    """Reason why a choice ended; the values are those of OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class LogprobsMode(StrEnum):
-    """Distribution that log probabilities are taken from, in vLLM's words.
+    """Distribution that log probabilities are taken from, named as in vLLM.
 
-    RAW: the model's own.
-    PROCESSED: the one that tokens are drawn from, after penalties, biases, bans, grammar,
+    RAW: the model's own distribution.
+    PROCESSED: the distribution that tokens are drawn from, after penalties, biases, bans, grammar,
         temperature and filters. Greedy tokens have neither temperature nor filters.
     """
 
@@ -43,18 +43,19 @@ class SamplingParams:
     top_k: keeps the k likeliest tokens; 0 keeps all.
     min_p: keeps tokens at least min_p times as likely as the likeliest.
     seed: makes a choice repeatable: choice i of a request samples from seed + i.
-    stop_token_ids: end a choice and are not part of its output, unless keep_stop_token.
+    stop_token_ids: tokens that end a choice and are not part of its output, unless keep_stop_token.
     ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
-    presence_penalty: subtracted once from the logit of every token of the output.
+    presence_penalty: subtracted once from the logit of every token that occurs in the output.
     frequency_penalty: subtracted from a token's logit once for each occurrence in the output.
-    repetition_penalty: divides logits above 0, and multiplies others, of every token of prompt and
-        output; applied before the other penalties.
-    logit_bias: added to the logits of these token ids.
-    logprobs: number of most likely tokens to report beside each sampled token; None reports
-        nothing.
+    repetition_penalty: divides logits above 0, and multiplies others, of every token that occurs in
+        prompt or output; applied before the other penalties.
+    logit_bias: pairs of a token id and the number added to its logit.
+    logprobs: number of most likely tokens to report in addition to each sampled token; None reports
+        no log probabilities.
     logprobs_mode: distribution that `logprobs` are taken from.
-    prompt_logprobs: number of most likely tokens to report beside each prompt token except the
-        first; None reports nothing. A scored prompt is not taken from the prefix cache.
+    prompt_logprobs: number of most likely tokens to report in addition to each prompt token except
+        the first; None reports no log probabilities of the prompt. A prompt with them is not taken
+        from the prefix cache.
     keep_stop_token: keep the stop token in the output.
     grammar: language that the output must belong to, in the notation of the engine's Grammars.
     """
@@ -108,18 +109,18 @@ class SamplingParams:
 
     @property
     def has_repetition_penalty(self) -> bool:
-        """Whether tokens of the prompt change logits, too."""
+        """Whether repetition_penalty is used, so that prompt tokens change logits, too."""
         return self.repetition_penalty != 1.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens of the output change logits."""
+        """Whether any penalty is used, so that output tokens change logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether penalties or biases change logits before tokens are chosen."""
+        """Whether penalties or biases change the logits before a token is chosen."""
         return self.has_penalties or bool(self.logit_bias)
 
 
@@ -130,9 +131,10 @@ class SchedulingParams:
     tenant: requests of one tenant share its part of the engine's time.
     weight: waiting tenants divide the engine's time in proportion to their weights.
     priority: requests with a higher value precede others of the same tenant.
-    max_queue_s: a request that has not begun by then fails with EngineOverloaded; None is no bound.
-    max_load_s: a request whose adapter is not on the GPU by then fails with AdapterNotReady, and
-        the adapter goes on loading; None is no bound.
+    max_queue_s: seconds after which a request that has not begun fails with EngineOverloaded; None
+        for no limit.
+    max_load_s: seconds after which a request whose adapter is not on the GPU fails with
+        AdapterNotReady, while the adapter goes on loading; None for no limit.
     """
 
     tenant: str = ""
@@ -147,11 +149,11 @@ class SchedulingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One call: n choices for each prompt. Choices of one prompt share its KV pages.
+    """One call of the engine: n choices for each prompt. Choices of one prompt share its KV pages.
 
     Choice i continues prompts[i // n].
 
-    salt: keeps tenants' cached prefixes apart.
+    salt: mixed into the keys of cached prefixes, so that tenants do not share them.
     """
 
     request_id: str
@@ -172,9 +174,10 @@ class Request:
 class TokenLogprobs:
     """Log probability of one token, sampled or of a prompt, and of the most likely alternatives.
 
-    top: (token id, log probability), the most likely first.
+    top: pairs of token id and log probability, the most likely first.
 
-    The distribution is that of LogprobsMode; for prompt tokens it is always the model's own.
+    The distribution is that of the request's LogprobsMode; for prompt tokens it is always the
+    model's own.
     """
 
     logprob: float
@@ -189,9 +192,9 @@ class EngineTimings:
     load_s: part of queued_s in which the adapter was loading.
     prefill_s: from the first step to the first token.
     decode_s: from the first token to the newest.
-    cached_tokens: prompt tokens that were in the KV cache.
-    preemptions: times that the choice was preempted.
-    steps: steps that the choice took part in.
+    cached_tokens: number of prompt tokens that were in the KV cache.
+    preemptions: number of times that the choice was preempted.
+    steps: number of steps that the choice took part in.
     """
 
     queued_s: float = 0.0
@@ -207,9 +210,9 @@ class EngineTimings:
 class Tokens:
     """New tokens of one choice, in order.
 
-    finish: set on the last output of a choice, and only there.
-    logprobs: one for each of token_ids, if requested.
-    timings: on the first and the last output of a choice.
+    finish: reason why the choice ended; set on the choice's last output only.
+    logprobs: one entry for each of token_ids, if requested.
+    timings: set on the first and the last output of a choice.
     """
 
     request_id: str
@@ -224,10 +227,10 @@ class Tokens:
 class PromptLogprobs:
     """Log probabilities of prompt tokens, each given the tokens before it.
 
-    Those of one prompt come in order, from its second token to its last, before the choice's
+    Outputs for one prompt come in order, from its second token to its last, before the choice's
     output.
 
-    choice: first choice of the prompt.
+    choice: index of the prompt's first choice.
     """
 
     request_id: str
@@ -237,7 +240,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Error that ended a whole request; no output follows."""
+    """Error that ended a whole request; no output of the request follows."""
 
     request_id: str
     error: EngineError

@@ -1,4 +1,4 @@
-"""Settings of one engine."""
+"""Settings of one inference engine."""
 
 import math
 from dataclasses import dataclass
@@ -23,25 +23,26 @@ class EngineSettings:
     cache_dir: folder of the adapters' disk cache.
     dtype: dtype of the base model.
     weight_dtype: `auto` leaves the linears' weights as they are. `nf4` rounds them to NF4's values,
-        on which QLoRA trains adapters, and keeps them in dtype. `fp8` rounds them to FP8 and keeps
-        them so, in half of bfloat16's bytes.
-    kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, half of 16 bits.
+        on which QLoRA trains adapters, but stores them in dtype. `fp8` rounds them to FP8 and
+        stores them in FP8, which takes half of bfloat16's bytes.
+    kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, which takes half the
+        bytes of 16 bits.
     page_size: tokens of a KV page.
     kv_bytes: size of the KV cache: bytes, or a MemoryShare of the memory that all other parts of
         serving leave free on the device.
-    max_context: prompt plus output in tokens; None for as many as model and KV cache allow.
+    max_context: most tokens of prompt plus output; None for as many as model and KV cache allow.
     max_batch_tokens: most tokens of one step.
     max_running: most sequences of one step.
     max_batch_adapters: most distinct adapters of one step.
-    adapter_gpu_bytes: size of the slot pool: bytes, or a MemoryShare of the memory that the base
-        model's weights leave free on the device.
-    inter_token_goal_s: longest step with decodes. Bounds the ranks of its adapters and the prompt
-        tokens beside the decodes, but never below one adapter and 128 prompt tokens. None: no
-        bound.
-    overlap: launch a step before the tokens of the step before are read, so that a GPU need not
+    adapter_gpu_bytes: size of the adapters' memory on the GPU: bytes, or a MemoryShare of the
+        memory that the base model's weights leave free on the device.
+    inter_token_goal_s: most seconds that a step with decodes should take. Bounds Σ rank of its
+        adapters and its prompt tokens, but always allows one adapter and 128 prompt tokens. None
+        for no bound.
+    overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
-    tensor_parallel: GPUs of this machine that hold the base model together, each a part of it;
-        kv_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number of processes.
+    tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
+        it; kv_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number of processes.
     """
 
     model: Path
@@ -93,12 +94,12 @@ class EngineSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """torch.dtype of `dtype`."""
+        """torch.dtype of the base model, which `dtype` names."""
         return _DTYPES[self.dtype]
 
     @property
     def rounding(self) -> Quantization | None:
-        """Quantization that weight_dtype rounds the linears' weights to; None for no rounding."""
+        """Number format that the linears' weights are rounded to; None for no rounding."""
         return _ROUNDINGS[self.weight_dtype]
 
     @property
@@ -108,5 +109,5 @@ class EngineSettings:
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:
-        """torch.dtype of `adapter_dtype`."""
+        """torch.dtype of the adapters' weights, which `adapter_dtype` names."""
         return _DTYPES[self.adapter_dtype]

@@ -2,20 +2,20 @@
 
 A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the header's
 `__metadata__` the key `lorikeet`, with the canonical JSON of those parts of PEFT's config that
-affect the results. Its SHA-256 is the adapter's digest.
+affect the results. The SHA-256 of the blob is the adapter's digest.
 
-One checker serves three borders, since none of them trusts the one before. The CLI and the Python
-client make a blob of a trainer's folder (`write_blob`), the gateway checks uploaded and pushed
-blobs (`read_spec`, `check_values`), and each replica checks a blob again before it packs the blob
-(`read_spec`). All three parse headers, configs and pairs of tensors by the same functions. Regular
-expressions of a config run at the first border only, in a child process.
+An adapter is checked at three trust boundaries, none of which relies on the one before. The CLI and
+the Python client make a blob from a trainer's folder (`write_blob`), the gateway checks uploaded
+and pushed blobs (`read_spec`, `check_values`), and each replica checks a blob again before it packs
+the blob (`read_spec`). All three parse headers, configs and pairs of tensors by the same functions.
+Regular expressions of a config run at the first boundary only, in a child process.
 
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
                                 `lora_config` (adapter_config.json, with `targets` and
                                 `expressions`), `experts` and `token_rows`; `mlx` reads MLX's
                                 folders, and `trtllm` converts TensorRT-LLM's to PEFT's
     blob → checked adapter      `spec`, from `header` and against the base model's `shape`;
-                                `values` checks values, and `adapter_memory` sizes
+                                `values` checks the values, `adapter_memory` the sizes
     base model                  `base_config` (config.json), `families` (their linears),
                                 `base_names`, `base_quantization`; `base_copies` describes copies
                                 of the base model's matrices in trainers' folders

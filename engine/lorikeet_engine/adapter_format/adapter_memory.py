@@ -1,4 +1,4 @@
-"""Memory of engines for adapters, which an adapter's size is checked against."""
+"""Memory that engines have for adapters, and the check that an adapter fits into it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class AdapterMemory:
     """Memory in which engines keep packed adapters.
 
-    dtype: float32, float16 or bfloat16.
-    gpu_bytes: of each GPU of a replica; None: unknown.
-    host_bytes: of a replica's host; None: unknown.
-    gpus: number of a replica's GPUs that share each adapter, by base model; 1 if not named.
+    dtype: dtype of packed adapters: float32, float16 or bfloat16.
+    gpu_bytes: bytes for adapters on each GPU of a replica; None if unknown.
+    host_bytes: bytes for adapters in the host memory of a replica; None if unknown.
+    gpus: by base model, the number of a replica's GPUs that share each adapter; 1 for base models
+        that are not listed.
     """
 
     dtype: str
@@ -27,8 +28,9 @@ class AdapterMemory:
         """Return the bytes that an adapter takes on each GPU of its replica.
 
         The host holds one part of this size for each GPU.
-        elements: of the largest part.
-        Raises AdapterTooLarge.
+        elements: number of elements of the adapter's largest part, where GPUs share it.
+        gpus: number of GPUs that share the adapter.
+        Raises AdapterTooLarge if the adapter does not fit on a GPU or on the host.
         """
         taken = elements * _ELEMENT_BYTES[self.dtype]
         self._check(taken, self.gpu_bytes, "on a GPU")
@@ -48,4 +50,4 @@ class AdapterMemory:
 
 
 FLOAT32_MEMORY = AdapterMemory("float32")
-"""Unlimited memory of engines on a CPU, the default."""
+"""Memory of engines on a CPU: float32 and unlimited. The default."""

@@ -1,4 +1,4 @@
-"""Reads a base model's config.json; each value is checked by its reader."""
+"""Reads a base model's config.json; each value is checked by the function that reads it."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ _OUTSIDE = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object in a base model's folder. Raises ModelError, whose field is the file."""
+    """Read a JSON object from a file in a base model's folder.
+
+    Raises ModelError, whose `field` is the file's name.
+    """
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -31,7 +34,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read the decoder's config from a folder's config.json. Raises ModelError."""
+    """Read the config of the text decoder from config.json in a base model's folder.
+
+    Raises ModelError.
+    """
     raw = read_json(folder / "config.json")
     # ModelOpt first wrote only this file, and later quantization_config, too
     alone = folder / "hf_quant_config.json"
@@ -48,9 +54,10 @@ def is_vision_language(raw: Mapping[str, Any]) -> bool:
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's config, which a vision-language model's config.json has inside.
+    """Return the text decoder's config, which is nested in a vision-language model's config.json.
 
-    Raises ModelError for a text_config that is no object.
+    raw: content of config.json; returned unchanged for a model of text alone.
+    Raises ModelError if text_config is not an object.
     """
     if not is_vision_language(raw):
         return raw
@@ -67,9 +74,9 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Return a positive integer. Raises ModelError.
+    """Return the positive integer under the key `field` of a config. Raises ModelError.
 
-    default: value to assume if the file has none.
+    default: value to assume if the config has none.
     """
     value = raw.get(field)
     value = default if value is None else value
@@ -79,9 +86,9 @@ def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> i
 
 
 def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """Return a positive number. Raises ModelError.
+    """Return the positive number under the key `field` of a config. Raises ModelError.
 
-    default: value to assume if the file has none.
+    default: value to assume if the config has none.
     """
     value = raw.get(field)
     value = default if value is None else value
@@ -91,7 +98,10 @@ def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> 
 
 
 def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]:
-    """Return a list of `count` positive numbers. Raises ModelError."""
+    """Return the list of `count` positive numbers under the key `field` of a config.
+
+    Raises ModelError.
+    """
     value = raw.get(field)
     if not isinstance(value, list) or len(value) != count:
         raise refusal(field, value, f"a list of {count} positive numbers")
@@ -99,9 +109,9 @@ def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]
 
 
 def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """Return true or false. Raises ModelError.
+    """Return the boolean under the key `field` of a config. Raises ModelError.
 
-    default: value to assume if the file has none.
+    default: value to assume if the config has none.
     """
     value = raw.get(field)
     value = default if value is None else value
@@ -111,5 +121,9 @@ def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
 
 
 def refusal(field: str, value: object, want: str) -> ModelError:
-    """Return the error for a value that cannot be served; its `field` is the key."""
+    """Return the error for a value in config.json that cannot be served.
+
+    field: the value's key, which becomes the error's `field`.
+    want: values that could be served, in words.
+    """
     return ModelError(f"config.json: {field}={value!r}: want {want}", field=field)

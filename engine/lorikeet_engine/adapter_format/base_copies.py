@@ -1,8 +1,8 @@
-"""Copies of the base model's own matrices, which trainers save beside an adapter.
+"""Copies of the base model's own matrices, which trainers save along with an adapter.
 
 PEFT also saves lm_head if it is targeted, and lm_head and embeddings if the vocabulary seems to
-have grown. A blob does not contain them, but their hashes, so that whoever has the base model's
-weights can check that the copies equal them. A copy that differs was trained or resized.
+have grown. A blob does not contain these copies, but their hashes, so that whoever has the base
+model's weights can check that the copies equal them. A copy that differs was trained or resized.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """Identity of a copied matrix [vocabulary, hidden].
+    """Identity of a matrix [vocabulary, hidden] that a trainer copied from the base model.
 
     module: embed_tokens or lm_head.
     dtype: F32, F16 or BF16.
-    sha256: of the matrix's bytes in this dtype.
+    sha256: SHA-256 of the matrix's bytes in this dtype.
     """
 
     module: str
@@ -38,7 +38,10 @@ class BaseCopy:
 
 
 def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
-    """Hash a copy in a trainer's folder. Raises AdapterRejected."""
+    """Hash a copy of a base model's matrix in a trainer's folder. Raises AdapterRejected.
+
+    module: embed_tokens or lm_head.
+    """
     hashed = hashlib.sha256()
     for piece in tensor.pieces():
         hashed.update(piece)
@@ -46,7 +49,10 @@ def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
 
 
 def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
-    """Return the entries about copies for a blob's metadata; none without copies."""
+    """Return the metadata entries of a blob that describe copies of the base model's matrices.
+
+    Empty without copies.
+    """
     entries = [asdict(copy) for copy in sorted(copies, key=lambda copy: copy.module)]
     if not entries:
         return {}
@@ -54,12 +60,15 @@ def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
 
 
 def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
-    """Return the copies that were saved beside the adapter of a blob. Raises AdapterRejected."""
+    """Return the identities of the copied matrices that were saved along with a blob's adapter.
+
+    Raises AdapterRejected.
+    """
     return parse_copies(read_header(blob).metadata)
 
 
 def parse_copies(metadata: Mapping[str, str]) -> tuple[BaseCopy, ...]:
-    """Parse the copies in a blob's metadata. Raises AdapterRejected."""
+    """Parse the identities of copied matrices from a blob's metadata. Raises AdapterRejected."""
     text = metadata.get(COPIES_KEY)
     if text is None:
         return ()

@@ -1,4 +1,4 @@
-"""Names of base models: one model has names by several owners, and of quantised copies."""
+"""Names of base models: one model may be named after several owners or quantised copies."""
 
 import re
 
@@ -21,11 +21,11 @@ def last_part(name: str) -> str:
 
 
 def unquantised_name(name: str) -> str:
-    """Return the original of a quantised copy: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
+    """Return the name of the model that a quantised copy was made from.
 
-    For other models, the last part of the name. Knows the endings of Unsloth's and MLX's copies,
-    and of FP8 copies. AWQ models do not count as copies: their linears read differently scaled
-    inputs.
+    unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B. For other models, return the last part of the
+    name. Knows the endings of Unsloth's and MLX's copies, and of FP8 copies. AWQ models do not
+    count as copies, since the inputs of their linears are scaled differently.
     """
     return _QUANTISED.sub("", last_part(name))
 
@@ -41,6 +41,6 @@ def is_fp8_copy(name: str) -> bool:
 
 
 def same_model(name: str, other: str) -> bool:
-    """Whether two names are of one model, quantised or not."""
+    """Whether two names are of one model, each either quantised or not."""
     one, another = (_META.sub("", unquantised_name(each).casefold()) for each in (name, other))
     return one == another

@@ -23,11 +23,12 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """Storage format of a checkpoint's linears.
+    """Storage format of a checkpoint's quantised linears.
 
-    group: number of inputs that share a scale, for AWQ and GPTQ; 0: all of them.
+    group: number of inputs that share a scale, for AWQ and GPTQ; 0 if all inputs share one.
     zeros_less_one: zero points are stored minus one, as in GPTQ's first version.
-    block: rows and columns that share a scale, for FP8; None: one scale a row or a matrix.
+    block: numbers of rows and columns that share a scale, for FP8; None: one scale per row or per
+        matrix.
     """
 
     format: Quantization
@@ -37,7 +38,7 @@ class QuantizedLinears:
 
 
 def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
-    """Parse config.json's quantisation; return None if the linears are floats.
+    """Parse the quantisation in config.json; return None if the linears are stored as floats.
 
     Raises ModelError, whose `field` is the key at fault, for unsupported formats.
     """
@@ -77,7 +78,10 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Parse DeepSeek's blocks (transformers' FineGrainedFP8Config), or one scale a matrix."""
+    """Parse an FP8 config: one scale per block, as in DeepSeek's models, or one per matrix.
+
+    Blocks: transformers' FineGrainedFP8Config.
+    """
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:
         return QuantizedLinears(Quantization.FP8)
@@ -85,12 +89,15 @@ def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a config describes the rounding of keys and values only, and of no linear."""
+    """Whether a quantisation config rounds only keys and values, and no linear."""
     return not _object(config, "config_groups") and bool(config.get("kv_cache_scheme"))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Parse schemes FP8, FP8_DYNAMIC and FP8_BLOCK. The tensors show which linears are excluded."""
+    """Parse the schemes FP8, FP8_DYNAMIC and FP8_BLOCK of compressed-tensors.
+
+    Linears that are not quantised are recognised by their tensors, not by this config.
+    """
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":
         raise _refusal("sparsity_config.format", sparse, "dense")
@@ -104,7 +111,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _online_transforms(config: Mapping[str, Any]) -> list[str]:
-    """Return the rotations by QuIP or SpinQuant that are not merged into weights."""
+    """Return the places of rotations (QuIP, SpinQuant) that are not merged into the weights.
+
+    config: transform_config of compressed-tensors.
+    """
     schemes = _object(config, "config_groups").values()
     places = [each["location"] for scheme in schemes for each in scheme["apply"]]
     return [place for place in places if place not in ("weight_input", "weight_output")]
@@ -131,10 +141,10 @@ def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
-    """Describe the rounding of served linears in words; None: not rounded.
+    """Describe in words how an engine's linears are rounded; None if they are not rounded.
 
-    stored: of the checkpoint.
-    weight_dtype: of EngineSettings, which may round while loading.
+    stored: storage format of the checkpoint; None if it has floats.
+    weight_dtype: `weight_dtype` of EngineSettings, which may round weights while loading them.
     """
     held = stored.format.value if stored else None
     rounded = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
@@ -142,12 +152,12 @@ def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> s
 
 
 def is_nf4(quantization: str | None) -> bool:
-    """Whether served_quantization says NF4, possibly before FP8."""
+    """Whether a description by served_quantization names NF4, possibly with rounding to FP8."""
     return quantization is not None and Quantization.NF4.value in quantization
 
 
 def _group_of_4_bits(config: Mapping[str, Any]) -> int:
-    """Return the group size of AWQ's or GPTQ's integers."""
+    """Return the group size of AWQ's or GPTQ's 4-bit integers."""
     _require(config, "bits", 4)
     _require(config, "rotation", None)  # else GPTQModel rotates the inputs of down_proj at run time
     group = config.get("group_size")
@@ -159,7 +169,7 @@ def _group_of_4_bits(config: Mapping[str, Any]) -> int:
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object of the config; empty if null or missing."""
+    """Return the object under a key of the config; empty if it is null or missing."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise _refusal(key, value, "an object")
@@ -167,8 +177,9 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> object:
-    """Return a value, strings in lower case; refuse all but the wanted values.
+    """Return the value under a key of the config, strings in lower case.
 
+    wanted: values that are supported; ModelError is raised for any other.
     absent: value to assume if the config has none.
     """
     value = config.get(key, absent)

@@ -1,6 +1,6 @@
-"""Makes a blob of a trainer's folder: one safetensors file, identical for identical adapters.
+"""Makes a blob from a trainer's folder: one safetensors file, identical for identical adapters.
 
-Also writes PEFT's folders, into which other formats are converted.
+Also writes folders in PEFT's format, into which other formats are converted.
 """
 
 import hashlib
@@ -44,16 +44,18 @@ from lorikeet_engine.errors import AdapterRejected
 _MAX_CONFIG_BYTES = 4_000_000  # 36,096 names take 1.7 MB
 
 Tensor = tuple[str, np.ndarray]
-"""A dtype in safetensors' naming, and an array of the tensor's shape with its bytes."""
+"""A tensor: its dtype in safetensors' naming, and an array of its shape that holds its bytes."""
 
 
 def write_blob(folder: Path, out: Path) -> str:
-    """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its digest.
+    """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its SHA-256.
 
-    Tensors keep their bytes, except dtypes that no engine reads. They get the names that PEFT gives
-    them for the plain base model, sorted. The config becomes one key of the header's metadata.
-    Copies of the base model's matrices are left out; another key has their hashes. Raises
-    AdapterRejected, and then leaves no file behind.
+    Tensors keep their bytes, except those of dtypes that no engine reads. They are sorted, and
+    named as PEFT names them for an unwrapped base model. The config becomes one key of the header's
+    metadata. Copies of the base model's matrices are left out; another key has their hashes.
+
+    out: the file to write; removed if writing fails.
+    Raises AdapterRejected for a folder without an adapter that engines can serve.
     """
     raw, mlx = _read_config(folder), is_mlx(folder)
     raw = peft_config(raw) if mlx else raw
@@ -89,6 +91,7 @@ def write_peft_folder(
 ) -> None:
     """Write a new folder in PEFT's format, which write_blob accepts.
 
+    config: content of adapter_config.json.
     Raises AdapterRejected for content that write_blob refuses, and then leaves no folder behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,8 +110,9 @@ def write_peft_folder(
 
 
 def trained_on(blob: Path) -> str | None:
-    """Return the base model in a blob's config, "" if it names none; None if it is no blob.
+    """Return the name of the base model that a blob's adapter was trained on.
 
+    "" if the blob's config names none; None if the file is not a blob.
     Raises AdapterRejected.
     """
     config = read_header(blob).metadata.get(METADATA_KEY)
@@ -116,13 +120,17 @@ def trained_on(blob: Path) -> str | None:
 
 
 def blob_digest(blob: Path) -> str:
-    """Return the SHA-256 of the file's bytes, 64 lower-case hex digits."""
+    """Return the SHA-256 of a blob's bytes, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Return the pairs by canonical module."""
+    """Rename modules from the trainer's naming to that of blobs.
+
+    pairs: A and B of each module.
+    Raises AdapterRejected if two modules get the same name.
+    """
     modules: dict[str, Pair] = {}
     for saved, sides in pairs.items():
         module = canonical_module(saved)
@@ -133,7 +141,11 @@ def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Move the rows of trained tokens out of the tensors; return them by canonical module."""
+    """Remove the rows of trained tokens from `tensors`, and return them.
+
+    The result's keys are canonical module names. Raises AdapterRejected if two tensors hold rows of
+    the same module.
+    """
     rows: dict[str, SavedTensor] = {}
     for name in list(tensors):
         module = token_rows_module(name)
@@ -167,7 +179,7 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 
 def _instead_of(folder: Path) -> str:
-    """Return a suggestion for a folder without an adapter."""
+    """Return a suggestion for the user of a folder that contains no adapter."""
     inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
     if inside:
         return f"give a folder in it that has one: {', '.join(inside[:3])}"

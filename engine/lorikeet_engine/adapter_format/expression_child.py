@@ -1,4 +1,4 @@
-"""Child process of expressions.py: runs untrusted regular expressions, and may die of them.
+"""Child process of expressions.py: runs untrusted regular expressions, with little time and memory.
 
 A script that imports only the standard library, so that it starts in 30 ms. Arguments: descriptor
 of a connection, seconds of CPU time for all expressions, and bytes of memory.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 _NAME = re.compile(r"(?:\(\.\*\\\.\)\?\()?([\w.]+)\)?")
-"""An expression that is a plain name, or a name after any prefix: PEFT may write one a linear."""
+"""Expression that is a name, or a name after any prefix. PEFT may write one for each linear."""
 
 
 def main() -> None:
-    """Answer lists of expressions and texts until the other end is closed."""
+    """Match texts with expressions from the connection until its other end is closed."""
     connection = Connection(int(sys.argv[1]))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -47,7 +47,10 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 
 
 def _ending(expression: str) -> str:
-    """Return the last part of a plain name, else ""; texts that end differently need no match."""
+    """Return how each matching text ends: with the last part of the name in the expression.
+
+    "" if the expression is more than a name. Texts with another ending need not be matched.
+    """
     name = _NAME.fullmatch(expression)
     return name[1].rpartition(".")[2] if name else ""
 

@@ -1,8 +1,8 @@
 """Runs the regular expressions of PEFT's configs, which are untrusted input.
 
-They run where an adapter is packed, never on a server, and all expressions of one config in a child
-process with little CPU time and memory: an expression of thirty characters can run for years.
-The `regex` package's timeout= is no substitute. It covers matching only, and compiling
+They run where an adapter is packed, never on a server. All expressions of one config run in a child
+process with little CPU time and memory: an expression of thirty characters can run for years. The
+`regex` package's timeout= is no substitute. It covers matching only, and compiling
 ((a{1000}){1000}){1000} takes 17 s and 6 GB; and it accepts expressions that `re` refuses.
 """
 
@@ -25,9 +25,9 @@ _CHILD = Path(__file__).with_name("expression_child.py")
 
 
 class Expressions:
-    """The expressions of one config, in the syntax of Python's `re`, as in PEFT. A context manager.
+    """Matcher for the regular expressions of one PEFT config, in the syntax of Python's `re`.
 
-    The first use starts the child process.
+    A context manager, which ends the child process. The first use starts that process.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,9 @@ class Expressions:
     def first_matches(
         self, expressions: Sequence[str], texts: Iterable[str], field: str
     ) -> Mapping[str, int]:
-        """Return, for each text that an expression matches fully, the number of the first one.
+        """Return the first expression that matches each text fully, as an index in `expressions`.
 
+        Texts that no expression matches are left out.
         field: config key to name in errors.
         Raises AdapterRejected.
         """
@@ -72,7 +73,11 @@ class Expressions:
     def _ask(
         self, expressions: Sequence[str], texts: Sequence[str]
     ) -> Mapping[str, int] | str | None:
-        """Return the child's matches, or its text about an invalid expression; None if it died."""
+        """Send expressions and texts to the child process, and return its answer.
+
+        The answer is, for each matched text, the index of its first expression; or a message about
+        an invalid expression; or None if the child process died.
+        """
         if self._process is None:
             self._process = self._start()
         try:
@@ -97,5 +102,9 @@ class Expressions:
 
 
 def bad_config(message: str, field: str) -> AdapterRejected:
-    """Return the error for one key of the config."""
+    """Return the error for a key of PEFT's config.
+
+    message: the problem, in words.
+    field: the key.
+    """
     return AdapterRejected(f"{CONFIG_FILE}: {field}: {message}", field=field)

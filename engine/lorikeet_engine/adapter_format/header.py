@@ -23,7 +23,7 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Limits of a file's header: its bytes, and the number of tensors."""
+    """Limits of a safetensors header: its size in bytes, and the number of its tensors."""
 
     max_bytes: int = MAX_HEADER_BYTES
     max_tensors: int = 10_000
@@ -34,7 +34,7 @@ BLOB_LIMITS = HeaderLimits()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """A tensor's place in a file: bytes [begin, end), from the start of the file.
+    """A tensor's place in a safetensors file: bytes [begin, end), from the start of the file.
 
     dtype: F32, F16 or BF16.
     """
@@ -46,13 +46,13 @@ class TensorSpan:
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class BlobHeader:
-    """Content of a header: tensors by name, and the strings of `__metadata__`."""
+    """Content of a safetensors header: tensors by name, and the strings of `__metadata__`."""
 
     tensors: dict[str, TensorSpan]
     metadata: dict[str, str]
@@ -63,8 +63,9 @@ def read_header(
     dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
     limits: HeaderLimits = BLOB_LIMITS,
 ) -> BlobHeader:
-    """Parse the header, and check that spans cover the file without gaps and fit the shapes.
+    """Parse a safetensors header, and check that its tensors cover the file and fit their shapes.
 
+    The tensors' bytes must follow one another without gaps.
     dtype_bytes: allowed dtypes, and the bytes of an element of each.
     Raises AdapterRejected, whose `field` is the tensor at fault or "header".
     """
@@ -79,7 +80,14 @@ def parse_header(
     dtype_bytes: Mapping[str, int] = DTYPE_BYTES,
     limits: HeaderLimits = BLOB_LIMITS,
 ) -> BlobHeader:
-    """Parse the begin of a file of this size and name, as `read_header` does."""
+    """Parse the header of a safetensors file of which only the beginning may be present.
+
+    Checks and raises as `read_header` does.
+    file: the beginning of the file, up to the end of the header at least.
+    file_bytes: size of the whole file.
+    name: name of the file, for errors.
+    dtype_bytes: allowed dtypes, and the bytes of an element of each.
+    """
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
     if begin == b"version ":  # https://git-lfs.github.com/spec/v1
@@ -108,8 +116,9 @@ def parse_header(
 def header_bytes(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the header of a file with these tensors, (dtype, shape), in this order.
+    """Return the bytes of a safetensors header.
 
+    tensors: dtype and shape of each tensor, by name, in the order of their bytes in the file.
     Raises AdapterRejected.
     """
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -128,7 +137,7 @@ def header_bytes(
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
     """Parse a JSON object without repeated or unprintable keys, NaN or Infinity.
 
-    Raises AdapterRejected with this field.
+    field: `field` of the AdapterRejected that is raised for any other text.
     """
     try:
         text = data if isinstance(data, str) else data.decode()  # json.loads takes UTF-16, too

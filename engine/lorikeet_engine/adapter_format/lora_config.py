@@ -83,9 +83,10 @@ _OTHER_INITS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The config in a blob's metadata.
+    """The LoRA config in a blob's metadata.
 
-    rank_pattern, alpha_pattern: by full module name.
+    rank_pattern: ranks by full module name; r for all other modules.
+    alpha_pattern: alphas by full module name; lora_alpha for all other modules.
     families: families of base models in which every targeted linear has weights; None: all families
         that have the linears with weights.
     """
@@ -103,8 +104,9 @@ class LoraConfig:
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
         """Parse PEFT's config for the modules that have weights.
 
-        raw: has passed refuse_unsupported.
-        modules: in the trainer's naming; the patterns' keys are canonical.
+        raw: PEFT's config, which refuse_unsupported has accepted.
+        modules: modules that have weights, in the trainer's naming. In the result, the keys of
+            rank_pattern and alpha_pattern are their canonical names.
         Raises AdapterRejected.
         """
         modules = sorted(modules)
@@ -125,7 +127,7 @@ class LoraConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "LoraConfig":
-        """Parse a blob's metadata. Raises AdapterRejected."""
+        """Parse the JSON of the config in a blob's metadata. Raises AdapterRejected."""
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
         if set(raw) | {"families"} != names:
@@ -136,7 +138,7 @@ class LoraConfig:
         return _checked(**raw)
 
     def to_json(self) -> str:
-        """Return the canonical text: equal configs give equal texts."""
+        """Return the config as canonical JSON: equal configs give equal texts."""
         named = asdict(self)
         if self.families is None:
             del named["families"]
@@ -147,13 +149,16 @@ class LoraConfig:
         return self.rank_pattern.get(module, self.r)
 
     def scaling(self, module: str) -> float:
-        """Return the factor of B @ A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        """Return the factor of a module's B @ A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         alpha, rank = self.alpha_pattern.get(module, self.lora_alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """Raise AdapterRejected for an option that PEFT can train and no engine can serve."""
+    """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
+
+    raw: PEFT's config.
+    """
     if raw.get("peft_type") != "LORA":
         raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
     if raw.get("bias", "none") != "none":

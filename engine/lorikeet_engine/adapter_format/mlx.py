@@ -1,4 +1,4 @@
-"""MLX's LoRA folders, as PEFT's tensors and config.
+"""Converts LoRA folders of MLX to PEFT's tensors and config.
 
 `mlx_lm.lora` saves adapters.safetensors, with lora_a [d_in, rank] and lora_b [rank, d_out] for each
 linear, and its whole command line as adapter_config.json. The delta is scale · x · lora_a · lora_b
@@ -27,7 +27,10 @@ def is_mlx(folder: Path) -> bool:
 
 
 def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Return PEFT's tensors by name. Raises AdapterRejected."""
+    """Return the tensors of an MLX folder, converted to PEFT's shapes, by PEFT's names.
+
+    Raises AdapterRejected.
+    """
     tensors, adapted = {}, set()
     for name, tensor in tensors_of([folder / MLX_WEIGHTS_FILE]).items():
         module, _, side = name.rpartition(".")
@@ -50,7 +53,7 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
 
 
 def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
-    """Return PEFT's config for MLX's. Raises AdapterRejected."""
+    """Convert MLX's adapter_config.json to PEFT's. Raises AdapterRejected."""
     kind, given = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
     if kind != "lora":
         raise bad_config(f"{kind!r}: only lora can be served", "fine_tune_type")

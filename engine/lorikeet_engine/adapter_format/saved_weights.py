@@ -1,4 +1,4 @@
-"""Weights in a trainer's folder: one safetensors file, or shards with an index."""
+"""Reads the weights in a trainer's folder: one safetensors file, or shards with an index."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +32,9 @@ _SAVED_BYTES = DTYPE_BYTES | {"F64": 8} | dict.fromkeys(_FLOAT8, 1)
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor(TensorSpan):
-    """A tensor's place in one of a folder's files.
+    """A tensor's place in one of the safetensors files of a trainer's folder.
 
-    dtype: also F64, F8_E4M3 or F8_E5M2.
+    dtype: F32, F16, BF16, F64, F8_E4M3 or F8_E5M2.
     transposed: the file holds the matrix of this shape in column-major order.
     """
 
@@ -43,7 +43,7 @@ class SavedTensor(TensorSpan):
 
     @property
     def blob_dtype(self) -> str:
-        """Dtype in a blob: F32 for F64, and BF16, which is exact, for FP8."""
+        """Dtype that the tensor gets in a blob: F32 for F64, and BF16, which is exact, for FP8."""
         return _IN_BLOBS.get(self.dtype, self.dtype)
 
     def transpose(self) -> "SavedTensor":
@@ -51,7 +51,10 @@ class SavedTensor(TensorSpan):
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the tensor's bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
+        """Yield the tensor's bytes, converted to blob_dtype, a few MiB at once.
+
+        Raises AdapterRejected.
+        """
         if self.transposed and self.begin < self.end:
             yield self._transposed(b"".join(self._pieces()))
         else:
@@ -85,15 +88,15 @@ class SavedTensor(TensorSpan):
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of PEFT's folder, by name. Raises AdapterRejected."""
+    """Return the tensors in a folder in PEFT's format, by name. Raises AdapterRejected."""
     refuse_added_tokens([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
 
 
 def refuse_added_tokens(names: Container[str]) -> None:
-    """Raise AdapterRejected if added tokens have a file of their own, where vLLM once read them.
+    """Raise AdapterRejected if there is a separate file for added tokens, as vLLM once read.
 
-    names: of the files beside the adapter.
+    names: names of the files in the adapter's folder.
     """
     for name in _NEW_TOKENS:
         if name in names:
@@ -119,7 +122,11 @@ def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
 
 
 def shard_names(index: bytes) -> list[str]:
-    """Return the files that an index names, which lie beside it. Raises AdapterRejected."""
+    """Return the names of the files in an index of shards; they are in the index's folder.
+
+    index: content of the index file.
+    Raises AdapterRejected.
+    """
     places = parse_json_object(index, INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise _bad(f"{INDEX_FILE} has no weight_map of tensors to files")
@@ -161,8 +168,9 @@ def _files(folder: Path) -> list[Path]:
 
 @cache
 def _bfloat16_of(float8: str) -> np.ndarray:
-    """Return all 256 values of a float8 format, as bfloat16 [256] uint16.
+    """Return all 256 values of a float8 format, as the bits of bfloat16: [256] uint16.
 
+    float8: F8_E4M3 or F8_E5M2.
     Source: OCP 8-bit Floating Point Specification (OFP8), tables 1 and 2.
     """
     exponent_bits, fraction_bits = _FLOAT8[float8]

@@ -20,11 +20,11 @@ from lorikeet_engine.adapter_format.families import (
 
 @dataclass(frozen=True, slots=True)
 class BaseShape:
-    """Shape of one base model; widths in elements.
+    """Shape of a base model; widths in elements.
 
-    Tables of adapted modules have one row a decoder layer, and a last row, outer_layer, for modules
-    outside the layers. They have one column for each of `modules`; the last four are for
-    outer_layer only.
+    Tables of adapted modules have one row per decoder layer, and a last row, outer_layer, for
+    modules outside the layers. They have one column for each of `modules`. The last four columns
+    are used in the row outer_layer only.
 
     tied: lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
@@ -43,7 +43,10 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Return the shape for read_config's result. Raises ModelError, with the key as `field`."""
+        """Return the shape of the base model whose config read_config has returned.
+
+        Raises ModelError, whose `field` is the key at fault.
+        """
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             others = ", ".join(VISION_LANGUAGE)
@@ -80,17 +83,17 @@ class BaseShape:
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers; module indices refer to this."""
+        """Linears of a layer, then modules outside the layers; module indices refer to these."""
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
     def outer_layer(self) -> int:
-        """Row of tables, after those of the layers, for lm_head and the embeddings."""
+        """Row of tables, after those of the decoder layers, for lm_head and the embeddings."""
         return self.layers
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Indices of a layer's linears that are computed as one fused product, by group."""
+        """Fused products of a decoder layer: by name, the indices in `modules` of their linears."""
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
         return {name: tuple(index for index, _ in members) for name, members in groups}
 
@@ -100,15 +103,18 @@ class BaseShape:
         return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
     def matrices(self, index: int) -> int:
-        """Return the number of matrices of the module with this index: one, or one an expert."""
+        """Return how many matrices the module with this index has: one, or one per expert."""
         return self.experts if self.modules[index].of_experts else 1
 
     def index(self, name: str) -> int:
-        """Return the index in `modules` of a name. Raises ValueError for an unknown name."""
+        """Return the index of the module with this name in `modules`.
+
+        Raises ValueError for an unknown name.
+        """
         return [linear.name for linear in self.modules].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
-        """Return (number of pieces, elements of each) of a width."""
+        """Return into how many pieces a width can be divided, and the elements of each piece."""
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
@@ -120,7 +126,7 @@ class BaseShape:
         }[width]
 
     def key(self, width: Width) -> str:
-        """Return the key of config.json with a width's number of pieces."""
+        """Return the key of config.json that holds the number of a width's pieces."""
         keys = FAMILIES[self.family].experts
         return keys.width if keys and width is Width.INTERMEDIATE else width
 
@@ -130,6 +136,10 @@ class BaseShape:
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:
-    """Return the number of experts in a layer, by the first of these keys in the file."""
+    """Return the number of experts in a layer.
+
+    config: the base model's config.
+    counts: keys that may hold the number; the first one in the config is read.
+    """
     field = next((key for key in counts if config.get(key) is not None), counts[0])
     return integer(config, field)

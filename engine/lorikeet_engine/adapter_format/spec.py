@@ -34,14 +34,18 @@ ALIGNMENT = 16
 class AdapterLimits:
     """Limits that an operator sets for adapters.
 
-    max_bytes: of the blob.
+    max_rank: largest rank of any linear.
+    max_bytes: largest size of a blob.
     """
 
     max_rank: int
     max_bytes: int
 
     def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
-        """Return these limits narrowed to a tenant's own; None: no own limit."""
+        """Return the stricter of these limits and a tenant's limits.
+
+        max_rank, max_bytes: limits of the tenant; None where the tenant has no limit of its own.
+        """
         return AdapterLimits(
             self.max_rank if max_rank is None else min(self.max_rank, max_rank),
             self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),
@@ -50,14 +54,16 @@ class AdapterLimits:
 
 @dataclass(frozen=True, slots=True)
 class LinearLora:
-    """One adapted linear: a [rank, d_in], b [d_out, rank].
+    """One linear that an adapter changes: A is [rank, d_in], and B [d_out, rank].
 
     Matrices of experts have another first dimension: the number of experts, or 1 if all experts
     share the matrix.
 
-    layer, linear: row and column in tables, as BaseShape says.
-    name: for errors.
-    gathers: as in Linear.
+    layer, linear: row and column of the linear in tables; see BaseShape.
+    name: the linear's name, for error messages.
+    scaling: factor of B @ A.
+    a, b: places of the matrices in the blob.
+    gathers: whether the linear's input is a token id, as for embeddings.
     experts: number of experts; 1 for other linears.
     """
 
@@ -72,7 +78,7 @@ class LinearLora:
     experts: int = 1
 
     def matrix(self, side: str) -> str:
-        """Return the name of a matrix for errors.
+        """Return how error messages name one of the linear's two matrices.
 
         side: A or B.
         """
@@ -81,9 +87,11 @@ class LinearLora:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A valid blob.
+    """Content of a blob that was validated against a base model.
 
-    linears: sorted by layer, then linear.
+    linears: adapted linears, sorted by layer, then by index in the shape's modules.
+    max_rank: largest rank of any of them.
+    size_bytes: size of the blob.
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
         apply to both.
     """
@@ -96,7 +104,10 @@ class AdapterSpec:
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
-        """(layer, linear) of linears with the previous linear's A, as up_proj of experts may be."""
+        """Keys (layer, linear) of linears that have the same A as the linear before them.
+
+        up_proj of experts can share the A of gate_proj.
+        """
         return frozenset(
             (part.layer, part.linear)
             for before, part in pairwise(self.linears)
@@ -117,16 +128,18 @@ class AdapterSpec:
         )
 
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
-        """Return the elements of the packed image: true ranks, aligned matrices, all experts.
+        """Return the number of elements of the adapter's packed image.
 
-        dims: returns (d_in, d_out) of a module, as in BaseShape, or of one GPU's part.
+        Matrices have their true ranks, begin at aligned offsets, and are counted for all experts.
+        dims: returns (d_in, d_out) of the module with this index: of the whole, as BaseShape does,
+            or of one GPU's part.
         """
         matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
         return sum(map(aligned, matrices + rows))
 
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
-        """Yield each matrix once, as a linear and a side: 0 for its A, 1 for its B."""
+        """Yield each matrix once: its linear, and 0 for the linear's A or 1 for its B."""
         shared = self.shared_a
         for part in self.linears:
             held = (part.layer, part.linear) in shared
@@ -134,13 +147,14 @@ class AdapterSpec:
 
 
 def aligned(elements: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
+    """Round a number of elements up to a multiple of ALIGNMENT."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpec:
-    """Validate all but the values (see check_values). Reads the header only.
+    """Validate a blob against a base model, except the values of its tensors.
 
+    Reads only the header; `check_values` checks the values.
     Raises AdapterRejected (field: the tensor, module or config key at fault) or AdapterTooLarge.
     """
     size = blob.stat().st_size
@@ -180,9 +194,11 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
 def pair_tensors(
     tensors: Mapping[str, Span], split: Callable[[str], tuple[str, str]] = split_tensor_name
 ) -> dict[str, dict[str, Span]]:
-    """Return {module: {"A": span, "B": span}}. Raises AdapterRejected for incomplete pairs.
+    """Group LoRA tensors into pairs: {module: {"A": tensor, "B": tensor}}.
 
-    split: returns a tensor's module and side.
+    tensors: the tensors by name.
+    split: returns the module and the side, A or B, that a tensor's name stands for.
+    Raises AdapterRejected for incomplete pairs.
     """
     pairs: dict[str, dict[str, Span]] = {}
     for name, span in tensors.items():
@@ -201,10 +217,12 @@ def pair_tensors(
 
 
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
-    """Return the rank of both matrices of a module. Raises AdapterRejected if they disagree.
+    """Return the rank of a module's A and B, which must have the same rank.
 
     Matrices of experts may have a dimension more.
-    want: rank according to the config.
+    sides: A and B of the module.
+    want: rank according to the config; None: not checked.
+    Raises AdapterRejected if the ranks disagree.
     """
     a, b = sides["A"].shape, sides["B"].shape
     dimensions = (2, 3) if is_of_experts(module) else (2,)
@@ -291,7 +309,7 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
-    """Return (layer, index in the shape's modules)."""
+    """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
     for outer in (HEAD, EMBEDDINGS):
         if module == outer.module:
             return shape.outer_layer, shape.index(outer.name)

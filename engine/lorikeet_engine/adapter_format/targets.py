@@ -1,4 +1,4 @@
-"""Linears that a PEFT config selects by targets and patterns, resolved as PEFT does."""
+"""Finds the linears that a PEFT config selects by targets and patterns, in the way PEFT does."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,14 +27,18 @@ Selects = Callable[[str], bool]
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
 ) -> tuple[str, ...] | None:
-    """Check that exactly the linears that the config targets have weights.
+    """Check that the linears with weights are exactly those that a PEFT config targets.
 
-    Returns the families in which each target has weights, sorted, since PEFT skips targets that the
-    base model lacks; None: all families that have the linears with weights, or no target_modules.
+    Returns, sorted, the families of base models in which each target has weights, since PEFT skips
+    targets that the base model lacks. None stands for all families that have the linears with
+    weights, and is also returned if the config has neither target_modules nor target_parameters.
     Layers after the last one with weights are not checked: only the base model knows the number of
     layers.
 
-    modules: in the trainer's naming, to which the config's expressions refer.
+    raw: PEFT's config.
+    modules: modules that have weights, in the trainer's naming, to which the config's expressions
+        refer.
+    run: matcher for the config's expressions.
     Raises AdapterRejected.
     """
     linears = linears_of([canonical_module(module) for module in modules])
@@ -68,10 +72,14 @@ def check_targets(
 def _expected(
     modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[Linear]
 ) -> dict[str, set[str]]:
-    """Return all modules that a config can target, in the trainer's naming, by family.
+    """Return all modules that a config could target, in the trainer's naming, by family.
 
     Only families that have the linears with weights; first the family that the weights resemble
     most.
+    modules: modules that have weights, in the trainer's naming.
+    outer: those of them that are outside the decoder layers.
+    last: number of the last layer that has weights.
+    with_weights: linears that have weights in some layer.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
@@ -98,15 +106,19 @@ def _expected(
 
 
 def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:
-    """Whether target_parameters selects a parameter, by its full name or an ending."""
+    """Whether a config's target_parameters selects a parameter, by its full name or an ending.
+
+    raw: PEFT's config.
+    """
     targets = _strings(raw.get("target_parameters") or [], "target_parameters")
     return not _ends(name).isdisjoint(targets)
 
 
 def _missing(module: str, last: int, layers: Collection[int]) -> str:
-    """Describe a targeted module without weights.
+    """Describe, for an error message, a targeted module that has no weights.
 
-    layers: those with weights, up to the last.
+    last: number of the last layer that has weights.
+    layers: numbers of all layers that have weights.
     """
     known = (*(outer.module for outer in _OUTER), *(f"model.layers.{layer}." for layer in layers))
     doubt = "" if module.startswith(known) else f"layer {last}, the last, is misnumbered, "
@@ -119,7 +131,12 @@ def _missing(module: str, last: int, layers: Collection[int]) -> str:
 def resolve_pattern(
     raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions
 ) -> dict[str, Any]:
-    """Return a pattern's value for each module that it matches; the first matching key wins."""
+    """Return, for each module that a pattern of a PEFT config matches, the pattern's value.
+
+    If several of the pattern's keys match a module, the first one determines the value.
+    key: rank_pattern or alpha_pattern.
+    run: matcher for the pattern's expressions.
+    """
     pattern = raw.get(key) or {}
     if not isinstance(pattern, Mapping):
         raise bad_config("want an object", key)
@@ -131,16 +148,21 @@ def resolve_pattern(
 
 
 def _behind_any(name: str) -> str:
-    """Return the expression that PEFT makes of a name: after any prefix that ends in a dot."""
+    """Return the regular expression that PEFT builds from a name in a config.
+
+    It matches the name alone, and the name after any prefix that ends in a dot.
+    """
     return rf"(.*\.)?({name})"
 
 
 def _targeted(
     raw: Mapping[str, Any], every: Iterable[str], given: Collection[str], run: Expressions
 ) -> Selects:
-    """Return a predicate for targeted modules and parameters.
+    """Return a function that tells whether a config targets a module or parameter.
 
-    given: names with weights.
+    raw: PEFT's config.
+    every: all names that the function will be called with.
+    given: names of the modules that have weights.
     """
     named = _targeted_modules(raw, every, run)
 
@@ -171,7 +193,11 @@ def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expre
 
 
 def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions) -> Selects:
-    """Return a predicate for modules that a key names, by one expression or a list of endings."""
+    """Return a function that tells whether a key of the config selects a module.
+
+    The key's value is one expression, or a list of endings of module names.
+    modules: all modules that the function will be called with.
+    """
     value = raw.get(key)
     if isinstance(value, str) and value:
         matches = run.first_matches([value], modules, key)
@@ -190,7 +216,11 @@ def _ends(module: str) -> set[str]:
 
 
 def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
-    """Return a predicate for modules in layers_to_transform, counted under layers_pattern."""
+    """Return a function that tells whether a module is in one of the config's layers_to_transform.
+
+    Layers are counted in the module lists that layers_pattern names.
+    modules: all modules that the function will be called with.
+    """
     wanted = raw.get("layers_to_transform")
     wanted = [wanted] if type(wanted) is int else wanted
     if not wanted:

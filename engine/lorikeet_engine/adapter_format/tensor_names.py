@@ -48,7 +48,10 @@ _REFUSED = {
 
 
 def split_tensor_name(name: str) -> tuple[str, str]:
-    """Return (module, "A" or "B"). Raises AdapterRejected, naming the unsupported part."""
+    """Parse the name of a LoRA tensor in a blob: return (module, "A" or "B").
+
+    Raises AdapterRejected, naming the unsupported part.
+    """
     match = _TENSOR.fullmatch(name)
     if match:
         return match[1], match[2] or match[3]
@@ -59,19 +62,25 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 
 
 def split_saved_name(name: str) -> tuple[str, str]:
-    """Return (module, "A" or "B") of a trainer's tensor; the module is named as in its config."""
+    """Parse the name of a LoRA tensor in a trainer's file: return (module, "A" or "B").
+
+    The module is named as in the trainer's config. Raises AdapterRejected.
+    """
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 
 
 def copied_module(name: str) -> str | None:
-    """Return the base model's module that a saved tensor is a copy of: lm_head or embed_tokens."""
+    """Return the base model's matrix that a trainer's tensor is a copy of: lm_head or embed_tokens.
+
+    None for other tensors.
+    """
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
     return match[1] if match else None
 
 
 def token_rows_module(name: str) -> str | None:
-    """Return the canonical module whose rows a saved tensor holds; None for other tensors."""
+    """Return the canonical module whose trained rows a tensor holds; None for other tensors."""
     match = _SAVED_ROWS.fullmatch(_WRAPPERS.sub("", name))
     if match is None:
         return None
@@ -82,12 +91,15 @@ def token_rows_module(name: str) -> str | None:
 
 
 def token_rows_name(module: str) -> str:
-    """Return the name in a blob of a module's rows of trained tokens."""
+    """Return the name that the tensor with a module's trained token rows has in blobs."""
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 
 def canonical_module(saved: str) -> str:
-    """Return a saved module's name in blobs: model.language_model.layers.0 → model.layers.0."""
+    """Return the canonical name of a module in a trainer's file, which blobs use.
+
+    model.language_model.layers.0 → model.layers.0.
+    """
     for outer in (HEAD, EMBEDDINGS):
         if is_outer(saved, outer):
             return outer.module
@@ -96,16 +108,20 @@ def canonical_module(saved: str) -> str:
 
 
 def is_outer(saved: str, outer: Linear) -> bool:
-    """Whether a saved module is this module outside the layers.
+    """Whether a module in a trainer's file is lm_head or is embed_tokens.
 
-    outer: HEAD or EMBEDDINGS.
+    outer: HEAD or EMBEDDINGS, the module to compare with.
     """
     match = _SAVED_OUTER.fullmatch(saved)
     return match is not None and match[1] == outer.name
 
 
 def layers_prefix(saved: Iterable[str]) -> str:
-    """Return the path before "layers." of a decoder's modules. Raises AdapterRejected."""
+    """Return the path before "layers." in the names of a decoder's modules.
+
+    saved: names of modules, in the trainer's naming.
+    Raises AdapterRejected.
+    """
     matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
     places = {match[1] for match in matches}
     if len(places) > 1:
@@ -118,21 +134,25 @@ def layers_prefix(saved: Iterable[str]) -> str:
 
 
 def layer_of(saved: str) -> str:
-    """Return the number of a decoder layer's module, as written in its name."""
+    """Return the number of the decoder layer that contains a module, as written in its name."""
     match = _SAVED_MODULE.fullmatch(saved)
     assert match is not None
     return match[3]
 
 
 def tensor_name(module: str, side: str) -> str:
-    """Return a tensor's name in blobs."""
+    """Return the name that a LoRA matrix has in blobs.
+
+    module: canonical name of the adapted module.
+    side: A or B.
+    """
     if module == EMBEDDINGS.module:
         return f"base_model.model.{module}.lora_embedding_{side}"
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
-    """Return the linears of the family that has the most of these modules."""
+    """Return the linears of the family of base models that has the most of these modules."""
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
@@ -143,7 +163,11 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 
 
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
-    """Return (layer, index in linears). Raises AdapterRejected for any other module."""
+    """Return the layer and the linear that a module is: (number of the layer, index in `linears`).
+
+    module: canonical name.
+    Raises AdapterRejected for a module that is none of the linears.
+    """
     match = _MODULE.fullmatch(linear_of(module))
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
@@ -157,7 +181,10 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
 
 
 def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
-    """Return a blob's matrices, with gate_proj's A for each up_proj of experts without A."""
+    """Return a blob's matrices, with an A for each up_proj of experts that shares gate_proj's A.
+
+    tensors: matrices by name; there, such an up_proj has only a B.
+    """
     found = dict(tensors)
     for name in tensors:
         module, _ = split_tensor_name(name)

@@ -1,7 +1,7 @@
 """Trained tokens: rows of embed_tokens or lm_head that an adapter replaces.
 
 PEFT's `trainable_token_indices`. A file holds a module's rows [tokens, hidden], in the order of the
-config's list of tokens; a blob has that list under its own key.
+config's list of tokens; a blob has that list under a metadata key of its own.
 """
 
 import json
@@ -21,16 +21,17 @@ MAX_TOKENS = 256
 _OPTION = "trainable_token_indices"
 
 TokensByModule = Mapping[str, tuple[int, ...]]
-"""Ids of trained tokens by module, "lm_head" and "model.embed_tokens", in the order of the rows."""
+"""Ids of trained tokens by module, "lm_head" or "model.embed_tokens", in the order of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows of one module.
+    """Trained rows of the embeddings or the output head, one for each changed token.
 
-    linear: index of HEAD_ROWS or EMBEDDING_ROWS in the shape's modules.
-    name: of the module, for errors.
-    ids: one for each row.
+    linear: index of HEAD_ROWS or EMBEDDING_ROWS in the modules of the base model's shape.
+    name: the module's name, for error messages.
+    ids: the token id of each row.
+    rows: place of the tensor [tokens, hidden] in the blob.
     """
 
     linear: int
@@ -39,16 +40,17 @@ class TokenRows:
     rows: TensorSpan
 
     def matrix(self) -> str:
-        """Return the name of the rows for errors."""
+        """Return how error messages name these rows."""
         return f"{self.name}.trainable_tokens_delta"
 
 
 def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByModule:
-    """Return the trained tokens of PEFT's config, checked against the modules that have rows.
+    """Return the ids of trained tokens in PEFT's config, checked against the saved rows.
 
     PEFT saves no rows for an lm_head that is tied to the embeddings; the config may list it with
     the embeddings' tokens.
-    saved: canonical modules that have rows.
+    raw: PEFT's config.
+    saved: canonical modules of which the trainer has saved rows.
     Raises AdapterRejected or AdapterTooLarge.
     """
     option = raw.get(_OPTION) or {}
@@ -73,14 +75,17 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
 
 
 def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
-    """Return the entries about trained tokens for a blob's metadata; none without tokens."""
+    """Return the metadata entries of a blob that list its trained tokens; empty without tokens."""
     if not tokens:
         return {}
     return {TOKENS_KEY: json.dumps(tokens, sort_keys=True, separators=(",", ":"))}
 
 
 def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
-    """Parse the trained tokens in a blob's metadata. Raises AdapterRejected, AdapterTooLarge."""
+    """Parse the ids of trained tokens from a blob's metadata.
+
+    Raises AdapterRejected or AdapterTooLarge.
+    """
     text = metadata.get(TOKENS_KEY)
     if text is None:
         return {}
@@ -96,10 +101,13 @@ def read_token_rows(
     adapted: Collection[str],
     shape: BaseShape,
 ) -> tuple[TokenRows, ...]:
-    """Return the rows in a blob, in the order of its metadata.
+    """Return the trained rows in a blob, in the order in which its metadata lists the modules.
 
-    adapted: modules with LoRA.
-    Raises AdapterRejected for rows that do not fit the base model, and for modules changed twice.
+    tokens: ids of trained tokens, from the metadata.
+    tensors: the tensors of the blob that hold rows, by name.
+    adapted: canonical modules that have LoRA.
+    Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA
+    and rows change.
     """
     if tensors.keys() - {token_rows_name(module) for module in tokens}:
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
@@ -137,7 +145,10 @@ def _require(good: bool, module: str, fault: str) -> None:
 
 
 def digits(ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the base-256 digits of each id, lowest first; every image dtype can hold them."""
+    """Yield the three base-256 digits of each token id, lowest first.
+
+    Every dtype of an image can hold such digits exactly.
+    """
     return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
 
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's pair of LoRA tensors, as PEFT's tensors and config.
+"""Converts TensorRT-LLM's pair of LoRA files to PEFT's tensors and config.
 
 weights [modules, size]: each row is one module of one layer: A [rank, d_in], then B [d_out, rank],
 flattened, then zeros. config [modules, 3]: module id, layer, rank. Both may have a first dimension
@@ -38,16 +38,17 @@ _ELSEWHERE = {
 
 
 def has_trtllm_pair(folder: Path) -> bool:
-    """Whether a folder has both files."""
+    """Whether a folder has both of TensorRT-LLM's LoRA files."""
     return all((folder / name).is_file() for name in PAIR)
 
 
 def read_trtllm_pair(
     folder: Path, shape: BaseShape, base_model: str, alpha: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return PEFT's tensors by name, and its config.
+    """Convert TensorRT-LLM's LoRA files in a folder: return PEFT's tensors by name, and its config.
 
-    alpha: of the training; None: B contains the scaling already.
+    base_model: name of the base model, for the config.
+    alpha: alpha of the training; None: B contains the scaling already.
     Raises AdapterRejected, whose field is the file or the row.
     """
     weights, config = (_array(folder / name) for name in PAIR)
@@ -68,7 +69,7 @@ def read_trtllm_pair(
 
 
 def _array(path: Path) -> np.ndarray:
-    """Map a file into memory, without its first dimension of 1."""
+    """Map a NumPy file into memory, and remove a first dimension of 1 from the array."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -83,7 +84,12 @@ def _array(path: Path) -> np.ndarray:
 def _linears(
     row: int, values: np.ndarray, kind: int, layer: int, rank: int, shape: BaseShape
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield the modules of a row, each with A [rank, d_in] and B [d_out, rank]."""
+    """Yield the modules in one row of the weights, each with A [rank, d_in] and B [d_out, rank].
+
+    row: number of the row, for errors.
+    values: A and B of the row, flattened.
+    kind: TensorRT-LLM's module id.
+    """
     if kind not in _LINEARS:
         what = _ELSEWHERE.get(kind, "no module that is known here")
         raise _bad(f"row {row} has the module id {kind}: {what}", PAIR[1])

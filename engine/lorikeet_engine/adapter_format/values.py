@@ -1,4 +1,4 @@
-"""Checks that a blob's values can be packed: while its bytes come, or in its file."""
+"""Checks that a blob's values can be packed, either while its bytes arrive or in its file."""
 
 import io
 from collections import deque
@@ -30,10 +30,10 @@ _OVERFLOWS = {
 
 
 class ValueScan:
-    """Bounds of a blob's values, found while its bytes come.
+    """Finds the largest magnitude of each of a blob's tensors while the blob's bytes arrive.
 
-    Tensors of one dtype that come together are scanned together, since each scan must get the
-    interpreter lock of a busy gateway. A scan refuses nothing: it finds no bounds for a blob with a
+    Tensors of one dtype that arrive together are scanned together, since each scan must get the
+    interpreter lock of a busy gateway. A scan rejects nothing: it finds no bounds for a blob with a
     bad header, nor for one whose values cross SCAN_ALIGNMENT.
     """
 
@@ -43,9 +43,10 @@ class ValueScan:
         self._bounds: dict[TensorSpan, int] = {}
 
     def take(self, data: memoryview) -> None:
-        """Scan the next bytes: a multiple of SCAN_ALIGNMENT, except at the end.
+        """Scan the next bytes of the blob.
 
-        data: the first piece must hold the whole header.
+        data: length is a multiple of SCAN_ALIGNMENT, except at the end of the blob. The first piece
+            must hold the whole header.
         """
         begin, self._taken = self._taken, self._taken + len(data)
         if not begin:
@@ -61,15 +62,20 @@ class ValueScan:
             self._waiting.popleft()
 
     def bound(self, span: TensorSpan) -> int | None:
-        """Return the bits of the largest magnitude in a tensor; None before all bytes have come."""
+        """Return the largest magnitude in a tensor, as its bits in the tensor's dtype.
+
+        None until all tensors have arrived, and for a tensor that was not scanned.
+        """
         return None if self._waiting else self._bounds.get(span)
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """Check that every value is finite, in the file and, with B scaled, in an image of this dtype.
+    """Check that all values of a blob are finite, both in its file and in a packed image.
 
-    scan: of the incoming blob. Only tensors that its bounds do not prove good are read, a few
-        megabytes at a time.
+    In the image, B is multiplied by its scaling.
+    dtype: dtype of the image.
+    scan: bounds found while the blob arrived. Tensors that these prove good are not read; the
+        others are, a few megabytes at a time.
     Raises AdapterRejected, whose field is the tensor.
     """
     for name, span, factor in _matrices(spec):
@@ -85,7 +91,7 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
-    """Yield each matrix as its name for errors, its span, and its scaling."""
+    """Yield each matrix: its name for errors, its place in the blob, and the factor for packing."""
     for part in spec.linears:
         yield part.matrix("A"), part.a, 1.0
         yield part.matrix("B"), part.b, part.scaling
@@ -94,7 +100,11 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
-    """Return the tensors of a blob that begins like this, in file order; none if it is bad."""
+    """Return the tensors of a blob, in file order; none if the header is bad.
+
+    data: beginning of the blob, including the whole header.
+    size_bytes: size of the whole blob.
+    """
     try:
         tensors = parse_header(io.BytesIO(data), size_bytes, "").tensors.values()
     except AdapterRejected:
@@ -111,13 +121,16 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """Return the magnitude of a value in an image, before rounding."""
+    """Return the magnitude that a value of a blob has in an image, before rounding.
+
+    factor: scaling of the value's matrix.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return abs(largest * np.float32(factor))
 
 
 def _largest(blob: Path, span: TensorSpan) -> int:
-    """Return the bits of the largest magnitude in a tensor."""
+    """Return the largest magnitude in a tensor of a blob, as its bits in the tensor's dtype."""
     kind, mask = _MAGNITUDES[span.dtype]
     return max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
 

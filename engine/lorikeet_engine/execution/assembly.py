@@ -48,8 +48,10 @@ LoadModel = Callable[
 class Assembly:
     """Parts of an engine, with all memory allocated and all kernels compiled.
 
-    step_budget: None without an inter-token goal.
-    forced_budget: budget of the tokens that grammars force.
+    kv_pages: number of KV pages in the runner's KV cache.
+    step_budget: bounds steps to the inter-token goal; None without such a goal.
+    forced_budget: bounds the tokens that grammars force.
+    ranks: processes that compute the model; just this one without tensor parallelism.
     """
 
     runner: ModelRunner
@@ -62,7 +64,7 @@ class Assembly:
     ranks: OneRank
 
     def close(self) -> None:
-        """Stop loading adapters and end the other ranks."""
+        """Stop loading adapters, and end the processes of the other GPUs."""
         self.tiers.close()
         self.ranks.close()
 
@@ -72,10 +74,12 @@ def assemble(
 ) -> Assembly:
     """Load the model and allocate all the memory that serving needs.
 
+    source: store from which adapters are downloaded.
     load: reads the base model, as load_model does.
-    wake: called when adapters were loaded.
+    wake: called whenever adapters have been loaded.
 
-    Raises ModelError, and SettingsError if memory or attention kernels for the device are lacking.
+    Raises ModelError. Raises SettingsError if the device has too little memory or no attention
+    kernels for the model.
     """
     ranks = start_ranks(settings, load)
     try:
@@ -126,7 +130,12 @@ def load_weights(
     group: RankGroup | None,
     start: StartUpStages,
 ) -> LlamaModel:
-    """Load the base model, or this rank's part of it. Raises ModelError and SettingsError."""
+    """Load the base model, or this rank's part of it. Raises ModelError and SettingsError.
+
+    load: reads the base model, as load_model does.
+    group: the processes that share the model; None if this process holds all of it.
+    start: records the memory and the time that loading takes.
+    """
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
         model = load(settings.model, device, dtype, context, settings.rounding, group)
@@ -158,9 +167,13 @@ def build_tiers(
     free: int,
     ranks: OneRank,
 ) -> Tiers:
-    """Build the tiers that hold and load adapters; allocates the arenas of GPU and host.
+    """Build the tiers that hold and load adapters, and allocate their memory on GPU and host.
 
-    free: free bytes of the device, of which the slot pool may be a share.
+    shape: shape of the whole base model.
+    source: store from which adapters are downloaded.
+    wake: called whenever adapters have been loaded.
+    free: free bytes of the device. The slot pool takes a share of them if the settings say so.
+    ranks: processes that compute the model; all get an equally large slot pool.
     """
     dtype = settings.torch_adapter_dtype
     gpu_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
@@ -192,10 +205,13 @@ def build_runner(
     """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
     The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
-        page
-    runs first; then the runner is built again with all the pages that the trial has left memory
-    for. The trial's graphs cannot be kept, since they hold the address of its KV pages. Raises
-    SettingsError.
+    page runs first. Then the runner is built again, with as many pages as fit into the memory that
+    the trial left free. The trial's graphs cannot be kept, since they hold the address of its KV
+    pages. Raises SettingsError.
+
+    weights: memory of the adapters' weights on the device.
+    start: records the memory and the time that each stage takes.
+    ranks: processes that compute the model; they all build a runner.
     """
     device = model.device
     parts = RunnerParts.of(model, weights, settings)

@@ -20,19 +20,22 @@ Int64s = npt.NDArray[np.int64]
 class StepInput:
     """Input of one step on the host: all that a process with the model's weights needs.
 
-    Fields that Batch has too mean the same there.
+    Fields that Batch has as well mean the same in both.
 
-    token_ids: 0 stands where a token was sampled by the step before and may not be read yet.
-    pending: [pending tokens] int64, indices of such tokens in token_ids.
-    pending_rows: [pending tokens] int64, their rows in the step before.
-    page_tables: each begins with the first page that one of the step's tokens sees.
-    segments: [3, segments] int32, slots, starts and lengths of Batch.segments; none without
+    token_ids: 0 stands in for a pending token, which the previous step sampled and the host has not
+        read yet.
+    pending: [pending tokens] int64, indices of the pending tokens in token_ids.
+    pending_rows: [pending tokens] int64, row of each pending token in the previous step's sampled
+        tokens.
+    page_tables: for each group of layers, each sequence's pages from the first one that a token of
+        this step attends to.
+    segments: [3, segments] int32, slots, starts and lengths of Batch.segments; no segments without
         adapters.
-    max_rank: at least the rank of every adapter in segments.
-    changes_experts: as in Segments.
-    head_segments: [3, segments] int32, like segments, for lm_head.
-    head_rank: at least the rank of every adapter in head_segments.
-    head_rows: Segments.max_rows for lm_head.
+    max_rank: upper bound of the ranks of the adapters in segments.
+    changes_experts: whether some adapter changes linears of experts.
+    head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
+    head_rank: upper bound of the adapters' ranks on lm_head.
+    head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
     """
 
     token_ids: Int64s
@@ -54,7 +57,8 @@ class StepInput:
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """Copy the step to the device; the host waits for nothing.
 
-        previous: tokens of the step before, already on the device, [rows] int64.
+        previous: tokens that the previous step sampled, already on the device, [rows] int64. Needed
+            if the step has pending tokens.
         """
         parts = (
             self.token_ids, self.positions, self.kv_slots.ravel(), self.logit_rows,
@@ -86,10 +90,13 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """Rows of a step whose logits are wanted beyond those of its next tokens, on the host.
+    """Tokens of a step whose logits are computed in addition to those for sampling; on the host.
 
-    rows: [rows] int64, indices of tokens in the step.
-    head_segments, head_rank, head_rows: as in StepInput, over these rows.
+    rows: [rows] int64, indices of these tokens in the step.
+    head_segments: [3, segments] int32, slots, starts and lengths of lm_head's LoRA segments over
+        `rows`.
+    head_rank: upper bound of the adapters' ranks on lm_head.
+    head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
     """
 
     rows: Int64s
@@ -98,7 +105,7 @@ class LogitsInput:
     head_rows: int
 
     def upload(self, device: torch.device) -> tuple[torch.Tensor, Segments | None]:
-        """Copy the rows and lm_head's segments to the device; the host waits for nothing."""
+        """Copy the indices and lm_head's segments to the device; the host waits for nothing."""
         heads = _upload_segments(self.head_segments, self.head_rank, device, self.head_rows)
         return upload(self.rows, device), heads
 
@@ -106,7 +113,7 @@ class LogitsInput:
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     """Sort the chunks so that those of one adapter are side by side.
 
-    First come chunks whose adapters change lm_head, last those without an adapter.
+    Chunks whose adapters change lm_head come first, chunks without an adapter last.
     """
     leased = [
         (not _changes_head(lease), lease.slot, chunk)
@@ -120,11 +127,12 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
 def build_step_input(
     chunks: list[Chunk], page_size: int, windows: tuple[int | None, ...] = (None,)
 ) -> StepInput:
-    """Build the input of a step of these chunks, which must be in group_by_adapter's order.
+    """Build the input of a step that computes these chunks.
 
-    windows: as in KvGroups.
+    chunks: in the order of group_by_adapter.
+    windows: attention window of each group of layers; None for a group that attends to all tokens.
 
-    Row i of the logits belongs to the i-th chunk that completes its sequence.
+    Logits are computed for each chunk that completes its sequence, in the order of the chunks.
     """
     rows = np.array([chunk.completes for chunk in chunks], np.int64)  # rows of logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
@@ -163,9 +171,11 @@ def _kv_places(
     positions: Int64s,
     page_size: int,
 ) -> tuple[tuple[PageTable, ...], Int64s]:
-    """Return StepInput's page_tables and kv_slots.
+    """Return page_tables and kv_slots of a StepInput, one entry for each group of layers.
 
-    owner: index of each token's chunk.
+    windows: attention window of each group of layers; None for a group that attends to all tokens.
+    owner: [tokens], index of each token's chunk.
+    positions: [tokens], position of each token in its sequence.
     """
     begins = np.array([chunk.start for chunk in chunks], np.int64)
     page, at = np.divmod(positions, page_size)
@@ -182,7 +192,11 @@ def _kv_places(
 
 
 def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
-    """Return a group's page table, from each sequence's page `first` on."""
+    """Return the page table of a group of layers, without the pages that no token attends to.
+
+    group: index of the group of layers.
+    first: [chunks], first page to include of each chunk's sequence.
+    """
     tables = [chunk.pages[group] for chunk in chunks]
     kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     if first.any():
@@ -193,13 +207,22 @@ def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) 
 
 
 def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
-    """Return StepInput.head_segments where chunk i has rows[i] rows of the logits, in order."""
+    """Return segments [3, segments] of the adapters that change lm_head: slots, starts, lengths.
+
+    rows: [chunks], number of rows of logits that each chunk has. The rows lie in the order of the
+        chunks.
+    """
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
 def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> LogitsInput:
-    """Build the input of these rows' logits; chunk i has of_chunks[i] of the rows, in order."""
+    """Build the input for the logits of some tokens of a step.
+
+    chunks: chunks of the step, in the order of group_by_adapter.
+    rows: indices in the step of the tokens whose logits are computed, in the order of the chunks.
+    of_chunks: [chunks], how many of the rows belong to each chunk.
+    """
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
@@ -211,7 +234,7 @@ def _changes_head(lease: AdapterLease) -> bool:
 
 
 def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
-    """Return StepInput's token_ids, pending and pending_rows."""
+    """Return token_ids, pending and pending_rows of the StepInput for these chunks."""
     ids, pending, pending_rows = list[int](), list[int](), list[int]()
     for chunk in chunks:
         sequence = chunk.sequence
@@ -224,7 +247,11 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _segments(leases: list[AdapterLease], lengths: Int64s) -> Int32s:
-    """Return [3, segments], one segment for each slot; the i-th lease has the i-th length."""
+    """Return [3, segments] int32: slot, start and length of each adapter's non-empty segment.
+
+    leases: adapters of the step's first chunks, one lease a chunk; equal slots are neighbours.
+    lengths: number of rows of each chunk.
+    """
     # The first chunks have the leases, in their order, so index i is the same in both.
     slots = np.array([lease.slot for lease in leases], np.int64)
     first = np.flatnonzero(np.diff(slots, prepend=-1))

@@ -30,7 +30,7 @@ _RANK = 16
 # Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
 _LONG_CONTEXT = 4096
-# Tokens of the chunk, and its two depths, that give the cost of tokens seen by a prompt.
+# Tokens of the chunk, and its two depths, that give the cost of tokens a prompt attends to.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
 # Most tokens of the chunk that gives pieces_s: deep enough for piecewise graphs, else small.
@@ -53,11 +53,13 @@ def measure_step_costs(
     """Time a few dummy steps, which run as real ones do, and return the costs fitted to them.
 
     kv_pages: number of the runner's KV pages; they are empty before and afterwards.
-    arena: the runner's arena; it is empty before and afterwards.
+    arena: the runner's GPU memory of adapters; it is empty before and afterwards.
+    shape: part of the base model that this process computes.
 
-    The cost of seen tokens keeps its default where contexts are too short to tell; the cost of
-    adapters keeps its default where rank 1 on all linears does not fit into the arena. In the
-    latter case raises SettingsError if inter_token_goal_s is set, which needs that cost.
+    Where contexts are too short to measure the cost of attention, that cost keeps its default.
+    Where an adapter of rank 1 on all linears does not fit into the arena, the costs of adapters
+    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set, since the
+    goal needs these costs.
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
@@ -101,10 +103,13 @@ def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
 
 
 def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCosts) -> float:
-    """Measure StepCosts.seen_token_s.
+    """Measure StepCosts.seen_token_s, the seconds for each token that a decode attends to.
 
     Two steps are timed: one decode with the longest context, and as many decodes as fit with a long
-    context. The slope is the one with the least relative errors of both.
+    context. The result is the slope with the least sum of the squares of both relative errors.
+
+    decodes_s: measured seconds of a step of N decodes with the default context, by N.
+    usual: costs whose default is returned where contexts are too short to measure.
     """
     long = min(_LONG_CONTEXT, steps.longest)
     many = max(n for n in decodes_s if n * long <= steps.kv_tokens or n == min(decodes_s))
@@ -118,7 +123,11 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 
 
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
-    """Measure StepCosts.prompt_seen_s, and the seconds of a chunk of N tokens without attention."""
+    """Measure a chunk of a prompt: StepCosts.prompt_seen_s, and its seconds without attention.
+
+    tokens: number of tokens in the chunk.
+    usual: costs whose default is returned where contexts are too short to measure.
+    """
     deep = min(_DEEP, steps.longest - tokens)
     if deep < tokens:  # short contexts: chunks see too few tokens to measure their cost
         return usual.prompt_seen_s, steps.prompts_s(tokens)
@@ -130,9 +139,10 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s.
+    """Measure StepCosts.pieces_s, the seconds that a step takes longer as piecewise graphs.
 
-    rows_s: seconds of N tokens in a single graph, by N.
+    rows_s: seconds of N tokens in a single graph without attention, by N.
+    costs: costs measured so far.
     """
     if not steps.in_pieces:
         return 0.0
@@ -146,7 +156,10 @@ def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> f
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:
-    """Measure StepCosts.split_s, given the other costs of a step without adapters."""
+    """Measure StepCosts.split_s: seconds added by separate attention kernels for the decodes.
+
+    costs: all other costs of a step without adapters.
+    """
     decodes = min(_BESIDE, costs.max_running)
     context = min(_BESIDE_CONTEXT, steps.longest)
     chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
@@ -161,7 +174,10 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
 
 
 def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
-    """Add the costs of adapters, whose share of a step is a line over Σ rank."""
+    """Return the costs with those of adapters added; adapters cost a constant plus Σ rank · rank_s.
+
+    costs: measured costs of steps without adapters.
+    """
     rank, many, full = dummies.rank, dummies.count, costs.step_tokens
     few = 1 if many > 1 else 0  # with a single adapter, the line starts at no adapter
     plain_s, few_s, many_s = (
@@ -180,11 +196,11 @@ def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") ->
 
 @dataclass(frozen=True, slots=True)
 class _DummyAdapters:
-    """Adapters of one rank on all linears, side by side at the front of the arena.
+    """Dummy adapters of equal rank on all linears, one after the other from the arena's start.
 
     They share no weights, so each is read from memory.
 
-    rows: [count, layers, linears, 3], the adapters' rows of the table, without lm_head.
+    rows: [count, layers, linears, 3], the adapters' entries in LoraWeights.table, without lm_head.
     """
 
     rows: torch.Tensor
@@ -194,7 +210,7 @@ class _DummyAdapters:
     def that_fit(
         cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
     ) -> "_DummyAdapters":
-        """Make as many adapters as a step may have and the arena holds; lower the rank to fit."""
+        """Make as many adapters as fit into the arena and a step; the rank is lowered to fit."""
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
@@ -210,7 +226,7 @@ class _DummyAdapters:
 
     @contextmanager
     def in_place(self, arena: DeviceArena) -> Iterator[None]:
-        """Put the adapters into the first slots of the table; take them out afterwards."""
+        """Put the adapters into the table's first slots during the block; then clear the slots."""
         _, layers, linears, _ = self.rows.shape
         whole = torch.zeros(self.count, *arena.weights.table.shape[1:], dtype=torch.int64)
         whole[:, :layers, :linears] = self.rows
@@ -222,9 +238,9 @@ class _DummyAdapters:
 
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
-    """Return an adapter's rows of the table, [layers, linears, 3], and its number of elements.
+    """Return an adapter's entries in LoraWeights.table and its number of elements.
 
-    The rows place the adapter's weights at offset 0 of the arena.
+    The entries, [layers, linears, 3], place the adapter's weights at offset 0 of the arena.
     """
     sizes = [
         [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]

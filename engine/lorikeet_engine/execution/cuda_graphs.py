@@ -1,21 +1,23 @@
 """CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
 Graphs are captured at start. Only then does the Python code of the model's layers and operators run
-(LlamaModel.forward, called by `_run`). A step runs none of it, except attention's where the step is
-large: `CudaGraphs.forward` copies the batch to the static tensors and replays the recorded graphs.
+(LlamaModel.forward, called by `_run`). A step runs none of this code, except that of attention if
+the step is large: `CudaGraphs.forward` copies the batch to the static tensors and replays the
+recorded graphs.
 
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms: far
 more than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for
 a ladder of sizes: tokens × segments of adapters. A mixture of experts has each pass twice, for
-adapters that change experts and for others. A step uses the smallest pass that holds it; the rest
-of the static tensors is padding that writes no key and uses no adapter.
+adapters that change experts and for others. A step uses the smallest pass that is large enough; the
+rest of the static tensors is padding, which writes no key and uses no adapter.
 
-The graphs hold no adapter: the list of tiles (kernels/lora/tiles.py) is recorded with them and is
-computed again at each replay from the static segments; ranks are bounded as at capture. Pages and
-lengths come through attention.plan.
+The graphs do not depend on the adapters of a step: the computation of the list of tiles
+(kernels/lora/tiles.py) is part of the graphs, and each replay repeats it from the static segments.
+The upper bound of the ranks is fixed at the capture. Pages and lengths come through attention.plan.
 
-A small step, whether it decodes, begins short prompts or both, is one graph, since attention treats
-each token by itself. A larger step is one graph between every two attentions (piecewise_graphs.py).
+A small step, whether it decodes, begins short prompts or both, is one graph, since attention
+computes each token independently. A larger step is one graph between every two attentions
+(piecewise_graphs.py).
 """
 
 from dataclasses import dataclass
@@ -47,7 +49,13 @@ _NO_KV_SLOT = -1  # KV slot of a padding token: its key and value are not writte
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of one step: tokens, distinct adapters, their rank, and KV pages of one group."""
+    """Limits of one step.
+
+    tokens: most tokens.
+    adapters: most distinct adapters.
+    rank: largest rank of an adapter.
+    pages: most KV pages, in one group of layers, of all sequences together.
+    """
 
     tokens: int
     adapters: int
@@ -56,18 +64,18 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """Captured forward pass over the static tensors.
+    """Captured forward pass over CudaGraphs' static tensors.
 
     Implemented by _WholeGraph, for small steps, and PiecewiseGraphs (piecewise_graphs.py).
     """
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the hidden states for this batch, which the static tensors hold already."""
+        """Return the hidden states of a batch whose contents are in the static tensors already."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeGraph:
-    """Pass in one graph, attention included."""
+    """Forward pass captured as one CUDA graph, attention included."""
 
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor
@@ -80,14 +88,18 @@ class _WholeGraph:
 
 
 class _Adapters(NamedTuple):
-    """Adapters that a pass is captured for: number of segments, and whether experts are changed."""
+    """Kind of batch that a pass is captured for, by its adapters.
+
+    segments: largest number of adapter segments; 0 for batches without adapters.
+    on_experts: whether the adapters may change linears of experts.
+    """
 
     segments: int
     on_experts: bool
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Tokens → adapters → the pass for up to that many, both ascending."""
+"""Captured passes: number of tokens → adapters → pass for up to so many; both keys ascend."""
 
 
 class CudaGraphs:
@@ -104,7 +116,9 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
-        kv, weights: those of the ModelRunner.
+        weights: the adapters' weights that the ModelRunner uses.
+        kv: the ModelRunner's KV pages.
+        limits: largest step to capture graphs for.
         """
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
         self._has_experts = model.config.experts_per_token > 0
@@ -123,22 +137,22 @@ class CudaGraphs:
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
-        """Tokens of each pass for small steps, ascending."""
+        """Numbers of tokens for which a pass is captured as a single graph, ascending."""
         return tuple(self._whole)
 
     @property
     def piecewise_sizes(self) -> tuple[int, ...]:
-        """Tokens of each piecewise pass, ascending."""
+        """Numbers of tokens for which a pass is captured as piecewise graphs, ascending."""
         return tuple(self._piecewise)
 
     def fit(self, batch: Batch) -> bool:
-        """Whether a pass was captured for batches like this one."""
+        """Whether a captured pass is large enough for this batch."""
         return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Replay a captured pass; return the hidden states of all tokens of a batch that fits.
+        """Replay a captured pass for a batch that fits; return the hidden states of all its tokens.
 
-        The next call may overwrite them.
+        The next call may overwrite the returned tensor.
         """
         rows = len(batch.token_ids)
         ladder = self._whole if self._is_small(batch) else self._piecewise
@@ -202,12 +216,19 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _adapters(self, *counts: int) -> list[_Adapters]:
-        """Return the kinds of adapters to capture for these numbers of segments, ascending."""
+        """Return the combinations to capture: each segment count, with and without changed experts.
+
+        counts: numbers of adapter segments.
+        """
         kinds = (False, True) if self._has_experts else (False,)
         return sorted({_Adapters(n, on_experts and n > 0) for n in counts for on_experts in kinds})
 
     def _static_batch(self, size: int, held: _Adapters) -> Batch:
-        """Return a batch of the static tensors, for capturing."""
+        """Return a batch over the static tensors, for capturing a pass.
+
+        size: number of tokens.
+        held: adapters that the pass is captured for.
+        """
         segments = None
         if held.segments:
             slots, starts, lengths = self._segments[:, : held.segments].unbind()
@@ -250,17 +271,20 @@ class CudaGraphs:
         )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
-        """Run the model's Python code. Only at start: once to compile kernels, then to record."""
+        """Run the model's Python code; only at start, to compile kernels and to record graphs."""
         return self._model.forward(batch, self._kv, self._weights, attention)
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the ladder's sizes below `most`, then the lesser of `most` and the ladder's last."""
+    """Return the ladder's sizes below `most`, then `most` or the ladder's last size if less."""
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
 def _seen_by_prompts(batch: Batch) -> int:
-    """Return the tokens that prompt tokens see; in a whole graph each reads its keys again."""
+    """Return how many tokens the batch's prompt tokens attend to, added up over the prompt tokens.
+
+    In a whole graph, each prompt token reads all these keys by itself.
+    """
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1
     return int(seen_by_each(lengths[prompts], batch.kv_lengths[prompts]).sum())
@@ -269,9 +293,9 @@ def _seen_by_prompts(batch: Batch) -> int:
 def _segment_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is ≥ `most`.
 
-    A launch has programs for every segment, and their number selects the Regime. A step of 256
-    tokens with 40 adapters loses 0.7 ms if padded to 128 segments; fewer adapters padded to 32 lose
-    nothing.
+    A launch has programs for every segment, padding included, and their number selects the Regime.
+    A step of 256 tokens with 40 adapters loses 0.7 ms if padded to 128 segments. A step with fewer
+    adapters, padded to 32 segments, loses nothing.
     """
     counts = [0, 2]
     while counts[-1] < most:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Model, arena and KV pages of one rank, and the execution of the leader's commands.
+    """Model, adapter memory and KV pages of one rank, and the execution of the leader's commands.
 
     The leader's assembly (assembly.py) does the same in the same order.
     """
@@ -44,10 +44,12 @@ class Follower:
         host: SharedMemory,
         report: Callable[[CopyReport], None],
     ) -> None:
-        """Join the other ranks and load.
+        """Join the other ranks, load this rank's part of the model, allocate its adapter memory.
 
-        host: the host arena.
-        report: called on another thread.
+        start: the leader's first command.
+        shard: this rank's index and the number of ranks.
+        host: memory shared by all ranks, in which the host tier's adapter images are.
+        report: called on another thread when a copy of an adapter image has finished.
         """
         settings = self._settings = start.settings
         device = self._device = rank_device(torch.device(settings.device), shard)
@@ -62,7 +64,10 @@ class Follower:
         self._steps = Workers(1, "steps")
 
     def do(self, message: object) -> None:
-        """Carry out a command of the leader; commands come in order."""
+        """Carry out a command of the leader. Commands must come in the order they were sent.
+
+        message: a RunStep, CopyImage, BuildRunner, CountPages, or a command of the arena.
+        """
         match message:
             case RunStep():
                 self._run(message)
@@ -128,7 +133,7 @@ class Follower:
 
 
 class _MoreLogits:
-    """LogitsReader that computes this rank's part of the logits and reads none; the leader does."""
+    """LogitsReader that computes a follower's part of the logits; only the leader reads them."""
 
     def __init__(self, inputs: tuple[LogitsInput, ...]) -> None:
         self._inputs = inputs
@@ -144,7 +149,10 @@ class _MoreLogits:
 
 
 def _wait(event: CopyEvent) -> None:
-    """Wait for the device. If the device fails, end the process: no other call may report it."""
+    """Wait for an event of the device.
+
+    If the device fails, end the process, because no later call may report the failure.
+    """
     try:
         event.synchronize()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Tokens that grammars allow next in the rows of a step, and tokens that they force."""
+"""Tokens that grammars allow next in the sequences of a step, and tokens that they force."""
 
 from collections.abc import Mapping
 from itertools import islice, takewhile
@@ -23,12 +23,12 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
-    """The only tokens that may be sampled in some rows of a step.
+    """The only tokens that may be sampled in those rows of a step that a grammar restricts.
 
-    rows: the restricted rows.
-    bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None for no rows.
-    errors: errors of rows whose grammar broke.
-    forced: by row, the tokens that must follow where only one token may be sampled.
+    rows: rows of the logits that are restricted.
+    bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None if no row is restricted.
+    errors: by row, the error of a grammar that failed.
+    forced: by row, tokens that must follow the sampled token, if only one token may be sampled.
     """
 
     rows: list[int]
@@ -37,14 +37,14 @@ class AllowedTokens(NamedTuple):
     forced: Mapping[int, tuple[int, ...]]
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Set all other tokens' logits in the rows to -inf, in place; the host never waits."""
+        """Set the logits of tokens that are not allowed to -inf, in place; the host never waits."""
         if self.bitmasks is not None:
             rows = upload(np.array(self.rows, np.int64), logits.device)
             forbid_others(logits, rows, self.bitmasks.to(logits.device, non_blocking=True))
 
 
 class _Matched(NamedTuple):
-    """Row whose next token a grammar restricts."""
+    """Row of a step's logits whose next token a grammar restricts."""
 
     row: int
     sequence: Sequence
@@ -56,9 +56,12 @@ def allowed_tokens(
 ) -> AllowedTokens:
     """Ask the grammars of a step's sequences for the allowed tokens, by row.
 
-    Rows without a grammar are in no result. The matchers must have accepted all tokens so far.
+    Sequences without a grammar get no row in the result. The matchers must have accepted all tokens
+    so far.
 
-    logits: [sequences, vocab], which forbid_others will change.
+    grammars: None on an engine without grammars.
+    sequences: sequences that sample a token in this step, one a row.
+    logits: [sequences, vocab], the step's logits; only their width and device are used.
     budget: bounds the forced tokens of the next step.
     """
     matched = [
@@ -88,16 +91,18 @@ def allowed_tokens(
 
 
 class _ForcedTokens:
-    """Forced tokens taken for the next step; tokens beyond the budget are left to later steps.
+    """Forced tokens chosen for the next step; tokens beyond the budget are left to later steps.
 
-    They are computed in one chunk with the token before them, and each sees all tokens before it.
-    Their number is bounded so that the step remains a single graph on CUDA (cuda_graphs.py).
+    The next step computes them in one chunk with the token before them, and each token attends to
+    all before it. Their number is bounded so that the step remains a single graph on CUDA
+    (cuda_graphs.py).
     """
 
     def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
-        """Start with none taken.
+        """Start without having taken any forced tokens from the budget.
 
-        sequences: those of this step; the next step decodes them.
+        sequences: sequences that sample a token in this step and decode it in the next.
+        vocab: number of tokens that can be sampled.
         """
         self._budget, self._vocab = budget, vocab
         self._beside_others = not all(map(_may_force, sequences))
@@ -109,15 +114,18 @@ class _ForcedTokens:
         self._taken = self._taken_see = 0
 
     def close(self) -> None:
-        """Charge the budget for the tokens taken."""
+        """Charge the budget for the forced tokens that were taken."""
         if self._beside_others and self._taken:
             self._budget.spend(self._taken, self._taken_see)
 
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
-        """Return the tokens to take after the one that a row samples, if it has no other choice.
+        """Return the forced tokens to compute with the next token; empty if a row has a choice.
 
-        A stop id among them is left to be sampled. All are left where the device must count each
-        token or report its log probability.
+        They follow the only token that the row can sample. A stop id among the forced tokens ends
+        them: it is left to be sampled. No tokens are forced where the device must count each token
+        (penalties) or report its log probability.
+
+        bitmask: tokens that may be sampled in this row.
         """
         sequence = matched.sequence
         if self._tokens <= 0 or not _may_force(sequence):
@@ -151,7 +159,10 @@ def _fill_bitmasks(
 ) -> list[EngineError | None]:
     """Set the bits of the allowed tokens; return the error of each row, or None.
 
-    If the grammars' own code breaks, rows are filled one by one, so that only the broken ones fail.
+    If the grammars' own code fails for all rows together, rows are filled one by one, so that only
+    those with a faulty grammar fail.
+
+    bitmasks: [rows, octets_of(vocab)] uint8, zeros at first, in the order of `matched`.
     """
     try:
         problems = grammars.fill_bitmasks([m.matcher for m in matched], bitmasks)
@@ -177,9 +188,9 @@ def _stuck() -> InvalidRequest:
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:
-    """Allow stop ids where the output may end, and forbid them below min_tokens.
+    """Allow stop ids where the output may end, and forbid them below min_tokens, in place.
 
-    Below min_tokens they stay allowed where nothing else can follow.
+    Below min_tokens they remain allowed if no other token can follow.
     """
     stops = [(token // 8, 1 << token % 8) for token in sequence.stop_ids]
     if sequence.below_min_tokens:

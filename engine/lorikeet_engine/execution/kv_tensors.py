@@ -1,4 +1,4 @@
-"""Tensor of the KV pages of one rank: its shape and its allocation."""
+"""Tensor that holds the KV pages of one rank: its shape and its allocation."""
 
 import torch
 
@@ -11,10 +11,10 @@ from lorikeet_engine.settings import EngineSettings
 def kv_shape(
     config: ModelConfig, shape: BaseShape, settings: EngineSettings, pages: int
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor of N KV pages.
+    """Return the shape of the tensor that holds `pages` KV pages.
 
-    [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second dimension is keys and
-    values. The model's KvGroups say which layers share a page.
+    The shape is [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second
+    dimension is keys and values. The model's KvGroups say which layers share a page.
 
     shape: part of the base model that this rank computes.
     """
@@ -30,6 +30,9 @@ def allocate_kv(
     pages: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Allocate a tensor of N KV pages, zeros, on a device."""
+    """Allocate a tensor of zeros for `pages` KV pages on a device.
+
+    shape: part of the base model that this rank computes.
+    """
     size = kv_shape(config, shape, settings, pages)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)

@@ -1,4 +1,4 @@
-"""Runner of the leader, which lets all ranks launch its steps."""
+"""ModelRunner of the leading rank, whose steps the other ranks launch, too."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Command to launch a step's forward pass.
+    """Command of the leader to its followers: launch a step's forward pass.
 
-    previous_rows: rows of the step before, whose tokens the leader broadcasts first; 0 if not
-        needed.
-    logits: further logits, which PromptScores asks for.
+    previous_rows: number of tokens that the previous step sampled, if the leader broadcasts them
+        before this step; 0 if the step does not need them.
+    logits: tokens whose logits are computed in addition, for PromptScores.
     graphs: whether CUDA graphs may be used.
     """
 
@@ -30,14 +30,17 @@ class RunStep:
 
 
 class LeadingRunner(ModelRunner):
-    """ModelRunner whose steps the followers launch, too.
+    """ModelRunner of the leader, whose steps the followers launch, too.
 
-    Once the followers know of a step, a failure here is final (DeviceLost): they wait in its sums.
+    Once the followers know of a step, an error here is final (DeviceLost), since the followers wait
+    for the leader in the step's all-reduces.
     """
 
     def __init__(self, group: RankGroup, followers: Followers, *parts: Any) -> None:
-        """Wrap a ModelRunner.
+        """Create a ModelRunner that shares its steps.
 
+        group: collective operations over all ranks.
+        followers: the other ranks' processes.
         parts: arguments of ModelRunner.
         """
         super().__init__(*parts)
@@ -51,9 +54,14 @@ class LeadingRunner(ModelRunner):
         *,
         graphs: bool = True,
     ) -> None:
-        """Have the followers launch a step, and broadcast the tokens of the step before if needed.
+        """Have the followers launch a step. Raises DeviceLost.
 
-        Raises DeviceLost.
+        Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
+
+        previous: tokens that the previous step sampled, on the device. They are broadcast to the
+            followers if the step has pending tokens.
+        scores: prompt scores that need additional logits.
+        graphs: whether CUDA graphs may be used.
         """
         tokens = previous if len(step.pending) else None
         rows = 0 if tokens is None else len(tokens)

@@ -1,4 +1,4 @@
-"""Division of a device's memory: weights, slot pool, steps, and KV pages."""
+"""Division of a device's memory: weights, adapters' slot pool, steps, and KV pages."""
 
 import math
 from dataclasses import dataclass
@@ -20,10 +20,13 @@ _CUDA_BYTES = 7 << 28  # CUDA's context, graphs, kernels, FlashInfer's and cuBLA
 class MemoryPlan:
     """Bytes of one device that each part of an engine takes.
 
-    weights, slot_pool, steps, kv: bytes of these parts.
+    weights: bytes of the base model's weights.
+    slot_pool: bytes of the adapters' weights.
+    steps: bytes that the largest step and the CUDA graphs take.
+    kv: bytes of the KV pages.
     kv_dtype: EngineSettings.kv_dtype.
-    kv_tokens: tokens whose keys and values fit into the KV pages; in sequences of max_context where
-        layers with windows need fewer pages.
+    kv_tokens: tokens whose keys and values fit into the KV pages. Where layers with windows save
+        pages, this holds for sequences of max_context tokens.
     max_context: most tokens of prompt plus output that model and settings allow.
     kv_of_longest: bytes of KV pages that one sequence of max_context tokens needs.
     """
@@ -46,13 +49,13 @@ class MemoryPlan:
 def plan_memory(
     config: ModelConfig, weights: int, settings: EngineSettings, free: int, shard: Shard = WHOLE
 ) -> MemoryPlan:
-    """Plan how `assemble` would divide `free` bytes of a device.
+    """Plan how the `free` bytes of a device would be divided when an engine starts.
 
-    weights: bytes of the weights on this device.
+    weights: bytes of the base model's weights on this device.
     shard: part of the model on this device.
 
-    The memory of steps is an estimate; an engine measures it. Raises SettingsError if not all parts
-    fit, or if one sequence does not fit into the KV pages.
+    The memory of steps is an estimate; a starting engine measures it. Raises SettingsError if not
+    all parts fit, or if one sequence does not fit into the KV pages.
     """
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
@@ -79,8 +82,9 @@ def count_pages(
     """Return the number of KV pages that fit into the memory that the settings allow.
 
     shape: part of the base model that this process computes.
+    memory: free memory of the device after all other parts have taken theirs.
 
-    Raises SettingsError if that memory is too little for one sequence, or more than is free.
+    Raises SettingsError if the allowed memory is too little for one sequence, or more than is free.
     """
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     kv_bytes = resolve(settings.kv_bytes, memory.free)
@@ -96,12 +100,13 @@ def count_pages(
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
-    """Return the number of adapters that an arena of N elements may hold, one table row each.
+    """Return how many adapters a slot pool may hold at most; each needs a row in the table.
 
     Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
-    the first group; table rows are small beside that.
+    the first group. Compared with that, table rows are small.
 
-    at_least: adapters of a step, which have rows in any arena.
+    elements: size of the slot pool, in elements of the adapters' dtype.
+    at_least: distinct adapters of a step; the result is never less.
     """
     qkv = next(iter(shape.groups.values()))
     widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
@@ -109,7 +114,7 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """Return the page needs of an engine's sequences."""
+    """Return the calculator of KV pages for an engine with this model and these settings."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 
@@ -120,12 +125,12 @@ def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings)
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
-    """Estimate the bytes that the largest step and the graphs take.
+    """Estimate the bytes that the largest step and the CUDA graphs take.
 
-    shape: as in count_pages.
+    shape: part of the base model that this process computes.
 
-    For Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured
-    (docs/benchmarks.md).
+    For Llama-3.1-8B with steps of 8,192 tokens, the estimate is 3.7 GiB and the measured value 3.8
+    GiB (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim

@@ -1,8 +1,8 @@
-"""Forward pass as CUDA graphs between attentions, which are launched one by one.
+"""Forward pass as CUDA graphs that end before each attention, which is launched separately.
 
-For steps whose attention no graph can hold, since its kernels depend on the sequences. One graph
-ends where a layer calls attention and the next begins there, so a pass of 32 layers is 33 graphs
-and 32 launches of attention instead of about 400 launches.
+This is for steps whose attention cannot be part of a graph, since its kernels depend on the
+sequences. One graph ends where a layer calls attention and the next begins there. So a pass of 32
+layers is 33 graphs and 32 launches of attention instead of about 400 launches.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from lorikeet_engine.models.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class AttentionBuffers:
-    """Inputs and outputs of attention between graphs, both [tokens, heads, head_dim].
+    """Tensors that pass attention's inputs and outputs from graph to graph.
 
-    Passes may share them. A pass with queries of its own would hold them for every layer: 25 MB
-    each, for 2,048 tokens of an 8B model.
+    Both are [tokens, heads, head_dim]. Captured passes may share them. Otherwise each pass would
+    hold its own queries for every layer: 25 MB each, for 2,048 tokens of an 8B model.
     """
 
     queries: torch.Tensor
     outputs: torch.Tensor
 
     def first(self, tokens: int) -> "AttentionBuffers":
-        """Return the buffers' part for a pass of fewer tokens."""
+        """Return views of the first `tokens` rows, for a pass of fewer tokens."""
         return AttentionBuffers(self.queries[:tokens], self.outputs[:tokens])
 
 
 class PiecewiseGraphs:
-    """Captured forward pass of a fixed number of tokens."""
+    """Forward pass of a fixed number of tokens, one CUDA graph between every two attentions."""
 
     def __init__(
         self,
@@ -43,10 +43,14 @@ class PiecewiseGraphs:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `run`, a forward pass over static tensors whose kernels are compiled.
+        """Capture a forward pass.
 
+        run: runs the forward pass over static tensors with the given attention. Its kernels must be
+            compiled already.
         attention: launched at every replay.
-        pool: memory pool, which other passes may share.
+        buffers: inputs and outputs of attention, which other passes may share.
+        pool: memory pool of the graphs, which other passes may share.
+        stream: stream on which the graphs are captured.
         """
         self._attention, self._buffers = attention, buffers
         splitter = _GraphSplitter(buffers, pool)
@@ -57,7 +61,7 @@ class PiecewiseGraphs:
         self._pieces = splitter.pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the hidden states for this batch, which the static tensors hold already."""
+        """Return the hidden states of a batch whose contents are in the static tensors already."""
         buffers = self._buffers.first(len(batch.token_ids))
         self._attention.plan(batch)
         for piece in self._pieces:
@@ -72,7 +76,7 @@ class PiecewiseGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Graph up to a layer's attention, and the arguments of that attention."""
+    """CUDA graph up to a layer's attention, and the arguments for calling that attention."""
 
     graph: torch.cuda.CUDAGraph
     layer_kv: torch.Tensor

@@ -22,9 +22,9 @@ _PIECE_ROWS = 256  # with 128,256 tokens in the vocabulary, 131 MB of float32
 
 @dataclass(frozen=True, slots=True)
 class ReadScores:
-    """Scores that a step gave for prompts.
+    """Log probabilities of prompt tokens that a step computed, read by the host.
 
-    errors: errors of requests whose logits are not finite, by id.
+    errors: by request id, the error of requests whose logits are not finite.
     """
 
     outputs: list[PromptLogprobs]
@@ -32,9 +32,10 @@ class ReadScores:
 
 
 class LogitsReader(Protocol):
-    """Consumer of more logits of a step than its next tokens need.
+    """Consumer of logits that a step computes in addition to those for sampling.
 
-    Implemented by PromptScores, and by a follower (follower.py), which computes its part of them.
+    Implemented by PromptScores, and by a follower (follower.py), which computes its part of these
+    logits.
     """
 
     def compute(
@@ -42,27 +43,29 @@ class LogitsReader(Protocol):
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
     ) -> None:
-        """Launch the computation of these logits.
+        """Launch the computation of the additional logits.
 
-        hidden: last hidden states of the step.
-        logits_of: LlamaModel.logits.
+        hidden: [tokens, hidden], last hidden states of the step.
+        logits_of: computes logits from hidden states and lm_head's LoRA segments
+            (LlamaModel.logits).
         """
         ...
 
 
 class PromptScores:
-    """Scores of one step, on their way to the host once `compute` was called.
+    """Scores of the prompts in one step, on their way to the host once `compute` was called.
 
-    A score is the log probability of the next prompt token, read by LogprobReadback like that of a
+    A score is the log probability of the next prompt token. LogprobReadback reads it like that of a
     sampled token.
     """
 
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
-        """Collect the rows to score.
+        """Collect the prompt tokens to score.
 
-        chunks: the step's chunks as laid out.
-        max_running: most rows of logits that exist at once; the largest step has as many, so memory
-            for them was measured.
+        chunks: the step's chunks in the order of the batch.
+        scored: tokens to score, each range in one of the chunks.
+        max_running: most rows of logits to compute at once. The largest step computes as many, so
+            the memory for them is included in what was measured at start.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
@@ -77,7 +80,7 @@ class PromptScores:
         self._pieces: list[LogprobReadback] = []
 
     def inputs(self) -> list[LogitsInput]:
-        """Return the inputs of the logits that `compute` needs, in its order."""
+        """Return the inputs for the logits of all tokens to score, in the order of their use."""
         pieces, chunks = list[LogitsInput](), len(self._chunks)
         for at in range(0, len(self._rows), self._piece_rows):
             piece = slice(at, at + self._piece_rows)
@@ -91,10 +94,11 @@ class PromptScores:
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
     ) -> None:
-        """Launch the scoring and the copies of the scores to the host, which waits for nothing.
+        """Launch the scoring and the copies of the scores to the host. The host waits for nothing.
 
         hidden: [tokens, hidden], last hidden states of the step.
-        logits_of: LlamaModel.logits.
+        logits_of: computes logits from hidden states and lm_head's LoRA segments
+            (LlamaModel.logits).
         """
         tokens = [t for each in self._scored for t in each.next_tokens]
         counts = [each.alternatives for each in self._scored for _ in each.next_tokens]
@@ -108,7 +112,7 @@ class PromptScores:
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:
-        """Return the scores of unfinished sequences, once they are on the host."""
+        """Wait for the scores; return those of sequences that have not finished."""
         scores = (score for piece in self._pieces for score in piece.read().values())
         outputs, errors = list[PromptLogprobs](), dict[str, NotFinite]()
         for each in self._scored:

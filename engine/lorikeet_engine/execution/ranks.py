@@ -1,7 +1,8 @@
 """Ranks of one engine: this process alone, or this process and its followers.
 
-A follower (follower.py) allocates and captures in the same order as the leader, which tells it
-when: both run collectives, and sizes of memory are the least that any rank can afford.
+A follower (follower.py) allocates memory and captures graphs in the same order as the leader. The
+leader tells it when, since both take part in collective operations meanwhile. The size of a memory
+part is the least that any rank can afford.
 """
 
 import os
@@ -30,8 +31,8 @@ _MESSAGES_BYTES = 32 << 20  # enough for a few messages without long page tables
 class StartFollower:
     """Command to join the other ranks, load the rank's part of the model, and allocate its arena.
 
-    load: picklable LoadModel.
-    rendezvous: RankGroup's.
+    load: picklable function that reads the base model, as load_model does.
+    rendezvous: file through which the ranks find one another (RankGroup).
     """
 
     settings: EngineSettings
@@ -41,32 +42,37 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Command to allocate N KV pages and capture a rank's graphs, replacing earlier ones."""
+    """Command to allocate `pages` KV pages and capture a rank's graphs, replacing earlier ones."""
 
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit into a rank beside steps, and agree on the least."""
+    """Command to count the KV pages that fit into a rank's memory and agree on the least count."""
 
 
 class OneRank:
-    """Engine in this process alone.
+    """The only rank of an engine without tensor parallelism: this process.
 
-    group: sums over ranks; None without other ranks.
-    followers: the other ranks; None without any.
+    Subclassed by LeadingRank for engines with several ranks.
+
+    group: collective operations over the ranks; None without other ranks.
+    followers: processes of the other ranks; None without other ranks.
     """
 
     group: RankGroup | None = None
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the least number that any rank gave."""
+        """Return the least of the numbers that the ranks pass to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks do what this rank is about to do."""
+        """Have any other ranks do what this rank is about to do.
+
+        message: the command for the other ranks.
+        """
 
     def runner(self, *parts: Any) -> ModelRunner:
         """Make a runner whose steps run in all ranks.
@@ -76,17 +82,19 @@ class OneRank:
         return ModelRunner(*parts)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the processes of the other ranks, if any."""
 
 
 class LeadingRank(OneRank):
-    """First of an engine's ranks, which has started the others."""
+    """First rank of an engine with tensor parallelism; starts and leads the others."""
 
     group: RankGroup
     followers: Followers
 
     def __init__(self, settings: EngineSettings, load: Any) -> None:
         """Start the other ranks and connect to them.
+
+        load: picklable function that reads the base model, as load_model does.
 
         Raises SettingsError, ModelError, DeviceLost.
         """
@@ -114,7 +122,7 @@ class LeadingRank(OneRank):
             raise
 
     def least(self, number: int) -> int:
-        """Return the least number that any rank gave, once all have. Raises DeviceLost."""
+        """Wait until each rank has given a number, and return the least. Raises DeviceLost."""
         with _in_reach():
             return self.group.minimum((number,))[0]
 
@@ -123,18 +131,21 @@ class LeadingRank(OneRank):
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:
-        """Make a runner whose steps run in all ranks."""
+        """Make a runner whose steps run in all ranks.
+
+        parts: arguments of ModelRunner.
+        """
         return LeadingRunner(self.group, self.followers, *parts)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the processes of the other ranks."""
         self.followers.close()
         if self._leaves:
             self.group.close()
 
 
 def _check_gpus(device: torch.device, world: int) -> None:
-    """Raise SettingsError, with tensor_parallel as `field`, for more ranks than GPUs."""
+    """Raise SettingsError, with tensor_parallel as `field`, if there are more ranks than GPUs."""
     if device.type == "cuda" and (there := torch.cuda.device_count()) < world:
         raise SettingsError(
             f"tensor_parallel={world}: more than the GPUs that this process sees, {there}: lower "
@@ -144,9 +155,10 @@ def _check_gpus(device: torch.device, world: int) -> None:
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """Return the bytes of the followers' ring for a step of the longest possible sequences.
+    """Return the bytes of the leader's ring buffer to its followers, enough for the largest step.
 
-    A step names the pages of each sequence in each group of layers, shared pages repeatedly.
+    A step lists the pages of each sequence in each group of layers; a page that several sequences
+    share is listed several times.
     """
     pages = -(-config.max_context // settings.page_size)
     tables = settings.max_running * len(config.kv_groups.windows)
@@ -164,14 +176,18 @@ def _in_reach() -> Iterator[None]:
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
-    """Start the processes of an engine's other GPUs. Raises SettingsError, ModelError."""
+    """Start the processes of an engine's other GPUs. Raises SettingsError, ModelError, DeviceLost.
+
+    load: picklable function that reads the base model, as load_model does.
+    """
     return LeadingRank(settings, load) if settings.tensor_parallel > 1 else OneRank()
 
 
 def rank_device(device: torch.device, shard: Shard) -> torch.device:
-    """Return a rank's device. On CUDA, make it the process's current one; on CPU, limit threads.
+    """Return the device that a rank computes on, and prepare the process for it.
 
-    All ranks share the CPUs, so each rank gets its part of the threads.
+    On CUDA, the device becomes the process's current one. On a CPU, all ranks share the cores, so
+    each rank limits its threads to its share.
     """
     if device.type != "cuda":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // shard.world))

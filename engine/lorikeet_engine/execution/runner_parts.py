@@ -1,4 +1,4 @@
-"""Construction of a runner around a model: attention, KV pages and graphs. Same in every rank."""
+"""Construction of a ModelRunner: attention, KV pages and graphs. The same in every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ _LONG_CONTEXT = 16_384  # tokens; at half of them, FA3 would save a sixth of a s
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a runner, except the KV pages and the graphs, which hold the pages' address."""
+    """Parts of a ModelRunner that are kept when it is built again with another number of KV pages.
+
+    The graphs are not among them, since they hold the address of the KV pages.
+    """
 
     model: LlamaModel
     attention: AttentionBackend
@@ -33,7 +36,10 @@ class RunnerParts:
 
     @classmethod
     def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
-        """Choose the parts for a model. Raises SettingsError if no attention kernels suit it."""
+        """Choose the attention for a model. Raises SettingsError if no attention kernels suit it.
+
+        weights: memory of the adapters' weights on the device.
+        """
         config, own = model.config, model.shape
         shape = AttentionShape(
             own.heads,
@@ -49,7 +55,7 @@ class RunnerParts:
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
     def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
-        """Allocate N KV pages, and capture graphs on CUDA.
+        """Build a runner: allocate `pages` KV pages and, on CUDA, capture graphs.
 
         runner: class or function that makes the runner.
         """
@@ -66,7 +72,7 @@ def _capture(
     kv: torch.Tensor,
     settings: EngineSettings,
 ) -> CudaGraphs | None:
-    """Capture the CUDA graphs of steps; None if the attention kernels cannot be captured."""
+    """Capture the CUDA graphs of steps; return None if the attention kernels cannot be captured."""
     if not isinstance(attention, CapturableAttention):
         return None
     limits = StepLimits(

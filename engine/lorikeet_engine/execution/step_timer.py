@@ -23,11 +23,12 @@ _SUSTAINED_S = 0.25
 class StepTimer:
     """Timer of steps of dummy sequences.
 
-    window, windowed: as in StepCosts.
-    kv_tokens: tokens that the KV pages hold, as in MemoryPlan.
+    window: most tokens that a decode attends to in layers with a sliding window; None without such.
+    windowed: share of the layers with a sliding window.
+    kv_tokens: tokens that the KV pages hold, in sequences of the longest context.
     longest: tokens of the longest context.
-    context: tokens that decodes see by default.
-    in_pieces: whether steps whose prompts see many tokens run as piecewise graphs.
+    context: default context of decodes, in tokens.
+    in_pieces: whether steps whose prompts attend to many tokens run as piecewise graphs.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
@@ -42,35 +43,48 @@ class StepTimer:
         self.in_pieces = bool(runner.prompt_sizes)
 
     def decodes_s(self, sequences: int, context: int | None = None) -> float:
-        """Time a step of this many decodes, each of which sees `context` tokens."""
+        """Return the seconds of a step of this many decodes.
+
+        context: tokens that each decode attends to; None for the default.
+        """
         return self.shortest_s(self.decodes(sequences, context or self.context))
 
     def prompts_s(self, tokens: int, rank: int = 0) -> float:
-        """Time a step of prompts with N tokens; with one adapter if `rank` is not 0."""
+        """Return the seconds of a step of whole prompts.
+
+        tokens: tokens of the prompts together.
+        rank: rank of the adapter that all prompts use; 0 for none.
+        """
         lease = DummyLease(0, rank) if rank else None
         return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
 
     def seen(self, tokens: int) -> int:
-        """Return Σ of seen_tokens over the prompts of `prompts_s`."""
+        """Return how many tokens a step of prompts attends to, added up over its tokens.
+
+        tokens: tokens of the prompts together, as in `prompts_s`.
+        """
         return sum(map(seen_tokens, self._lengths(tokens)))
 
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Make a chunk of the last token of each of `sequences` sequences of length `context`.
+        """Make a chunk of the last token of each of `sequences` sequences of `context` tokens.
 
-        The first `adapters` of them have one adapter each. Sequences have KV pages of their own if
-        there are enough.
+        adapters: number of the sequences, from the first on, that have an adapter; each has another
+            one.
+        rank: rank of these adapters.
+
+        Each sequence has KV pages of its own if there are enough.
         """
         leases = [DummyLease(i, rank) if i < adapters else None for i in range(sequences)]
         return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
 
     def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
-        """Make a chunk of N tokens of a prompt that follow the first `depth`."""
+        """Make a chunk of `tokens` tokens that follow the first `depth` tokens of a prompt."""
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the shortest of a few times: other work on the machine only adds to a step."""
+        """Return the least seconds of a few runs of a step: other work on the machine adds time."""
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)
@@ -79,9 +93,10 @@ class StepTimer:
         return min(taken_s)
 
     def sustained_s(self, chunks: list[Chunk]) -> float:
-        """Return the time of a step after such steps have run for a while, as in a long prompt.
+        """Return the time of a step after equal steps have run for a while, as in a long prompt.
 
-        A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is shortest_s.
+        A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is that of
+        shortest_s.
         """
         if self._runner.model.device.type != "cuda":
             return self.shortest_s(chunks)
@@ -106,14 +121,18 @@ class StepTimer:
             yield time.perf_counter() - began_s
 
     def _lengths(self, tokens: int) -> list[int]:
-        """Return the lengths of prompts with N tokens in sum, each as long as possible."""
+        """Split `tokens` tokens into prompts as long as possible; return their lengths."""
         whole, rest = divmod(tokens, self.longest)
         return [self.longest] * whole + [rest] * (rest > 0)
 
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """Make a chunk of the last tokens of a sequence, on other KV pages for each `index`.
+        """Make a chunk of the last tokens of a sequence.
 
         The token ids are varied: with one id, a mixture of experts would use only a few experts.
+
+        depth: tokens of the sequence before the chunk.
+        index: number of the sequence; sequences have different KV pages as long as there are
+            enough.
         """
         vocabulary = self._runner.model.config.vocab_size
         sequence = dummy_chunk(

@@ -1,7 +1,7 @@
 """Step on the device: its forward pass, the tokens sampled from it, and reading them back.
 
-compute lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it.
-sample draws the next tokens. PendingSample.wait reads them while a later step is under way.
+`compute` lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it.
+`sample` draws the next tokens. PendingSample.wait reads them while a later step is under way.
 """
 
 import time
@@ -42,9 +42,9 @@ class ModelRunner:
     (models/llama.py) launched at the capture. A step calls no code of models/ and kernels/ except
     `logits`, unless the step is too large for the graphs.
 
-    small_sizes: tokens to which small steps are padded, ascending; empty without graphs.
-    prompt_sizes: tokens to which other steps with prompts are padded, ascending; empty without
-        graphs. A few tokens near a prompt's beginning still make a small step.
+    small_sizes: numbers of tokens to which small steps are padded, ascending; empty without graphs.
+    prompt_sizes: numbers of tokens to which other steps with prompts are padded, ascending; empty
+        without graphs. A step with a few tokens near a prompt's beginning is still a small step.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class ModelRunner:
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
-        weights: None for an engine that serves the base model alone.
-        kv: as allocated by allocate_kv (kv_tensors.py).
+        attention: computes attention for batches that the graphs do not fit.
+        weights: memory of the adapters' weights; None for an engine that serves only the base
+            model.
+        kv: KV pages, a tensor as allocated by allocate_kv (kv_tensors.py).
         graphs: captured with this model, weights and kv; used for batches that fit them.
         """
         self.model = model
@@ -71,7 +73,7 @@ class ModelRunner:
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """Windows of the model's KvGroups."""
+        """Attention window of each group of layers; None for a group that attends to all tokens."""
         return self.model.config.kv_groups.windows
 
     def share(
@@ -82,22 +84,24 @@ class ModelRunner:
         *,
         graphs: bool = True,
     ) -> None:
-        """Have the other processes that compute the model's layers launch a step; here are none.
+        """Have the processes of other GPUs launch a step; does nothing on an engine with one GPU.
 
-        Call right before the step's `forward`, or before its forward_eager without `graphs`.
+        Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
 
-        previous: as in StepInput.upload.
-        scores: as in `forward`.
+        previous: tokens that the previous step sampled, [rows] int64 on the device. Needed if the
+            step has pending tokens.
+        scores: prompt scores that need additional logits.
+        graphs: whether CUDA graphs may be used.
         """
 
     @torch.inference_mode()
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Return the logits [rows, vocab] of batch.logit_rows, in the model's dtype.
+        """Return the logits [rows, vocab] of the tokens batch.logit_rows, in the model's dtype.
 
         Keys and values are written to the KV pages. The caller owns the result and may change it in
         place.
 
-        scores: reader of further logits, if any.
+        scores: reader of the additional logits that prompts need to be scored.
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self._logits(self._graphs.forward(batch), batch, scores)
@@ -105,7 +109,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Compute the result of `forward` without CUDA graphs."""
+        """Compute the result of `forward` without CUDA graphs.
+
+        scores: reader of the additional logits that prompts need to be scored.
+        """
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention)
         return self._logits(hidden, batch, scores)
@@ -122,9 +129,11 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens that a step sampled, by row.
+    """Tokens that a step sampled, one for each sequence that completes in it.
 
-    errors: errors of the rows without a token.
+    tokens: by row of the logits; meaningless in rows with an error.
+    logprobs: by row, for the rows that requested log probabilities.
+    errors: by row, for the rows that have no token.
     """
 
     tokens: list[int]
@@ -132,7 +141,7 @@ class SampledTokens:
     errors: Mapping[int, EngineError]
 
     def token(self, row: int) -> int:
-        """Return a row's token. Raises the row's error if there is none."""
+        """Return the token sampled in a row of the logits. Raises the row's error without one."""
         if error := self.errors.get(row):
             raise error
         return self.tokens[row]
@@ -140,9 +149,11 @@ class SampledTokens:
     def delivered(
         self, row: int, sequence: Sequence
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Return a row's token with the tokens forced after it, and its logprobs.
+        """Return the row's sampled token and the tokens forced after it, and the log probabilities.
 
-        Both are empty for a stop id, unless the request keeps it.
+        Log probabilities are those of the sampled token: no tokens are forced for requests that
+        want them. Both results are empty if the token is a stop id, unless the request asks to keep
+        it.
         """
         token = self.tokens[row]
         if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
@@ -153,8 +164,8 @@ class SampledTokens:
 class PendingSample:
     """Tokens that a step samples, on their way to the host.
 
-    tokens: on the device, [rows] int64. Arbitrary in rows whose logits are not finite, since their
-        sequences end.
+    tokens: sampled tokens on the device, [rows] int64. Rows whose logits are not finite hold an
+        arbitrary token; their sequences end with an error.
     """
 
     def __init__(
@@ -171,7 +182,7 @@ class PendingSample:
         self._errors = errors
 
     def wait(self) -> SampledTokens:
-        """Return the tokens once they are on the host. Raises errors of the device."""
+        """Wait for the sampled tokens to reach the host; return them. Raises device errors."""
         tokens = self._download.wait().tolist()
         logprobs = {row: each for some in self._logprobs for row, each in some.read().items()}
         errors = dict(self._errors)
@@ -186,9 +197,9 @@ class PendingSample:
 class ForwardPass:
     """Step whose forward pass was launched.
 
-    chunks: chunks as laid out.
-    logits: [chunks that complete, vocab], on the device.
-    scores: scores of prompts; None without any.
+    chunks: the step's chunks in the order of the batch.
+    logits: [chunks that complete their sequence, vocab], on the device.
+    scores: scores of the step's prompts; None if no prompt is scored.
     """
 
     chunks: list[Chunk]
@@ -198,7 +209,7 @@ class ForwardPass:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences whose next token is sampled from this step, by row."""
+        """Sequences that sample a token from this step, in the order of the logits' rows."""
         return [chunk.sequence for chunk in self.chunks if chunk.completes]
 
     @property
@@ -209,12 +220,12 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """Step that was launched and not read.
+    """Step that was launched and whose results the host has not read yet.
 
-    chunks: chunks as laid out.
+    chunks: the step's chunks in the order of the batch.
     sample: tokens that the step samples.
-    scores: scores of prompts; None without any.
-    forced: AllowedTokens.forced.
+    scores: scores of the step's prompts; None if no prompt is scored.
+    forced: by row of the logits, the tokens that must follow the sampled one.
     """
 
     chunks: list[Chunk]
@@ -233,8 +244,9 @@ def compute(
 ) -> ForwardPass:
     """Launch the forward pass of a plan's chunks; the host waits for nothing.
 
-    previous: the step before, if it is not read yet; its tokens are taken on the device.
-    expected: StepLaunch.expected.
+    previous: the previous step, if the host has not read it yet; its sampled tokens are copied into
+        this step's input on the device.
+    expected: expected time of this step, for StepBudget.record; None without an expectation.
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
@@ -253,11 +265,13 @@ def sample(
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
-    Each token is the likeliest, or drawn with a hash of the sequence's seed and step as random
-    number. So a request with a seed gets the same tokens in any batch with the same logits.
+    Each token is the likeliest one, or drawn with a random number that is a hash of the sequence's
+    seed and step. So a request with a seed gets the same tokens in any batch with the same logits.
 
-    Grammars must have accepted the tokens of the step before. The host waits for nothing. Grammars,
-    penalties and logprobs cost time only for sequences without plain_sampling.
+    The matchers must have accepted the tokens of the previous step. The host waits for nothing.
+    Grammars, penalties and log probabilities cost time only for sequences that use them.
+
+    budget: bounds the tokens that grammars force in the next step.
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
@@ -279,7 +293,7 @@ def sample(
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
-    """Raise DeviceLost if `error` is one, or has left the device unusable."""
+    """Raise DeviceLost if `error` is a DeviceLost or has left the device unusable."""
     if isinstance(error, DeviceLost):
         raise error
     if device.type != "cuda":
@@ -291,7 +305,7 @@ def raise_if_lost(device: torch.device, error: BaseException) -> None:
 
 
 def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
-    """Make the device count the sequence's tokens, if its logits depend on them."""
+    """Have the device count the sequence's tokens, if penalties or biases change its logits."""
     params = sequence.request.sampling
     finished = sequence.status is SequenceStatus.FINISHED
     if params.changes_logits and sequence.penalty_slot is None and not finished:
@@ -301,7 +315,10 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
 
 
 def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:
-    """Return, by row, how many likeliest tokens to report in log probabilities of this mode."""
+    """Return, by row, how many alternatives to report to sequences that want this mode's logprobs.
+
+    sequences: sequences by their row in the logits.
+    """
     params = {i: sequence.request.sampling for i, sequence in sequences.items()}
     return {
         i: p.logprobs

@@ -1,7 +1,7 @@
 """Dummy steps at an engine's start, which compile kernels and show the memory that steps take.
 
-They are built like any step. All keys and values go to KV page 0. The adapters have rank 0 in the
-table, so a step launches every LoRA kernel but computes nothing in it.
+They are built like real steps. All keys and values go to KV page 0. The adapters' entries in the
+table say rank 0, so a step launches every LoRA kernel but computes nothing in it.
 """
 
 from array import array
@@ -84,7 +84,7 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
 
 @dataclass(frozen=True, slots=True)
 class DummyLease:
-    """Lease of a row of the table that no adapter uses."""
+    """Lease of a slot in the adapters' table that no adapter uses."""
 
     slot: int
     rank: int
@@ -108,13 +108,16 @@ def _run(
     depth: int = 0,
     graphs: bool = True,
 ) -> None:
-    """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
+    """Run a dummy step.
 
-    The adapters have that rank on lm_head, too, and may replace a row of it.
-
-    depth: tokens before those of each sequence.
-    graphs: whether CUDA graphs may be used. Steps too large for graphs need their kernels compiled
-        too.
+    lengths: tokens of each sequence in the step.
+    adapters: number of sequences, from the first on, that have an adapter, each another one. The
+        adapters change lm_head, too, and may replace a row of it.
+    rank: rank of each adapter, also on lm_head.
+    samplings: sampling parameters, which the sequences use in turn.
+    depth: tokens of each sequence before those in the step.
+    graphs: whether CUDA graphs may be used. Steps without them are run because the kernels for
+        steps that are too large for graphs must be compiled, too.
     """
     each = (rank, rank, min(rank, 1))
     leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
@@ -132,7 +135,7 @@ def _run(
 
 @torch.inference_mode()
 def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]) -> None:
-    """Sample each row, first under a grammar that allows all tokens."""
+    """Sample each row of the logits, first under a grammar that allows all tokens."""
     all_tokens = np.full((len(params), octets_of(logits.shape[-1])), 255, np.uint8)
     every = np.arange(len(params))
     forbid_others(logits, upload(every, logits.device), upload(all_tokens, logits.device))
@@ -160,8 +163,12 @@ def dummy_chunk(
     groups: int = 1,
     depth: int = 0,
 ) -> Chunk:
-    """Make a chunk of `length` tokens on KV page 0, with ids `first` and the following ones.
+    """Make a chunk of `length` tokens of a dummy sequence, whose keys and values go to KV page 0.
 
+    lease: the sequence's adapter; None for none.
+    vocabulary: number of token ids to use, from 0 on.
+    first: id of the chunk's first token; ids ascend from token to token.
+    groups: number of groups of layers.
     depth: tokens of the sequence before the chunk.
     """
     prompt = tuple((first + at) % vocabulary for at in range(-depth, length))
@@ -182,11 +189,12 @@ def dummy_chunk(
 
 @contextmanager
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
-    """Hold random numbers in KV pages [layers, 2, pages, …] during the block; zeros afterwards.
+    """Hold random numbers in all KV pages during the block; the pages are zero afterwards.
 
-    The more bits change in a GPU, the more power it takes and the lower its clock may be: with
-        zeros in
-    the pages, steps may seem faster than real ones.
+    The more bits change in a GPU, the more power it takes and the lower its clock may be. With
+    zeros in the pages, steps may therefore seem faster than real ones.
+
+    kv: [layers, 2, pages, …].
     """
     drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
     drawn = drawn.to(kv.dtype)

@@ -1,4 +1,4 @@
-"""Input of one forward pass."""
+"""Input of one forward pass: the tokens of a step and where their keys and values are."""
 
 from dataclasses import dataclass
 

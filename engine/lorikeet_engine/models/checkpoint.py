@@ -53,14 +53,15 @@ class Checkpoint:
         rounding: Quantization | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """Read the files' headers.
+        """Read the headers of a checkpoint's safetensors files.
 
         Raises ModelError, whose `field` is the file at fault; weight_dtype, if linears that are
         already quantised would be rounded to NF4; or config.json's quantization_config, if no
         linear is stored in that format.
 
-        quantized: format of the stored linears; None: floats.
+        quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
+        shard: this process's share of the model.
         """
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
@@ -81,7 +82,7 @@ class Checkpoint:
         self._to_raise: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the files have a tensor of this name."""
+        """Return whether the checkpoint's files have a tensor of this name."""
         return name in self._stored
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A base model's config.json, checked and reduced to the values that the engine needs."""
+"""A base model's config.json, validated and reduced to the values that the engine needs."""
 
 import math
 from collections.abc import Mapping

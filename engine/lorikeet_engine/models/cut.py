@@ -28,7 +28,7 @@ class Cut:
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Shape of the kept part."""
+        """Shape of the part of the tensor that the process keeps."""
         kept = tuple(len(side) for side in self._sides)
         return kept + self.matrix_shape[len(kept) :]
 

@@ -37,10 +37,11 @@ class KvGroups:
 
     @classmethod
     def of(cls, windows: tuple[int | None, ...], context: int) -> "KvGroups":
-        """Choose the groups with which a sequence of `context` tokens takes the least memory.
+        """Choose the groups of layers with which a sequence takes the least memory.
 
-        windows: each layer's window; all that are not None are equal. If all are None, there is one
-            group.
+        windows: each layer's window in tokens, None for none; all that are not None are equal. If
+            all are None, there is one group.
+        context: length of the sequence in tokens.
         """
         kinds = sorted(set(windows), key=lambda window: window is not None)
         layers = {window: windows.count(window) for window in kinds}

@@ -1,4 +1,4 @@
-"""Decoder of all families: Llama and its relatives, which differ only in ModelConfig.
+"""Decoder of all model families: Llama and its relatives, which differ only in ModelConfig.
 
 Contains LlamaModel, its layers and their attention. `linears` has the linears with LoRA, `mlp` and
 `experts` the MLPs, `norms` the norms. On CUDA these launch the kernels of kernels/lora/linear.py,
@@ -52,7 +52,7 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Operands of one forward pass that all layers share."""
+    """Operands that all layers of a decoder share in one forward pass."""
 
     batch: Batch
     lora: LoraStep | None

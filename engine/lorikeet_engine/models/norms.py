@@ -72,7 +72,7 @@ def summed_product(
 class RmsNorm:
     """RMS norm y = x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32.
 
-    y = x in families without a norm at this point of the layer.
+    In model families without a norm at this point of the layer, y = x.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Rotary embeddings of config.json, checked and parsed."""
+"""Rotary embeddings of config.json, validated and parsed."""
 
 import math
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ class LinearRopeScaling:
 class Llama3RopeScaling:
     """Llama 3.1's scaled rotary frequencies: low ones are divided by `factor`, high ones kept.
 
-    Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`,
-    those with wavelengths below original_context / high_freq_factor are kept, those between are
+    Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`.
+    Those with wavelengths below original_context / high_freq_factor are kept. Those between are
     interpolated.
 
-    original_context: tokens of context before scaling.
+    original_context: tokens of the context that the model had before scaling.
     """
 
     factor: float
@@ -38,9 +38,10 @@ class YarnRopeScaling:
     """YaRN's scaled rotary frequencies (arXiv 2309.00071): low ones are divided, high ones kept.
 
     Frequencies with fewer than beta_slow rotations in original_context tokens are divided by
-    `factor`, those with more than beta_fast are kept, those between are interpolated over their
+    `factor`. Those with more than beta_fast are kept. Those between are interpolated over their
     indices.
 
+    original_context: tokens of the context that the model had before scaling.
     truncate: whether the interpolation's bounds are rounded to whole indices.
     """
 

@@ -48,7 +48,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def values(self) -> torch.Tensor:
-        """Read the whole tensor in its stored dtype, one of PART_DTYPES. Raises ModelError."""
+        """Read the tensor's values in their stored dtype, one of PART_DTYPES. Raises ModelError."""
         # not by safe_open, which parses the whole header: 4 ms if it has 5,000 experts' tensors
         values = torch.empty(self.shape, dtype=PART_DTYPES[self.dtype])
         read_bytes(self.file, self.begin, values.view(-1).view(torch.uint8))

@@ -3,9 +3,9 @@
     leader ── ring: commands, in one order for all ──▶ every follower     (process/follower.py)
            ◀── a pipe each: reports of finished copies ── follower
 
-A follower executes the leader's commands in order and knows no requests. No rank can go on without
-the others, as it would wait in a sum forever. So the leader's process ends as soon as a follower
-has ended or is stopped, and Linux ends a follower whose leader has ended.
+A follower executes the leader's commands in order and has no notion of requests. No rank can
+continue without all others, as it would wait in a sum forever. So the leader's process ends as soon
+as a follower has ended or is stopped, and Linux ends a follower whose leader has ended.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Collective communication of the processes of a tensor parallel replica.
 
-Each process has a rank, counted from the leader's 0: not to be confused with the rank of an
+Each process has a rank, its index; the leader's is 0. It has nothing to do with the rank of an
 adapter. On CUDA every collective is launched on the current stream and can be captured in a graph;
-only `minimum` makes the host wait. A lost process leaves the others waiting, so followers.py
+only `minimum` makes the host wait. If a process is lost, all others wait forever, so followers.py
 watches all of them.
 """
 
@@ -77,7 +77,7 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader, which samples tokens."""
+        """Whether this process is the leader of the replica, which samples tokens."""
         return self.rank == 0
 
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ class RankSums:
         return mapped
 
     def _attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, or None in all ranks if it raises RuntimeError in any.
+        """Return the result of `make`, or None in all ranks if `make` raises RuntimeError in any.
 
         Waits for all ranks.
         """
@@ -124,13 +124,13 @@ class RankSums:
 
 
 class SymmetricSums:
-    """Sums in one or two launches, in which each GPU reads the memory of the others itself.
+    """Sums over ranks in one or two launches, in which each GPU reads all others' memory.
 
     NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
-    memory that all ranks have mapped, and one of torch's kernels sums there: every rank the whole
-    of a small tensor (one shot); every rank its share of a larger tensor, after which the ranks
-    fetch one another's shares (two shots). There is one buffer for each dtype, used by all sums in
-    the order of launches.
+    memory that all ranks have mapped, and one of torch's kernels sums there. For a small tensor,
+    every rank sums the whole (one shot). For a larger tensor, every rank sums its share, after
+    which the ranks fetch one another's shares (two shots). There is one buffer for each dtype, used
+    by all sums in the order of launches.
 
     Call map_peers before the first sum.
     """

@@ -27,17 +27,22 @@ log = logging.getLogger(__name__)
 
 
 class _PendingCall(NamedTuple):
-    """Call without a reply yet, and the time at which it was made."""
+    """Call whose reply has not come yet.
+
+    reply: future that gets the reply.
+    at_s: time of the call, by the monotonic clock.
+    """
 
     reply: Future[Any]
     at_s: float
 
 
 class EngineProcessClient:
-    """Engine of a replica, in a process of its own, so that its steps share no interpreter.
+    """Client of a replica's engine, which runs in a process of its own.
 
-    Results and errors of Engine's methods come back through futures, in the order of the calls. No
-    call waits for the engine. Any thread.
+    So the engine's steps share no Python interpreter with the replica. Results and errors of
+    Engine's methods come back through futures, in the order of the calls. No call waits for the
+    engine. Methods may be called on any thread.
     """
 
     def __init__(
@@ -52,12 +57,12 @@ class EngineProcessClient:
 
         build: picklable; called in the new process.
         on_outputs: called with each step's outputs.
-        on_ended: called once, last, if the process ends by itself, with the error for all open
-            requests.
-        on_status: called with each new status: at once after a quiet time, and at most ten times a
+        on_ended: called once, as the last callback, if the process ends without `close`. The
+            argument is the error with which all open requests fail.
+        on_status: called with each new status: at once if none came lately, and at most ten times a
             second. The first status comes before the constructor returns, and names every adapter
             that is nearer than remote.
-        step_timeout_s: longest step; a longer one ends the process.
+        step_timeout_s: time after which a step counts as hanging, and the process ends.
 
         All callbacks are called on a thread of the client's own, and must not block.
         """
@@ -86,12 +91,12 @@ class EngineProcessClient:
 
     @property
     def alive(self) -> bool:
-        """Whether there is an engine; without one every call raises EngineClosed."""
+        """Whether the engine can be called; otherwise every call fails with EngineClosed."""
         return self._error is None
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the engine has replied to nothing while a call waits.
+        """Seconds for which the engine has not replied while a call waits; 0 if no call waits.
 
         A working engine replies to each call within milliseconds, however many wait.
         """
@@ -104,14 +109,15 @@ class EngineProcessClient:
     def status(self) -> EngineStatus:
         """Status that the engine reported last, at most a tenth of a second old.
 
-        Values that change by themselves, waits and uses, may be a second old. Raises EngineClosed.
+        Values that change without an event, such as waiting times and recent uses, may be a second
+        old. Raises EngineClosed.
         """
         if self._error is not None:
             raise self._error
         return self._status
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Submit a request; its tokens come to on_outputs with all others of a step."""
+        """Submit a request, as Engine.submit does. Its tokens are passed to on_outputs."""
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
@@ -119,13 +125,16 @@ class EngineProcessClient:
         return self._call("abort", request_id, choice)
 
     def residency(self, ref: AdapterRef) -> Future[Residency]:
-        """Return an adapter's tier now; `status` may show it a tenth of a second later."""
+        """Return the nearest tier that holds an adapter, as Engine.residency does.
+
+        `status` may show a change a tenth of a second later.
+        """
         return self._call("residency", ref)
 
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Keep an adapter at a tier or nearer, as Engine.pin does."""
+        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does."""
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
@@ -133,7 +142,13 @@ class EngineProcessClient:
         return self._call("unpin", digest)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
-        """Pack a blob that is being written to a file of this machine (IncomingBlobs.begin)."""
+        """Begin to pack an adapter's blob while it is being written to a local file.
+
+        See IncomingBlobs.begin.
+
+        digest: SHA-256 of the blob.
+        size_bytes: size of the complete blob.
+        """
         return self._call("expect", digest, file, size_bytes)
 
     def prefetch(
@@ -143,15 +158,18 @@ class EngineProcessClient:
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
-        """List the adapters at a tier or nearer, as Engine.adapters does."""
+        """List the adapters at a tier or nearer, as Engine.adapters does.
+
+        Each row of the result holds the fields of an AdapterStatus.
+        """
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Return each tenant's use of slots since the last call, as Engine.take_use does."""
+        """Return each tenant's use of GPU slots since the last call, as Engine.take_use does."""
         return self._call("take_use")
 
     def close(self) -> None:
-        """Let the engine finish its step, fail requests in flight with EngineClosed, and end."""
+        """Let the engine finish its step, fail open requests with EngineClosed, and end."""
         with self._lock:
             self._closing = True
         self._sender.close()
@@ -226,9 +244,12 @@ def _notify(callback: Callable[[Any], None], argument: object) -> None:
 
 
 def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
-    """Start the process with its ends of the pipes, and close these ends here.
+    """Start the engine's process, pass it its ends of the pipes, and close these ends here.
 
     multiprocessing is not used: it would import this program's main module in the process.
+
+    calls: end from which the process reads calls.
+    messages: end to which the process writes replies, outputs and statuses.
     """
     with calls, messages:
         return subprocess.Popen(

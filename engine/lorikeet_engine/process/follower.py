@@ -23,9 +23,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Follow one leader to its end.
+    """Follow one leader until the leader ends.
 
-    Arguments: see parallel/followers.py, which starts the process.
+    The command line is that of parallel/followers.py, which starts the process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     leader, rank, world, ring_fd, ring_bytes, wake_fd, reports_fd, host_fd, host_bytes = map(

@@ -32,15 +32,18 @@ log = logging.getLogger("lorikeet_engine.process.server")
 
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
-"""Seconds that a call waits for the interpreter while a step holds it; Python's default is 5 ms."""
+"""Seconds for which a call waits until the stepping thread must release Python's interpreter lock.
+
+Python's default is 5 ms.
+"""
 _MIN_REPORT_INTERVAL_S = 0.1  # between two reports
 _STATUS_POLL_S = 1.0  # waits, and counts of recent uses, change without an event
 
 
 def main() -> None:
-    """Serve one client to its end.
+    """Serve one client until the client ends.
 
-    Arguments: file descriptors of the pipes, calls in and messages out.
+    Command line: file descriptors of the pipe for calls in and of the pipe for messages out.
     """
     if sys.platform == "linux":  # on other systems this process outlives its client if a step hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -80,11 +83,11 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
 
 
 def _leave_cores() -> None:
-    """Let torch use no threads of its own beside a GPU.
+    """Let torch use no CPU threads of its own if the engine runs on a GPU.
 
-    Each thread that packs adapters would have one torch thread per core. These would wait for one
-    another in busy loops, beside the threads that launch steps. Packing has its own threads
-    (blob_packing.pack).
+    Otherwise each thread that packs adapters would have one torch thread per core. These would wait
+    for one another in busy loops, and take the cores from the threads that launch steps. Packing
+    has its own threads (blob_packing.pack).
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)
@@ -113,11 +116,10 @@ class EngineLoop:
 
     on_outputs: called on this thread with the outputs of every step that has any, and once more by
         `close` on the caller's thread. Must not block.
-    step_timeout_s: longest step.
+    step_timeout_s: time after which a step counts as hanging.
 
     The process ends where no later step could work: a step exceeds step_timeout_s, the device is
-        lost,
-    or the engine cannot start anew after an error of its own code.
+    lost, or the engine cannot start anew after an error of its own code.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
 
     def start(self) -> None:
-        """Start stepping."""
+        """Start the thread that steps the engine, and the watchdog."""
         self._watchdog.start()
         self._thread.start()
 
@@ -176,7 +178,10 @@ class EngineLoop:
 
 
 class StatusReporter:
-    """Thread that reports changed statuses: at once after a quiet time, else ten times a second.
+    """Thread that reports an engine's status when it has changed.
+
+    A change is reported at once if there was no report lately, and otherwise within a tenth of a
+    second.
 
     report: called by `start`, with every adapter that is nearer than remote in `moved`; then on
         this thread, with each status that differs from the one before. Must not block.
@@ -188,12 +193,12 @@ class StatusReporter:
         self._thread = threading.Thread(target=self._run, name="lorikeet-reporter", daemon=True)
 
     def start(self) -> None:
-        """Report once, then start watching for changes."""
+        """Report the status once, then start the thread that watches for changes."""
         self._report_changes()
         self._thread.start()
 
     def close(self) -> None:
-        """Report no more."""
+        """Stop the thread; no status is reported afterwards."""
         self._closing.set()
         self._engine.changed.set()
         self._thread.join()
@@ -221,7 +226,10 @@ def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error with its stack as a note, or a picklable EngineError with that stack."""
+    """Return an error that can be pickled and shows the stack.
+
+    This is the error itself with the stack as a note or, if it cannot be pickled, an EngineError.
+    """
     stack = "".join(traceback.format_exception(error))
     error.add_note(f"In the engine's process:\n{stack}")
     try:

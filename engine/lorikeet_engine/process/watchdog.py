@@ -1,4 +1,4 @@
-"""Watchdog that ends the process when a step hangs; the client notices and starts another."""
+"""Watchdog that ends the engine's process when a step hangs; the client notices that it ended."""
 
 import faulthandler
 import logging
@@ -19,8 +19,10 @@ _CHECKS = 20  # checks of a step during its timeout
 class Watchdog:
     """Thread that ends the process when a step takes longer than timeout_s.
 
-    Use `with watchdog:` around each step. The stepping thread need not help: it may hang in a call
+    Use `with watchdog:` around each step. This works even if the stepping thread hangs in a call
     that never returns.
+
+    status: returns the engine's status, to be logged.
     """
 
     def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:
@@ -31,12 +33,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="lorikeet-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching."""
+        """Start the thread that watches the steps."""
         self._postpone_exit()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop the thread that watches the steps."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()

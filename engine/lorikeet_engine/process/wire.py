@@ -1,8 +1,8 @@
 """Messages on the pipes between an engine's process and its client.
 
-Calls go one way. Back come Replies to them, the OutputRows of each step, and each EngineStatus.
-Queued messages are sent as one write: at each write the reader waits for the interpreter, which the
-stepping thread releases only every few milliseconds.
+Calls go through one pipe. Through the other come back a Reply to each call, the OutputRows of each
+step, and each EngineStatus. Queued messages are sent as one write, because at each write the reader
+waits for the Python interpreter, which the stepping thread releases only every few milliseconds.
 """
 
 import io
@@ -17,19 +17,19 @@ from typing import Any
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Tokens
 
 OutputRows = list[PromptLogprobs | Failed | tuple[Any, ...]]
-"""Outputs of one step, with Tokens as plain tuples, which are pickled ten times as fast."""
+"""Outputs of one step. Tokens are plain tuples, which are pickled ten times as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to a call, in the order of the calls: its result or its error."""
+    """Answer to a call: its result or its error. Replies come in the order of the calls."""
 
     result: Any = None
     error: Exception | None = None
 
 
 class MessageSender:
-    """Thread that sends messages in order, so that no sender waits for the reader."""
+    """Thread that sends messages through a pipe in order, so that `send` never blocks."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -39,7 +39,7 @@ class MessageSender:
         self._thread.start()
 
     def send(self, message: object) -> None:
-        """Queue a message. Any thread. Raises pickle's errors."""
+        """Queue a message, on any thread. Raises the error of pickle if it cannot be pickled."""
         self._pickled.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class MessageSender:
                     return
 
     def _queued(self) -> list[bytes]:
-        """Return the messages to send now, at least one; none once closed and all are sent."""
+        """Wait for queued messages and return them; after `close`, none once all are sent."""
         if self._closed:
             return []
         queued = [self._pickled.get()]
@@ -67,7 +67,7 @@ class MessageSender:
 
 
 def receive(connection: Connection) -> Iterator[Any]:
-    """Yield the messages that were sent together next. Raises EOFError at the end of the stream."""
+    """Yield the messages of the next write. Raises EOFError once the sender has closed the pipe."""
     messages = connection.recv_bytes()
     stream = io.BytesIO(messages)
     while stream.tell() < len(messages):
@@ -75,7 +75,7 @@ def receive(connection: Connection) -> Iterator[Any]:
 
 
 def to_rows(outputs: Iterable[Output]) -> OutputRows:
-    """Convert a step's outputs into rows, for from_rows."""
+    """Convert a step's outputs into rows that are pickled fast; from_rows converts them back."""
     return [
         (o.request_id, o.choice, o.token_ids, o.finish, o.logprobs, o.timings)
         if isinstance(o, Tokens)
@@ -85,5 +85,5 @@ def to_rows(outputs: Iterable[Output]) -> OutputRows:
 
 
 def from_rows(rows: OutputRows) -> list[Output]:
-    """Convert the rows of a step back into its outputs."""
+    """Convert the rows that to_rows made of a step's outputs back into outputs."""
     return [Tokens(*row) if isinstance(row, tuple) else row for row in rows]

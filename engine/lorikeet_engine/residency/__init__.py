@@ -10,14 +10,14 @@
 
 Eviction is decided once for each tier:
 
-    tier   decided by              leaves first                 never leaves
+    tier   decided by              evicted first                never evicted
     GPU    `gpu/adapters.py`       lowest `eviction_score`      leased, being copied, pinned, or
                                                                 just requested (for GUARD_S)
     host   `host_arena.py`         least recently held image    held, pinned
     disk   `disk/cache.py`         least recently used file     pinned, by any process
 
-On GPU and host, `reservations` bounds the memory of pins, and revokes pins that a request needs the
-memory of. `gpu/slots.py` and `free_list` choose places for images and evict nothing.
+On GPU and host, `reservations` limits the memory of pins, and revokes pins whose memory a request
+needs. `gpu/slots.py` and `free_list` choose places for images and evict nothing.
 
 `image_checks` finds images that memory has damaged, by their `checksums`. `stats` and `changes`
 report. Importing this package loads no torch, so that a simulator can import `eviction_score`.

@@ -1,7 +1,7 @@
-"""Packing: writes the matrices of a blob as an image, which `packed_image` lays out.
+"""Packing: writes the matrices of a blob as an image, in the layout of `packed_image`.
 
-Each call into torch releases the interpreter lock and must get it back beside the step loop. So
-layers that differ in values alone are read and written together, some megabytes at a time.
+Each call into torch releases the interpreter lock, and must get it back while the step loop runs.
+So layers that differ in values alone are read and written together, some megabytes at a time.
 """
 
 import math
@@ -31,9 +31,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _StagedLayer(NamedTuple):
-    """Linears of one layer, and a place for each matrix in `size` bytes of a staging buffer.
+    """Adapted linears of one layer, and where their matrices lie in a staging buffer.
 
-    begin: offset of the layer in a span of the image.
+    parts: the linears.
+    places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
+    size: size of that part, in bytes.
+    begin: offset of the layer in a span of the image, in elements.
     likeness: equal for layers whose matrices have the same sizes, places in the buffer, and offsets
         relative to `begin`.
     """
@@ -46,7 +49,7 @@ class _StagedLayer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """End of its last matrix in the file."""
+        """Position in the blob at which the layer's last matrix ends."""
         return max(matrix.end for matrix in self.places)
 
 
@@ -58,16 +61,17 @@ def pack(
     threads: int | None = None,
     arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
-    """Write the image into `out` and return its sums; B is multiplied by the scaling.
+    """Write the image of a blob into `out`; return the checksum of each layer.
 
-    B is scaled in float32 before it is rounded to the dtype of `out`. Each thread needs 16 MiB of
-    memory, or the size of one layer in the file if that is more; for another dtype than that of
-    `out`, also twice the largest matrix of these layers.
+    B is multiplied by its scaling in float32, then rounded to the dtype of `out`. Each thread needs
+    16 MiB of memory, or the size of one layer in the file if that is more. If the blob's dtype
+    differs from that of `out`, it also needs twice the size of the largest matrix of these layers.
 
     out: [layout.image_elements], of the image's dtype.
-    threads: number that share the layers; by default chosen by cores and size.
-    arrived: for a blob that is still being written: waits until this many bytes have come. One
-        thread packs them then.
+    threads: number of threads that share the layers; None: chosen by the number of cores and the
+        size.
+    arrived: for a blob that is still being written: function that waits until the file has this
+        many bytes. A single thread then packs the blob.
     Raises AdapterRejected if a value does not fit the dtype, and the errors of `arrived`.
     """
     spans = torch.split(out, layout.elements)
@@ -89,7 +93,7 @@ def pack(
 
 
 def _threads(size_bytes: int) -> int:
-    """Return a number of threads that suits the cores and the size."""
+    """Return the number of threads to pack a blob of this size on this machine's cores."""
     # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
     most = cores // _CORES_PER_THREAD if torch.get_num_threads() == 1 else 1
@@ -97,7 +101,7 @@ def _threads(size_bytes: int) -> int:
 
 
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
-    """Return all layers that have linears, including the outer one, in the file's order."""
+    """Return all layers with adapted linears, in the blob's order, including the outer layer."""
     table = layout.rows.tolist()
     layers = [
         _staged(tuple(parts), layout.layers[layer], table[layer])
@@ -109,9 +113,9 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Yield runs of layers to pack at once: alike, and equally spaced in the image.
+    """Group layers into runs that can be packed together: alike, and equally spaced in the image.
 
-    max_bytes: largest size in the file of a run of several layers.
+    max_bytes: largest size of a run of several layers in the staging buffer.
     """
     run: list[_StagedLayer] = []
     for layer in layers:
@@ -150,9 +154,11 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write these layers to each span; return their sums, by numbers of span and layer.
+    """Write layers of a blob to each span of the image.
 
-    The sum of the outer layer is not final yet.
+    Returns the checksum of each layer in each span, by (number of the span, number of the layer).
+    The checksum of the outer layer is not final yet.
+    arrived: waits until the blob's file has this many bytes; None for a complete blob.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
@@ -167,7 +173,7 @@ def _write_layers(
 
 
 class _Writer:
-    """Writer of runs of layers to every span of an image.
+    """Writes runs of layers to every span of an image.
 
     Reuses its buffers, since fresh memory for each run costs more than the copies.
     """
@@ -187,7 +193,12 @@ class _Writer:
         self._wide, self._rounded = torch.empty(largest), torch.empty(largest, dtype=self._dtype)
 
     def write(self, descriptor: int, run: Sequence[_StagedLayer]) -> None:
-        """Read a run of like layers and write it. Raises AdapterRejected."""
+        """Read layers from a blob's file, and write them to every span of the image.
+
+        descriptor: of the blob's file.
+        run: layers with equal `likeness`, equally spaced in the image.
+        Raises AdapterRejected.
+        """
         for row, layer in enumerate(run):
             _read(descriptor, self._targets(layer, row * layer.size))
         for part in run[0].parts:
@@ -198,7 +209,12 @@ class _Writer:
             self._check(run, number)
 
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
-        """Return the destination of each matrix: the image for an unchanged A, else the stage."""
+        """Return the memory to read each of a layer's matrices into.
+
+        This is the image for an A that the image holds unchanged, and the staging buffer for all
+        others.
+        row: offset of the layer's part of the staging buffer, in bytes.
+        """
         stage, image = self._bytes
         targets = {
             matrix: stage[row + at : row + at + matrix.size_bytes]
@@ -216,14 +232,20 @@ class _Writer:
         return fits and len(self._spans) == 1 and not shared
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """Return one matrix of each layer of the run, [layers, experts, rows, columns]."""
+        """Return a matrix of the staged layers: [layers, experts, rows, columns].
+
+        matrix: the matrix of the run's first layer; those of the other layers correspond to it.
+        """
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
         at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
         experts, rows, columns = (*(matrix.shape[:-2] or (1,)), *matrix.shape[-2:])
         return _strided(typed, at, (len(run), experts, rows, columns), stride)
 
     def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return B scaled, in the image's dtype. Lower precisions are multiplied as float32."""
+        """Return B multiplied by the scaling, in the image's dtype.
+
+        Values of lower precision than float32 are multiplied as float32.
+        """
         if b.dtype not in (self._dtype, torch.float32):
             b = self._wide[: b.numel()].view(b.shape).copy_(b)
         b.mul_(scaling)
@@ -233,7 +255,13 @@ class _Writer:
     def _place(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
     ) -> None:
-        """Write a span's parts of A and B; a shared matrix, once for each of its experts."""
+        """Write one linear's A and B to a span of the image, for all layers of a run.
+
+        A matrix that all experts share is written once for each expert.
+        part: the linear of the run's first layer.
+        number: number of the span.
+        b: scaled B of all layers, [layers, experts, rows, columns].
+        """
         kept = self._layout.ranges[number][part.linear]
         to_a, to_b = self._of_span(run, part, number)
         if not self._is_kept_as_it_is(part):
@@ -248,7 +276,12 @@ class _Writer:
     def _of_span(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of A and transposed B in a span, both [layers, experts, rows, columns]."""
+        """Return views of one linear's A and transposed B in a span of the image.
+
+        Both cover the layers of a run, and are [layers, experts, rows, columns].
+        part: the linear of the run's first layer.
+        number: number of the span.
+        """
         kept, span = self._layout.ranges[number][part.linear], self._spans[number]
         a_at, b_at, rank = self._table[run[0].parts[0].layer][part.linear]
         of_a = (len(kept.inputs), rank) if part.gathers else (rank, len(kept.inputs))
@@ -258,7 +291,11 @@ class _Writer:
         return a, _strided(span, b_at, (*each, rank, kept.d_out), stride)
 
     def _check(self, run: Sequence[_StagedLayer], number: int) -> None:
-        """Raise AdapterRejected for the first matrix with a value that is not finite."""
+        """Raise AdapterRejected if a matrix in a span of the image has a value that is not finite.
+
+        run: layers to check.
+        number: number of the span.
+        """
         ends = (*self._layout.layers[1:], self._layout.elements)
         span = self._spans[number]
         if all(_finite(span[each.begin : ends[each.parts[0].layer]]) for each in run):
@@ -273,10 +310,13 @@ class _Writer:
 def _strided(
     memory: torch.Tensor, at: int, shape: tuple[int, int, int, int], stride: int
 ) -> torch.Tensor:
-    """Return a view of matrices in layers that are `stride` elements apart.
+    """Return a view of corresponding matrices in several layers.
 
+    memory: contiguous elements that contain the matrices.
+    at: element at which the first matrix begins.
     shape: layers, experts, rows, columns. Matrices of one layer are contiguous.
-    One call into torch, since each call releases the interpreter lock.
+    stride: number of elements from one layer to the next.
+    Made by one call into torch, since each call releases the interpreter lock.
     """
     _, _, rows, columns = shape
     strides = stride, rows * columns, columns, 1
@@ -284,7 +324,11 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices in the file's order, contiguous ones with one system call."""
+    """Read matrices from a blob, those that follow one another with a single system call.
+
+    descriptor: of the blob's file.
+    targets: memory for each matrix, in the file's order.
+    """
     buffers, begin, end = list[memoryview](), 0, 0
     for matrix, target in targets.items():
         if matrix.begin != end:
@@ -327,9 +371,10 @@ def _sum(layout: PackedLayout, span: torch.Tensor, layer: int) -> int:
 
 
 def _finite(matrix: torch.Tensor) -> bool:
-    """Whether all values are finite, by their sum, which costs a thirtieth of testing each value.
+    """Whether all values of a matrix are finite.
 
-    Each value is tested only if the sum is not finite, since finite values can overflow.
+    Judged by their sum, which costs a thirtieth of testing each value. Each value is tested only if
+    the sum is not finite, since the sum of finite values can overflow.
     """
     return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
 

@@ -1,4 +1,4 @@
-"""Changes of adapters' tiers, for one reader that follows all of them."""
+"""Changes of the tiers that hold adapters, recorded for one reader."""
 
 import threading
 from collections.abc import Callable, Set
@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from lorikeet_engine.adapter import Residency
 
 OnChange = Callable[[str], None]
-"""Callback with the digest of an adapter that a tier holds from now on, or no longer."""
+"""Callback for a tier's change: takes the digest of an adapter that the tier has gained or lost."""
 
 
 def ignore_change(_digest: str) -> None:
@@ -14,12 +14,12 @@ def ignore_change(_digest: str) -> None:
 
 
 class ResidencyChanges:
-    """Digests that came to a tier or left one since the reader's last call. Thread-safe.
+    """Digests of adapters that a tier gained or lost since the reader's last call. Thread-safe.
 
-    Records only that an adapter has changed. Its tier is looked up when the reader asks, so neither
-    order nor repetition of notes matters.
+    Records only that an adapter's tier may have changed. The tier is looked up when the reader
+    asks, so order and repetition of records do not matter.
 
-    changed: event that is set when there may be something to report.
+    changed: event that is set when `moved` may have something to return.
     """
 
     def __init__(self, residency: Callable[[str], Residency]) -> None:
@@ -31,13 +31,16 @@ class ResidencyChanges:
         self.changed = threading.Event()
 
     def note(self, digest: str) -> None:
-        """Record that an adapter has changed tier; the change must be visible already."""
+        """Record that an adapter has changed tier; a lookup of its tier must show this already."""
         with self._lock:
             self._touched.add(digest)
         self.changed.set()
 
     def on_disk(self, digests: Set[str]) -> None:
-        """Record adapters whose reported tier contradicts the disk's current content, `digests`."""
+        """Record all adapters whose last reported tier contradicts what is on the disk now.
+
+        digests: digests of all adapters on the disk.
+        """
         with self._reading:
             gone = {d for d, tier in self._reported.items() if tier is Residency.DISK} - digests
             changed = gone | (digests - self._reported.keys())

@@ -2,9 +2,10 @@
 
 The bytes of each layer are added up as 64-bit integers, modulo 2⁶⁴. One changed word always changes
 the sum; random damage to many words keeps it with a probability of 2⁻⁶⁴. Exchanged words are not
-detected: weighting each word by its position takes a core 11 ms instead of 4 for 84 MB, and on a
-GPU, where torch has no integer dot product, memory for all products. A piece of an image on the GPU
-(gpu/arena.py) is a run of layers, so its sum is the sum of its layers' sums.
+detected. Weighting each word by its position would detect them, but takes a CPU core 11 ms instead
+of 4 for 84 MB. On a GPU, where torch has no integer dot product, it takes memory for all products.
+A piece of an image on the GPU (gpu/arena.py) is a run of layers, so its sum is the sum of its
+layers' sums.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +14,11 @@ from itertools import pairwise
 import torch
 
 LayerSums = tuple[int, ...]
-"""Sum of each layer of an image, as a signed 64-bit integer."""
+"""Checksum of each layer of an image, as a signed 64-bit integer."""
 
 
 def word_sum(elements: torch.Tensor) -> torch.Tensor:
-    """Return the sum [] int64 of elements, on their device.
+    """Return the checksum of elements, [] int64, on their device: their 64-bit words added up.
 
     elements: of any dtype, a multiple of 8 bytes.
     """
@@ -30,7 +31,7 @@ def word_sum(elements: torch.Tensor) -> torch.Tensor:
 
 
 def layer_sums(image: torch.Tensor, layers: Sequence[int]) -> LayerSums:
-    """Return the sums of an image on the CPU, one a layer.
+    """Return the checksum of each layer of an image on the CPU.
 
     layers: element at which each layer begins, ascending.
     """
@@ -39,5 +40,5 @@ def layer_sums(image: torch.Tensor, layers: Sequence[int]) -> LayerSums:
 
 
 def added(sums: Iterable[int]) -> int:
-    """Add several layers' sums, wrapping as `word_sum` over all of them does."""
+    """Add up layers' checksums, modulo 2⁶⁴, which gives the `word_sum` of all these layers."""
     return (sum(sums) + 2**63) % 2**64 - 2**63

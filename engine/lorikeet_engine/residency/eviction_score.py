@@ -1,4 +1,4 @@
-"""Eviction policies in plain numbers, so that a simulator can run them by the million."""
+"""Eviction policies that work on numbers alone, so that a simulator can run them by the million."""
 
 import math
 from collections import OrderedDict
@@ -12,9 +12,11 @@ _MAX_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """An adapter's size, and its uses at the time of one use.
+    """An adapter's size and usage at one of its uses, from which its eviction score is computed.
 
-    uses: this use and earlier ones, each halved every HALF_LIFE_S.
+    elements: size of the adapter.
+    uses: number of uses up to this one, with each use halved every HALF_LIFE_S.
+    at_s: time of this use.
     """
 
     elements: int
@@ -23,41 +25,41 @@ class UsageRecord:
 
 
 class EvictionPolicy(Protocol):
-    """Score of an adapter at a use. The lowest score is evicted first.
+    """Policy that scores adapters at each use. The adapter with the lowest score is evicted first.
 
-    A score stays constant until the next use: instead of falling with age, it rises with the time
-    of use.
+    A score stays constant until the adapter's next use: instead of falling with age, scores rise
+    with the time of use.
     """
 
     def score(self, use: UsageRecord) -> float:
-        """Return the adapter's score from this use on."""
+        """Return the score that an adapter has from this use on."""
 
 
 class LeastRecentlyUsed:
     """Policy that evicts the adapter whose last use is oldest."""
 
     def score(self, use: UsageRecord) -> float:
-        """Return the time of the last use."""
+        """Return the time of an adapter's last use, as its score."""
         return use.at_s
 
 
 class LeastUsedForItsSize:
-    """Policy that evicts the lowest uses / √elements, with uses halved every HALF_LIFE_S.
+    """Policy that evicts the adapter with the lowest uses / √elements.
 
-    Lowest uses / elements first would give the fewest misses, lowest uses first the fewest loaded
-    bytes; the root is halfway. The uses are those of LRFU (Lee et al., 2001). docs/eviction.md has
-    the numbers.
+    Each use is halved every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses / elements
+    would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the root is
+    halfway between. docs/eviction.md has the numbers.
     """
 
     def score(self, use: UsageRecord) -> float:
-        """Return log2(uses / √elements) plus the use's time in half-lives."""
+        """Return log2(uses / √elements), plus the time of the use in half-lives, as the score."""
         return math.log2(use.uses) - 0.5 * math.log2(use.elements) + use.at_s / HALF_LIFE_S
 
 
 class RecentUses:
-    """Recent uses of each adapter, remembered after it left the GPU.
+    """Counts of each adapter's recent uses, kept after the adapter has left the GPU.
 
-    `add` belongs to one thread; `count` may be called from any.
+    Only one thread may call `add`; any thread may call `count`.
     """
 
     def __init__(self) -> None:
@@ -65,12 +67,12 @@ class RecentUses:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def count(self, digest: str, now_s: float) -> float:
-        """Return an adapter's uses so far, each halved every HALF_LIFE_S."""
+        """Return how often an adapter was used, with each use halved every HALF_LIFE_S."""
         uses, last_s = self._counts.get(digest, (0.0, now_s))
         return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
 
     def add(self, digest: str, now_s: float) -> None:
-        """Count a use of an adapter now."""
+        """Record that an adapter is used now."""
         uses = self.count(digest, now_s) + 1.0
         self._counts[digest] = uses, now_s
         self._counts.move_to_end(digest)

@@ -1,10 +1,10 @@
-"""Free list of one arena: block offsets and sizes, without the memory itself."""
+"""Free list of an arena: sizes and offsets of its free and used blocks, without any memory."""
 
 from bisect import bisect_left
 
 
 class FreeList:
-    """Holes of an arena of `total` elements. Not thread-safe."""
+    """Free blocks ("holes") of an arena of `total` elements. Not thread-safe."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -12,11 +12,14 @@ class FreeList:
         self._holes = [(0, total)] if total else []  # (offset, size), by offset, never adjacent
 
     def holes(self) -> list[int]:
-        """Return the sizes of holes, largest first."""
+        """Return the sizes of all free blocks, largest first."""
         return sorted((size for _, size in self._holes), reverse=True)
 
     def allocate(self, size: int) -> int | None:
-        """Allocate from the smallest hole that fits; return the block's offset, or None."""
+        """Allocate a block from the smallest hole that fits.
+
+        Returns the block's offset; None if no hole is large enough.
+        """
         fitting = [(hole, at) for at, (_, hole) in enumerate(self._holes) if hole >= size]
         if not fitting:
             return None
@@ -39,10 +42,11 @@ class FreeList:
         return size
 
     def cheapest_range(self, size: int) -> tuple[int, int]:
-        """Return (begin, end) of the cheapest range to compact for a hole of `size` elements.
+        """Return (begin, end) of the range that is cheapest to compact into one hole of this size.
 
-        The range begins and ends with a hole, its holes add up to `size` or more, and its blocks
-        have the fewest elements of all such ranges. Needs size ≤ free.
+        The range begins and ends with a hole, its holes add up to `size` or more, and its used
+        blocks have the fewest elements of all such ranges. `size` must not exceed the free
+        elements.
         """
         assert size <= self.free
         best, first, holes = (self.total + 1, 0, 0), 0, 0
@@ -57,7 +61,7 @@ class FreeList:
         return best[1:]
 
     def compact(self, begin: int, end: int) -> None:
-        """Record that a range's blocks now lie at its front, with one hole behind them."""
+        """Record that a range's blocks were moved to its front, with one hole after them."""
         first, after = (bisect_left(self._holes, (at, 0)) for at in (begin, end))
         hole = sum(size for _, size in self._holes[first:after])
         self._holes[first:after] = [(end - hole, hole)]

@@ -1,4 +1,4 @@
-"""The host arena: packed images in one allocation, page-locked if there is a GPU."""
+"""The host arena: packed images in one block of memory, page-locked if there is a GPU."""
 
 import threading
 import weakref
@@ -19,9 +19,9 @@ from lorikeet_engine.telemetry.status import TierStatus
 
 @dataclass(slots=True)
 class _Image:
-    """packed: view of the arena; None while the image is written, and once it is discarded.
+    """packed: the image as a view of the arena; None while it is written, and once it is discarded.
 
-    holders: writers and readers that keep the image in place.
+    holders: number of writers and readers that keep the image in place.
     """
 
     offset: int
@@ -31,9 +31,10 @@ class _Image:
 
 
 class HostArena:
-    """Images by digest; the least recently held is evicted for a new one. Thread-safe.
+    """Packed images in host memory, by digest. Thread-safe.
 
-    A held image, by its writer or by a copy from it, is never evicted.
+    The least recently held images are evicted for a new one. An image that is held, by its writer
+    or by a copy from it, is never evicted.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class HostArena:
         on_change: OnChange = ignore_change,
         shared: SharedMemory | None = None,
     ) -> None:
-        """on_change: called with the digest of an image that has come or gone.
+        """pin: whether to page-lock the memory.
 
-        shared: memory of budget_bytes to use instead of own memory, where other processes read it.
+        on_change: called with the digest of an image that the arena has gained or lost.
+        shared: memory of budget_bytes that other processes read, to use instead of private memory.
         """
         self.elements = budget_bytes // dtype.itemsize
         self._arena = host_memory(self.elements, dtype, pin, shared)
@@ -59,36 +61,39 @@ class HostArena:
         self._evictions = self._checksum_failures = 0
 
     def status(self) -> TierStatus:
-        """Return contents, capacity and evictions; images being written count."""
+        """Return contents, capacity and evictions of host memory; images being written count."""
         elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
         counted = self._evictions, self._checksum_failures
         return TierStatus(len(self._images), used, capacity, pinnable, *counted)
 
     def holds(self, digest: str) -> bool:
-        """Whether the complete image is there."""
+        """Whether host memory has an adapter's complete image."""
         return self.image(digest) is not None
 
     def image(self, digest: str) -> PackedImage | None:
-        """Return the image if it is complete, else None; after a reload, a different object.
+        """Return an adapter's image if it is complete, else None.
 
-        Its elements are valid while the image is held.
+        Its elements are valid while the image is held. After a reload, a different object is
+        returned.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None
 
     def digests(self) -> list[str]:
-        """Return the digests of all images, those being written included."""
+        """Return the digests of all images in host memory, including those being written."""
         with self._lock:
             return list(self._images)
 
     def reserve(
         self, digest: str, layout: PackedLayout, *, for_request: bool
     ) -> torch.Tensor | None:
-        """Allocate memory for a new image, held by the caller; return None if it cannot be freed.
+        """Allocate memory for an adapter's new image, which the caller holds until it releases it.
 
-        Also returns None while a discarded image of the same adapter is still held.
-        for_request: a request waits for the image, so pins give way if nothing else does.
+        Returns None if not enough memory can be freed, or while a discarded image of the same
+        adapter is still held.
+        for_request: a request waits for the image, so pins are revoked if it does not fit
+            otherwise.
         """
         with self._lock:
             if digest in self._images:
@@ -104,22 +109,22 @@ class HostArena:
             return self._view(self._images[digest])
 
     def commit(self, digest: str, sums: LayerSums) -> None:
-        """Mark an image as written; the writer still holds it.
+        """Mark an image as completely written; the writer still holds it.
 
-        sums: of the image's layers.
+        sums: checksums of the image's layers.
         """
         image = self._images[digest]
         image.packed = PackedImage(image.layout, self._view(image), sums)
         self._on_change(digest)
 
     def abandon(self, digest: str) -> None:
-        """Remove an image whose writing failed."""
+        """Free the memory reserved for an image whose writing failed."""
         with self._lock:
             self._drop(digest)
             self.frees += 1
 
     def discard(self, digest: str) -> None:
-        """Withdraw a damaged image from use; its memory is freed with its last holder."""
+        """Withdraw a damaged image from use; its memory is freed when no one holds it any more."""
         with self._lock:
             image = self._images.get(digest)
             if image is None:  # a loading thread has evicted it meanwhile
@@ -133,7 +138,10 @@ class HostArena:
         self._on_change(digest)
 
     def hold(self, digest: str) -> PackedImage | None:
-        """Keep an image in place until `release`, and return it; None if it is not there."""
+        """Keep an image in place until `release`, and return it.
+
+        Returns None if host memory does not have the complete image.
+        """
         with self._lock:
             image = self._images.get(digest)
             if image is None or image.packed is None:
@@ -143,7 +151,7 @@ class HostArena:
             return image.packed
 
     def release(self, digest: str) -> None:
-        """Undo one hold."""
+        """Undo one `hold` or `reserve` of an image."""
         with self._lock:
             image = self._images[digest]
             image.holders -= 1
@@ -152,7 +160,10 @@ class HostArena:
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
-        """Keep an image from now on; return False while it is not there or too much is pinned."""
+        """Keep an image in host memory from now on.
+
+        Returns False if it is not there, or if the memory for pins is used up.
+        """
         with self._lock:
             image = self._images.get(digest)
             if image is None or image.packed is None:
@@ -160,16 +171,18 @@ class HostArena:
             return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow an image's eviction again."""
+        """Allow the eviction of a pinned image again."""
         with self._lock:
             self._reservations.revoke(digest)
             self.frees += 1
 
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
-        """Evict until there is a hole of this size, and allocate it; return None if impossible.
+        """Evict images until one of this size fits, and allocate a block for it.
 
-        Looks at each image once: the engine's thread may be waiting for the lock, and there may be
-        thousands of images.
+        Returns the block's offset, or None if not enough memory can be freed. Looks at each image
+        once: the engine's thread may be waiting for the lock, and there may be thousands of images.
+        for_request: a request waits for the image, so pins are revoked if it does not fit
+            otherwise.
         """
         while True:
             evictable = {
@@ -188,7 +201,7 @@ class HostArena:
                 return None
 
     def _drop(self, digest: str) -> int:
-        """Remove an image; return the size of the resulting hole."""
+        """Remove an image; return the size of the resulting hole in the arena."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
         hole = self._blocks.release(image.offset, image.layout.image_elements)
@@ -202,12 +215,12 @@ class HostArena:
 def host_memory(
     elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
 ) -> torch.Tensor:
-    """Return memory for images.
+    """Allocate host memory for images.
 
     Does not use torch's pin_memory, which rounds up to the next power of two: 137 GB for 84 GB.
-    Raises SettingsError if the host cannot page-lock so much.
     pin: page-lock the memory in this process.
-    shared: memory to use, if given.
+    shared: memory to return instead of allocating it; None: allocate.
+    Raises SettingsError if the host cannot page-lock so much.
     """
     if shared is not None and elements:
         arena = torch.frombuffer(shared.bytes, dtype=dtype, count=elements)

@@ -6,9 +6,9 @@
                                        and of one on the host
 
 A round through a tier takes EVERY_STEPS steps for each image, or for each slice of a large one, and
-damage is found within two rounds. On CUDA the sum runs between two steps, and a separate thread
-waits for it; on a CPU that thread computes the sum. The sum of an image that was evicted, moved or
-loaded anew meanwhile is ignored.
+damage is found within two rounds. On CUDA the checksum is computed between two steps, and a
+separate thread waits for it; on a CPU that thread computes the checksum. The checksum of an image
+that was evicted, moved or loaded again in the meantime is ignored.
 """
 
 import logging
@@ -33,7 +33,7 @@ from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 log = logging.getLogger(__name__)
 
 EVERY_STEPS = 256
-"""Steps between checks: about a second of an 8B model. A check costs 0.5 ms of the engine."""
+"""Steps between checks: about a second for an 8B model. A check takes the engine 0.5 ms."""
 # An H200 sums this in about 40 µs.
 _DEVICE_SLICE_BYTES = 128 << 20
 # A CPU core sums this in about 2 ms, beside the steps.
@@ -42,12 +42,13 @@ _RETRY_S = 1.0  # a reload usually takes less
 
 
 class CheckedImage(NamedTuple):
-    """An image to check, or one rank's span of it.
+    """An image to check in one tier, or one rank's span of an image.
 
-    layout: of the image.
-    sums: of the span's layers.
-    memory: arena that holds the span's pieces.
-    unchanged: returns whether the image still lies whole where it did.
+    digest: digest of the adapter.
+    sums: checksums of the layers in the span when the image was packed.
+    memory: arena that holds the image.
+    pieces: places of the span's parts in the arena.
+    unchanged: returns whether the whole image is still in the same place.
     """
 
     digest: str
@@ -58,7 +59,10 @@ class CheckedImage(NamedTuple):
     unchanged: Callable[[], bool]
 
     def slices(self, max_bytes: int) -> Iterator["ImageSlice"]:
-        """Yield the whole image in slices of at most this many bytes, but at least one layer."""
+        """Yield the image in slices of whole layers.
+
+        max_bytes: largest size of a slice of more than one layer.
+        """
         most, layout = max_bytes // self.memory.itemsize, self.layout
         layers = list(zip(pairwise((*layout.layers, layout.elements)), self.sums, strict=True))
         for piece in self.pieces:
@@ -78,9 +82,10 @@ class CheckedImage(NamedTuple):
 
 
 class ImageSlice(NamedTuple):
-    """Neighbouring layers of an image.
+    """Neighbouring layers of an image, which are checked together.
 
-    total: sum of their elements when the image was packed.
+    elements: the layers' elements in memory.
+    total: checksum of these elements when the image was packed.
     """
 
     image: CheckedImage
@@ -89,9 +94,9 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Checks of the images on the GPU and on the host, in turn. Damaged images are loaded anew.
+    """Checks the images on the GPU and on the host, one after another. Loads damaged images again.
 
-    Engine thread only.
+    For the engine's thread only.
     """
 
     def __init__(
@@ -103,10 +108,11 @@ class ImageChecks:
         ref_of: Callable[[str], AdapterRef | None],
         prefetch: Callable[[AdapterRef, Residency, float], None],
     ) -> None:
-        """arena: the GPU's memory.
+        """gpu, pool: the adapters on the GPU and their places in the arena.
 
-        ref_of: returns an adapter by digest.
-        prefetch: Tiers.prefetch.
+        arena: the GPU's memory for adapters.
+        ref_of: returns the adapter with this digest; None if it is unknown.
+        prefetch: Tiers.prefetch, which loads damaged images again.
         """
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES
@@ -121,7 +127,7 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; every EVERY_STEPS steps, compare the pending sums and begin the next."""
+        """Count a step; every EVERY_STEPS, compare the pending checksums and begin others."""
         self._steps += 1
         if self._steps % EVERY_STEPS:
             return
@@ -132,7 +138,7 @@ class ImageChecks:
         self._under_way = self._begin()
 
     def discard(self, digest: str, tier: Residency) -> AdapterDamaged:
-        """Withdraw a damaged image of this tier from use, and load it anew.
+        """Withdraw a damaged image in one tier from use, and begin to load it again.
 
         Returns the error for requests that depend on the image.
         """
@@ -149,12 +155,15 @@ class ImageChecks:
         )
 
     def take_damaged(self) -> dict[str, AdapterDamaged]:
-        """Return, by digest, the errors of images found damaged on the GPU since the last call."""
+        """Return an error for each adapter found damaged on the GPU since the last call.
+
+        Keys are digests.
+        """
         damaged, self._damaged = self._damaged, {}
         return damaged
 
     def close(self) -> None:
-        """Check nothing more."""
+        """Stop checking images."""
         self._rounds.clear()
         self._worker.shutdown()
 
@@ -179,9 +188,10 @@ class ImageChecks:
 
 
 class _UnderWay(NamedTuple):
-    """Sums being computed: at most one slice of each tier.
+    """Checksums being computed: at most one slice of each tier.
 
-    totals: in the order of `slices`.
+    slices: by tier, the slice that is checked.
+    totals: the checksums, in the order of `slices`.
     """
 
     slices: dict[Residency, ImageSlice]
@@ -199,7 +209,8 @@ def _round(
 ) -> Iterator[ImageSlice | None]:
     """Yield all slices of a tier's images, again and again; None while there are no images.
 
-    images: returns the images that the tier holds at the call.
+    images: returns the images that the tier holds at the time of the call.
+    slice_bytes: largest size of a slice of more than one layer.
     """
     while True:
         any_there = False
@@ -211,7 +222,7 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images on the GPU that steps may read. Other ranks' spans are not checked here."""
+    """Yield the images on this rank's GPU that steps may read, not those on other ranks' GPUs."""
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:
@@ -223,7 +234,7 @@ def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterato
 
 
 def host_images(host: HostArena) -> Iterator[CheckedImage]:
-    """Yield the complete images on the host."""
+    """Yield the complete images in host memory."""
     for digest in host.digests():
         image = host.image(digest)
         if image is None:

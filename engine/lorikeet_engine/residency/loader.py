@@ -1,12 +1,12 @@
-"""Loads from remote to disk and to the host, on background threads.
+"""Loads adapters from the remote store to the disk and to the host, on background threads.
 
 A blob is packed once: its image is also written to the disk (disk/image_file.py), and read from
-there the next time. An adapter loaded for a passing pin alone has no image file and is packed again
-when it is loaded again.
+there the next time. An adapter that is loaded for nothing but a temporary pin gets no image file,
+and is packed again when it is loaded again.
 
 Downloads, packing and writing of images have separate threads, so neither a source that hangs nor a
-slow disk delays adapters that are on the disk already. A blob that a full or broken disk cannot
-take is downloaded into memory, one blob at a time, and packed from there.
+slow disk delays adapters that are on the disk already. A blob that does not fit on a full or broken
+disk is downloaded into memory, one blob at a time, and packed from there.
 """
 
 import logging
@@ -40,21 +40,26 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""A download that takes this long to fail tells of its source; a faster failure, of its adapter."""
+"""A download that takes this many seconds to fail shows that its source hangs.
+
+A faster failure concerns the adapter alone.
+"""
 _SOURCE_RETRY_S = 10.0
-"""Seconds until a client should retry: as long as it takes to notice a hanging source."""
+"""Seconds until a client should retry: the time that it takes to notice a hanging source."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load that ended.
+    """Result of a load that has ended.
 
-    residency: HOST if the image is on the host, where it is held for the receiver of this result.
-        DISK without an error if DISK was asked for, or if the host had no memory: try again once
-        the host's `frees` differs from this one.
-    elements: of the loaded image, on one GPU; None if no image was loaded to the host.
-    read_s: seconds from the disk to the host. For a blob packed while it came: CPU seconds of
-        packing.
+    residency: HOST if the image is on the host, where it is held until the receiver of this result
+        releases it. DISK without an error if DISK was asked for, or if the host had no memory. In
+        the latter case, try again once the host's `frees` differs from the value here. REMOTE if
+        the load failed.
+    frees: the host's `frees` before the attempt, if the host had no memory.
+    elements: size of the loaded image on one GPU; None if no image was loaded to the host.
+    read_s: seconds from the disk to the host. If the blob was packed while another process wrote
+        it: CPU seconds of the packing.
     download_s: seconds of the blob's download; None if the blob was on the disk already.
     """
 
@@ -69,7 +74,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFailure:
-    """A download that hung until it was given up, and the time of that."""
+    """Failure of a download whose source hung, and the monotonic time of the failure."""
 
     error: Exception
     at_s: float
@@ -79,9 +84,11 @@ class _SourceFailure:
 class _LoadTask:
     """A load that has not ended.
 
+    tier: tier to load the adapter to, DISK or HOST.
+    passing: the load is for a temporary pin, so no image is written to the disk.
     asked_s: time.monotonic() of the first call of `load`.
     reading_since_s: time.perf_counter() at which reading from the disk began.
-    without_disk: the blob goes to memory instead of the disk.
+    without_disk: the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     """
 
@@ -98,7 +105,10 @@ class _LoadTask:
 
 
 class Loader:
-    """Loads, one at a time for each digest. `on_result` is called on the loading threads."""
+    """Loads adapters to the disk and to the host. A digest is loaded only once at a time.
+
+    `on_result` is called on the loading threads.
+    """
 
     def __init__(
         self,
@@ -131,9 +141,13 @@ class Loader:
     def load(
         self, ref: AdapterRef, tier: Residency, *, urgent: bool, passing: bool = False
     ) -> None:
-        """Load an adapter to DISK or HOST; extend a load under way to this tier and urgency.
+        """Load an adapter to DISK or HOST.
 
-        passing: an image packed for this load alone is not written to the disk.
+        If it is being loaded already, that load continues to the tier nearer to the GPU, and
+        becomes urgent if this one is.
+        urgent: load it before adapters that are not urgent.
+        passing: for a temporary pin. An image packed for such loads alone is not written to the
+            disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)
@@ -152,11 +166,11 @@ class Loader:
             self._submit(self._downloaders, task, partial(self._begin, task, self._download))
 
     def results(self) -> list[LoadResult]:
-        """Return the loads that ended since the last call."""
+        """Return the results of all loads that have ended since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Begin no more loads; those under way end by themselves, complete or not."""
+        """Begin no more loads; those in progress end by themselves, complete or not."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):
@@ -194,7 +208,11 @@ class Loader:
             self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
     def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
-        """Whether the load continues without the disk; it can do so once."""
+        """Continue a failed load without the disk; return False if that is impossible.
+
+        Possible once per load, and not for a load to the disk.
+        error: failure of the load, for the log.
+        """
         with self._lock:
             if task.without_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
                 return False
@@ -243,14 +261,17 @@ class Loader:
                 raise
 
     def _stays_on_disk(self, task: _LoadTask) -> bool:
-        """Whether the load was for the disk only, and so has ended."""
+        """End a load that was for the disk only; return False for a load to the host."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
     def _take_incoming(self, task: _LoadTask) -> bool:
-        """Whether the blob was packed while it came, so that its load has ended."""
+        """End the load with the image that was packed while another process wrote the blob.
+
+        Returns False if there is no such image.
+        """
         image = self.incoming_blobs.take(task.ref.digest, self._disk.blob)
         if image is not None:
             elements, packed_s = image.layout.elements, image.packed_s
@@ -259,7 +280,10 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load the image file; return False without a good one. A damaged file is removed."""
+        """Load an adapter's image file to the host; return False without a good file.
+
+        A damaged file is removed.
+        """
         ref = task.ref
         try:
             image = ImageFile.of(self._disk.image(ref.digest), self._shape, self._world)
@@ -273,7 +297,10 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Pack the disk's blob; verify it meanwhile, unless this load has just downloaded it."""
+        """Pack an adapter's blob from the disk to the host.
+
+        The blob is verified at the same time, unless this load has just downloaded it.
+        """
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)
@@ -294,7 +321,7 @@ class Loader:
     def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
         """Pack a blob to the host.
 
-        verify: raises if the blob is damaged; runs beside the packing.
+        verify: raises if the blob is damaged; runs at the same time as the packing.
         """
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape, self._world)
@@ -317,7 +344,10 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve memory on the host and write the image there; return False without memory."""
+        """Reserve memory on the host and write an image there; return False without free memory.
+
+        write: writes the image into this memory and returns its layers' checksums.
+        """
         layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
@@ -355,5 +385,5 @@ class Loader:
 
 
 def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
-    """Return an error of this kind that names the adapter."""
+    """Return an error of class `kind` that names the adapter and has the message of `error`."""
     return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -6,9 +6,9 @@ multiple of ALIGNMENT elements and has its true rank. The matrices of one linear
 each other without a gap. A of the embeddings is transposed, too, since a token reads one column.
 Last come the rows of trained tokens, stored as A, with their ids as B.
 
-Where ranks share the layers, an image has one span a rank, one after another, each with that rank's
-part of every matrix. All spans are laid out like rank 0's, whose parts are the largest, so an
-offset in one GPU's arena is valid in all.
+Where tensor parallel ranks share the layers, an image has one span per rank, one after another. A
+rank's span has that rank's part of every matrix. All spans are laid out like rank 0's, whose parts
+are the largest, so an offset in one GPU's arena is valid in all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +32,19 @@ from lorikeet_engine.residency.checksums import LayerSums
 class PackedLayout:
     """Layout of an adapter's image.
 
-    rows: [layers + 1, modules, 3] int64, on the CPU, as BaseShape says: element offsets of A and B
-        in the span, and the rank; all 0 where the adapter leaves a linear alone.
+    rows: [layers + 1, modules, 3] int64, on the CPU, with the rows and columns of BaseShape's
+        tables: element offsets of A and B in the span, and the rank; all 0 for a linear that the
+        adapter does not change.
     elements: size of a span, which is the image's size on one GPU.
     ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
         span.
     layers: offset of each layer in the span, then of the outer layer. A layer without matrices has
         the offset of the next.
-    head_rank: rank of lm_head.
-    head_rows: number of replaced rows of lm_head; not counted in head_rank, nor the other way
-        round.
+    max_rank: largest rank of any linear.
+    head_rank: rank of lm_head's A and B; does not count replaced rows.
+    head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
-    shared_a: as in AdapterSpec.
+    shared_a: (layer, linear) of linears that have the same A as the linear before them.
     """
 
     rows: torch.Tensor
@@ -58,11 +59,14 @@ class PackedLayout:
 
     @property
     def image_elements(self) -> int:
-        """Size of all spans together, which is the image's size on the host."""
+        """Number of elements of all spans together, which is the image's size on the host."""
         return self.elements * len(self.ranges)
 
     def check_size(self, max_elements: int) -> None:
-        """Raise AdapterTooLarge if a span has more elements than the arenas."""
+        """Raise AdapterTooLarge if a GPU's part of the image is larger than the arenas.
+
+        max_elements: elements per GPU that fit into the arenas of both GPU and host.
+        """
         if self.elements > max_elements:
             raise AdapterTooLarge(
                 f"the adapter has {self.elements} elements and the arenas hold {max_elements}: "
@@ -75,7 +79,7 @@ class PackedLayout:
     def of(cls, spec: AdapterSpec, shape: BaseShape, world: int = 1) -> "PackedLayout":
         """Return the layout of a validated adapter for its base model.
 
-        world: number of ranks that share the model.
+        world: number of tensor parallel ranks that share the model.
         Raises SettingsError if the base model cannot be divided among them.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
@@ -90,11 +94,13 @@ class PackedLayout:
         world: int = 1,
         shared_a: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
-        """Return the layout for ranks by (layer, module), which may be 0.
+        """Return the layout of an adapter that has these ranks.
 
-        A head that is tied to the embeddings gets the embeddings' rows. Raises SettingsError as
-        `of` does.
-        shared_a: as in AdapterSpec.
+        A head that is tied to the embeddings gets the embeddings' rows.
+        ranks: for each (layer, module), the rank, or the number of trained token rows; may be 0.
+        world: number of tensor parallel ranks that share the model.
+        shared_a: (layer, linear) of linears that have the same A as the linear before them.
+        Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
         ranks, outer = dict(ranks), shape.outer_layer
         of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
@@ -118,10 +124,11 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """Return the table's rows for a span at this offset in the arena.
+        """Return the rows of the adapters' table for an image in the arena.
 
-        offset: a number, or a tensor [layers + 1, 1, 1] with an offset for each layer, each being
-            the begin of the whole span if that layer's piece extended over it.
+        offset: offset of the image in the arena. If the image is in several pieces, a tensor
+            [layers + 1, 1, 1]: for each layer, where the image would begin if it were whole and its
+            piece stayed.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -134,7 +141,11 @@ def _places(
     ranges: Sequence[ShardRange],
     shared_a: frozenset[tuple[int, int]],
 ) -> tuple[torch.Tensor, tuple[int, ...], int]:
-    """Compute PackedLayout's rows, layers and elements for a span of these ranges."""
+    """Compute where the matrices of an image lie: `rows`, `layers` and `elements` of PackedLayout.
+
+    ranks: for each (layer, module), the rank, or the number of trained token rows.
+    ranges: for each module, the part of its matrices in one span.
+    """
     modules = range(len(shape.modules))
     groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
     rows = [
@@ -161,10 +172,11 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 
 
 class PackedImage(NamedTuple):
-    """An image in memory, with all of its spans.
+    """An image in memory, with the spans of all tensor parallel ranks.
 
     elements: [layout.image_elements].
-    sums: when packed, of the first span's layers, then of the next one's.
+    sums: checksums of the layers when the image was packed, of the first span, then of the next
+        ones.
     """
 
     layout: PackedLayout
@@ -172,10 +184,10 @@ class PackedImage(NamedTuple):
     sums: LayerSums
 
     def span(self, rank: int) -> torch.Tensor:
-        """Return the elements of this rank's GPU, [layout.elements]."""
+        """Return the elements that a rank's GPU holds, [layout.elements]."""
         return self.elements.view(-1, self.layout.elements)[rank]
 
     def span_sums(self, rank: int) -> LayerSums:
-        """Return the sums of this rank's span."""
+        """Return the checksums of the layers that a rank's GPU holds."""
         count = len(self.layout.layers)
         return self.sums[rank * count : (rank + 1) * count]

@@ -25,7 +25,7 @@ class _Pin:
 
 
 class Pins:
-    """Pinned adapters. Engine thread only; any thread may use add, remove and `in`."""
+    """The pinned adapters. For the engine's thread only, except add, remove and `in`."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class Pins:
         return bool(self._loading)
 
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
-        """Keep an adapter at this tier or nearer, from the next `maintain` on.
+        """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer.
 
-        passing: the adapter's image is not written to the disk for this pin.
+        passing: a temporary pin, for which the adapter's image is not written to the disk.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
     def remove(self, digest: str) -> None:
-        """Keep an adapter no longer, from the next `maintain` on."""
+        """Remove an adapter's pin, at the next `maintain`."""
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Take note of a load that ended, whether for a pin or not."""
+        """Record that a load has ended, whether it was for a pin or not."""
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0
@@ -72,10 +72,11 @@ class Pins:
             pin.retry_at_s = time.monotonic() + RETRY_S
 
     def maintain(self, *, may_place: bool) -> float | None:
-        """Load or place every adapter whose pin is not met; return the seconds until the next look.
+        """Load or place pinned adapters that are not in their tiers yet.
 
-        Returns None when all pins are met.
-        may_place: no request waits for GPU memory.
+        Returns the seconds after which to call again; None when all pinned adapters are in their
+        tiers.
+        may_place: whether to place adapters on the GPU. False while requests wait for GPU memory.
         """
         while self._updates:
             self._apply(*self._updates.popleft())
@@ -111,7 +112,10 @@ class Pins:
                 return True
 
     def _promote(self, pin: _Pin, may_place: bool) -> bool:
-        """Move an adapter towards its pin's tier; return False if refused for now."""
+        """Move a pinned adapter towards its tier; return False if that is impossible now.
+
+        may_place: whether to place adapters on the GPU.
+        """
         digest = pin.ref.digest
         if pin.tier is Residency.GPU and self._gpu.placed(digest):
             return self._gpu.pin(digest)

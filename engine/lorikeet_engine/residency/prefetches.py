@@ -1,4 +1,4 @@
-"""Prefetches: loads ahead of requests, with capacity that requests and pins leave over."""
+"""Prefetches: loads ahead of requests, in memory and time that requests and pins do not need."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ class _Prefetch:
 
 
 class Prefetches:
-    """Prefetches, each tried once: loaded after requests and pins, then placed or forgotten.
+    """Prefetches of adapters. Each is tried once, when no load for requests or pins is pending.
 
-    Engine thread only; `add` may be called from any thread.
+    An adapter is loaded, then placed on the GPU or forgotten. For the engine's thread only, except
+    `add`.
     """
 
     def __init__(
@@ -37,23 +38,23 @@ class Prefetches:
         self._loaded: list[_Prefetch] = []
 
     def add(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
-        """Load an adapter to this tier once there is time.
+        """Queue an adapter to be loaded to this tier when no load for requests or pins is pending.
 
-        uses: recent uses by other replicas that this one could serve.
+        uses: recent uses of the adapter by other replicas that this one could serve.
         """
         self._waiting.append(_Prefetch(ref, tier, uses))
 
     def on_result(self, result: LoadResult) -> None:
-        """Take note of a load that ended, whether for a prefetch or not."""
+        """Record that a load has ended, whether it was for a prefetch or not."""
         prefetch = self._loading.pop(result.ref.digest, None)
         if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)
 
     def advance(self, *, may_load: bool, may_place: bool) -> None:
-        """Place adapters that were loaded, and begin further loads.
+        """Place prefetched adapters that were loaded, and begin to load further ones.
 
-        may_load: no adapter is being loaded for a request or a pin.
-        may_place: no request waits for GPU memory.
+        may_load: whether to begin loads. False while adapters are loaded for requests or pins.
+        may_place: whether to place adapters on the GPU. False while requests wait for GPU memory.
         """
         while self._loaded:
             self._promote(self._loaded.pop(), may_place)
@@ -64,7 +65,10 @@ class Prefetches:
                 self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
 
     def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
-        """Place an adapter on the GPU if asked for; return False if host and GPU lack it."""
+        """Place a prefetched adapter on the GPU if it is on the host and is wanted on the GPU.
+
+        Returns False if the adapter is neither on the host nor on the GPU, so it must be loaded.
+        """
         digest = prefetch.ref.digest
         if self._gpu.placed(digest):
             return True

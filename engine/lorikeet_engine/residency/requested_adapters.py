@@ -1,12 +1,12 @@
 """Adapters that requests wait for: loaded to the host first, then placed on the GPU.
 
-One adapter's states:
+States of an adapter:
 
     request ──▶ loading ──▶ ready, its image held on the host ──▶ on the GPU
                    │                     ▲
                    └──▶ blocked ─────────┘   while the host has no free memory
 
-Requests that still wait when a copy to the GPU proves damaged ask for the adapter again.
+If a copy to the GPU proves damaged, requests that still wait ask for the adapter again.
 """
 
 import logging
@@ -30,7 +30,7 @@ _FAILURE_LASTS_S = 30.0
 
 
 class _Failure(NamedTuple):
-    """Error of a failed load, and its time."""
+    """Error of a failed load, and the monotonic time of the failure."""
 
     error: AdapterError
     at_s: float
@@ -52,7 +52,7 @@ class RequestedAdapters:
     ) -> None:
         """place: copies an image to the GPU.
 
-        wake: called when `advance` has work that no load announces.
+        wake: called when `advance` has work that does not come from a load's result.
         """
         self._host, self._loader = host, loader
         self._stats, self._place, self._wake = stats, place, wake
@@ -66,7 +66,7 @@ class RequestedAdapters:
         return digest in self._waiting
 
     def digests(self) -> list[str]:
-        """Return the digests of adapters that requests wait for and the GPU lacks."""
+        """Return the digests of adapters that requests wait for and that are not on the GPU."""
         return list(self._waiting)
 
     @property
@@ -80,7 +80,10 @@ class RequestedAdapters:
         return bool(self._ready)
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Begin to load an adapter that is not on the GPU; a second call changes nothing."""
+        """Begin to load an adapter that is not on the GPU, for a tenant's request.
+
+        Does nothing if the adapter was requested already.
+        """
         digest = ref.digest
         if digest in self._waiting:
             return
@@ -94,12 +97,15 @@ class RequestedAdapters:
         self._load(ref)
 
     def take_failure(self, digest: str) -> AdapterError | None:
-        """Return the error of an adapter's failed load, once for each failed load; else None."""
+        """Return the error of an adapter's failed load; None without a failure.
+
+        Each failure is returned only once.
+        """
         failure = self._failures.pop(digest, None)
         return failure.error if failure is not None else None
 
     def on_result(self, result: LoadResult) -> None:
-        """Take note of a load that ended, whether for a request or not."""
+        """Record that a load has ended, whether it was for a request or not."""
         ref, digest = result.ref, result.ref.digest
         if result.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
@@ -114,7 +120,7 @@ class RequestedAdapters:
             self._blocked[digest] = result.frees
 
     def advance(self) -> None:
-        """Place ready adapters, and load those again that the host had no memory for."""
+        """Place ready adapters on the GPU, and retry loads that the host had no memory for."""
         refused: float = math.inf  # larger images will not fit in this step either
         for digest, ref in list(self._ready.items()):
             held = self._host.hold(digest)
@@ -130,11 +136,11 @@ class RequestedAdapters:
                 self._load(self._waiting[digest].ref)
 
     def on_copy(self, digest: str, damaged: AdapterDamaged | None) -> None:
-        """Take note that a copy to the GPU is over, whether for a request or not.
+        """Record that a copy to the GPU is complete, whether it was for a request or not.
 
-        damaged: error, if the copy is damaged. The first time, the adapter is read again from the
-            disk. Twice in a row means that a memory fails: then its requests fail instead of
-            waiting.
+        damaged: error of a damaged copy; None if the copy is good. After the first damaged copy,
+            the adapter is read from the disk again. After two in a row, a memory must be failing,
+            so the adapter's requests fail instead of waiting.
         """
         if damaged is None:
             self._damaged.discard(digest)
@@ -145,7 +151,10 @@ class RequestedAdapters:
             self._fail(digest, damaged)
 
     def placed(self, digest: str) -> SlotUser | None:
-        """Forget an adapter that is placed now; return the first user that requested it, if any."""
+        """Stop tracking an adapter that has been placed on the GPU.
+
+        Returns its first user, if it was requested.
+        """
         user = self._waiting.pop(digest, None)
         self._blocked.pop(digest, None)
         self._failures.pop(digest, None)  # of an earlier load that no request waits for any more

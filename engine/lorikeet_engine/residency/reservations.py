@@ -1,11 +1,11 @@
-"""Memory that a tier reserves for pins, always leaving enough for one other adapter."""
+"""Memory that a tier reserves for pins, always leaving enough for one adapter without a pin."""
 
 
 class MemoryReservations:
     """Memory reserved for pinned adapters in an arena of `capacity` elements. Not thread-safe.
 
-    Memory for the largest adapter that requests have asked for is never reserved: a pin may have to
-    wait, but never keeps a request waiting.
+    Memory for the largest adapter that requests have asked for is never reserved. So a pin may have
+    to wait for memory, but never makes a request wait.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -15,12 +15,12 @@ class MemoryReservations:
 
     @property
     def capacity(self) -> int:
-        """Elements that can be reserved in all."""
+        """Number of elements that can be reserved in total."""
         return max(0, self._capacity - self._largest)
 
     @property
     def granted(self) -> int:
-        """Elements that are reserved."""
+        """Number of elements that are reserved now."""
         return sum(self._granted.values())
 
     def __contains__(self, digest: str) -> bool:
@@ -30,11 +30,11 @@ class MemoryReservations:
         return len(self._granted)
 
     def can_grant(self, elements: int) -> bool:
-        """Whether one more reservation of this size leaves enough for others."""
+        """Whether this many more elements can be reserved, leaving enough for other adapters."""
         return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
-        """Reserve memory for an adapter; return False if too little would remain."""
+        """Reserve memory for a pinned adapter; return False if too little would remain."""
         if digest not in self._granted:
             if not self.can_grant(elements):
                 return False
@@ -42,15 +42,15 @@ class MemoryReservations:
         return True
 
     def revoke_for(self, elements: int) -> None:
-        """Revoke reservations, newest first, for an adapter that a request needs."""
+        """Revoke reservations, newest first, until a requested adapter of this size fits."""
         self._largest = max(self._largest, elements)
         while self._granted and self.granted + elements > self._capacity:
             self._granted.popitem()
 
     def revoke(self, digest: str) -> None:
-        """End a reservation; do nothing without one."""
+        """Revoke the reservation for an adapter; do nothing if it has none."""
         self._granted.pop(digest, None)
 
     def revoke_newest(self) -> bool:
-        """End the newest reservation; return False when there is none."""
+        """Revoke the newest reservation; return False if there is none."""
         return bool(self._granted and self._granted.popitem())

@@ -1,4 +1,4 @@
-"""Statistics of the tiers: tiers of adapters, loads under way, and times of loads hop by hop."""
+"""Statistics of the tiers: tiers of adapters, loads in progress, and load times between tiers."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ class ResidencyStats:
     ) -> None:
         """itemsize: bytes per element of an image.
 
-        residency: returns an adapter's tier, by digest.
+        residency: returns the tier of the adapter with this digest.
         """
         self._pool, self._gpu, self._copies, self._pins = pool, gpu, copies, pins
         self._residency = residency
@@ -46,7 +46,7 @@ class ResidencyStats:
         self.failures = 0  # loads that ended with an error
 
     def remember(self, ref: AdapterRef) -> None:
-        """Remember an adapter that a request, a pin or a prefetch is for. On any thread."""
+        """Remember an adapter for which a request, a pin or a prefetch exists. For any thread."""
         self._seen.add(ref)
 
     def ref(self, digest: str) -> AdapterRef | None:
@@ -54,11 +54,11 @@ class ResidencyStats:
         return self._seen.refs().get(digest)
 
     def remember_size(self, digest: str, elements: int) -> None:
-        """Remember the size of an adapter's image."""
+        """Remember the size of an adapter's image on one GPU."""
         self._seen.measured(digest, elements)
 
     def on_result(self, result: LoadResult) -> None:
-        """Count a load to the host or the disk that is over."""
+        """Count a load to the host or the disk that has ended."""
         self.failures += result.error is not None
         if result.download_s is not None:
             self._loads[Residency.REMOTE].add(result.download_s)
@@ -71,12 +71,12 @@ class ResidencyStats:
                 self._times.downloads.add(result.download_s, size_bytes)
 
     def add_copy(self, copy: FinishedCopy) -> None:
-        """Count a copy to the GPU that is over."""
+        """Count a copy to the GPU that is complete."""
         self._loads[Residency.HOST].add(copy.took_s)
         self._times.copies.add(copy.took_s, copy.elements * self._itemsize)
 
     def costs(self) -> LoadCosts:
-        """Return the costs of loads, as measured so far."""
+        """Return the measured costs of loads between tiers."""
         return self._times.costs()
 
     def loads(self) -> dict[Residency, Distribution]:
@@ -88,19 +88,20 @@ class ResidencyStats:
         return self.costs().load_s(Residency.HOST, self._image_bytes(digest) or self._usual_bytes)
 
     def loading_bytes(self, requested: Iterable[str]) -> int:
-        """Return the bytes of images on their way to the GPU.
+        """Return the total bytes of images on their way to the GPU.
 
         An image of unknown size counts with the mean size.
-        requested: digests that requests wait for and that are not on the GPU.
+        requested: digests of adapters that requests wait for and that are not on the GPU.
         """
         usual = self._usual_bytes
         sizes = (self._image_bytes(digest) or usual for digest in requested)
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
-        """Return the adapters in the arena, and remembered ones that are at `tier` or nearer.
+        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer.
 
-        For any thread, and takes no lock of the engine's thread.
+        Remembered adapters are those last requested, pinned or prefetched.
+        For any thread. Takes no lock that the engine's thread needs.
         """
         # Snapshot before placed: an adapter evicted in between then has no image in its slot, or
         # another adapter's.
@@ -152,14 +153,14 @@ class _Seen:
 
 
 class SeenAdapters:
-    """The adapters last asked for, and the sizes of their images. Thread-safe."""
+    """Adapters last requested, pinned or prefetched, and their images' sizes. Thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._lock = threading.Lock()
 
     def add(self, ref: AdapterRef) -> None:
-        """Remember an adapter that was asked for."""
+        """Remember an adapter that was requested, pinned or prefetched."""
         with self._lock:
             seen = self._seen.pop(ref.digest, None)
             self._seen[ref.digest] = _Seen(ref, seen.elements if seen else None)
@@ -185,9 +186,9 @@ class SeenAdapters:
 
 @dataclass(slots=True)
 class Hop:
-    """Exponentially weighted means of the loads over one hop, from one tier to the next nearer one.
+    """Exponentially weighted means of the loads from one tier to the next nearer one.
 
-    seconds: mean time of a load, without waits for a thread or for earlier loads.
+    seconds: mean time of a load, without waiting for a thread or for earlier loads.
     size_bytes: mean size of the image.
     """
 
@@ -195,16 +196,19 @@ class Hop:
     size_bytes: float = 0.0
 
     def add(self, seconds: float, size_bytes: int) -> None:
-        """Add a finished load to the means."""
+        """Include a finished load in the means.
+
+        size_bytes: size of the image.
+        """
         weight = _WEIGHT if self.size_bytes else 1.0
         self.seconds += weight * (seconds - self.seconds)
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Scale a latency and a rate so that a load of the mean size takes the mean time.
+        """Return the latency and the rate, scaled so that a load of mean size takes the mean time.
 
-        Both keep their given proportion, since a mean cannot tell one from the other. Returned
-        unchanged while nothing was measured.
+        Both are scaled by the same factor, since a mean cannot tell one from the other. They are
+        returned unchanged while nothing was measured.
         """
         if not self.size_bytes:
             return latency_s, bytes_per_s
@@ -213,13 +217,13 @@ class Hop:
 
 
 class LoadTimes:
-    """Means of the three hops. Written by one thread; any thread may ask for the costs."""
+    """Mean load times between all tiers. Written by one thread; any thread may call `costs`."""
 
     def __init__(self) -> None:
         self.downloads, self.reads, self.copies = Hop(), Hop(), Hop()
 
     def costs(self) -> LoadCosts:
-        """Return the measured costs of loads; LoadCosts' defaults for unmeasured hops."""
+        """Return the measured costs of loads; LoadCosts' defaults where nothing was measured."""
         default = _UNMEASURED
         host = self.copies.scaled(default.host_latency_s, default.host_bytes_per_s)
         disk = self.reads.scaled(default.disk_latency_s, default.disk_bytes_per_s)

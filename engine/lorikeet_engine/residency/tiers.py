@@ -1,8 +1,8 @@
-"""The tiers as the engine sees them: remote → disk → host → GPU.
+"""Interface of the adapter tiers to the engine: remote → disk → host → GPU.
 
-The engine's thread decides everything here and never waits: loading threads only bring images to
+The engine's thread makes all decisions here, and never waits. Loading threads only bring images to
 the host and report that. `requested_adapters`, `pins` and `prefetches` each load adapters and have
-them placed on the GPU, for a LoadReason of their own.
+them placed on the GPU, each for a LoadReason of its own.
 """
 
 import time
@@ -46,14 +46,14 @@ from lorikeet_engine.telemetry.status import (
 
 
 class Tiers:
-    """Adapters, each kept as near to the GPU as memory and demand allow.
+    """Keeps each adapter as near to the GPU as memory and demand allow.
 
-    Engine thread only: rank, loaded_at_s, request, lease, advance and close. Any thread may call
-    the rest; `moved` one thread at a time.
+    For the engine's thread only: rank, loaded_at_s, request, lease, advance and close. Any thread
+    may call the rest, `moved` one thread at a time.
 
-    weights: the GPU's tensors, the same for the engine's life.
+    weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
     arena: the GPU's arena; its tensors are `weights`.
-    changed: event that is set when `moved` may have something to report.
+    changed: event that is set when `moved` may have something to return.
     incoming_blobs: blobs that are packed while another process writes them.
     """
 
@@ -74,11 +74,15 @@ class Tiers:
         world: int = 1,
         followers: Followers | None = None,
     ) -> None:
-        """Allocate the arenas of the GPU and of the host.
+        """Allocate memory for adapters on the GPU and the host.
 
+        source: source of blobs that are not on this machine.
+        gpu_bytes, host_bytes, disk_bytes: memory for adapters in each tier. With several ranks,
+            gpu_bytes is the memory on each rank's GPU.
+        max_slots: largest number of adapters on the GPU.
         wake: called on other threads when `advance` has work.
-        world: number of ranks that share the model. Sizes of the GPU are those of each rank's GPU.
-        followers: processes of the other ranks, which repeat all that happens in `arena`.
+        world: number of tensor parallel ranks that share the model.
+        followers: processes of the other ranks, which repeat all operations on `arena`.
         """
         self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
@@ -108,7 +112,7 @@ class Tiers:
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes of all images on their way to the GPU, from whatever tier."""
+        """Total bytes of images on their way to the GPU, from any tier."""
         return self._stats.loading_bytes(self._requests.digests())
 
     @property
@@ -118,15 +122,18 @@ class Tiers:
 
     @property
     def victim(self) -> EvictionCandidate | None:
-        """Adapter that would be evicted first; its uses, which fade all the time, in tenths."""
+        """Adapter on the GPU that would be evicted first; None if none can be evicted.
+
+        Its number of uses, which decays all the time, is rounded to tenths.
+        """
         return self._gpu.victim(self.weights.arena.itemsize)
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """Return the nearest tier that holds an adapter now."""
+        """Return the tier nearest to the GPU that holds an adapter now."""
         return self.residency_of(ref.digest)
 
     def residency_of(self, digest: str) -> Residency:
-        """Return the nearest tier that holds the adapter with this digest now."""
+        """Return the tier nearest to the GPU that holds the adapter with this digest now."""
         if self._gpu.holds(digest):
             return Residency.GPU
         if self._host.holds(digest):
@@ -134,31 +141,34 @@ class Tiers:
         return Residency.DISK if self._disk.holds(digest) else Residency.REMOTE
 
     def moved(self) -> dict[str, Residency]:
-        """Return the tiers of adapters that changed tier since the last call.
+        """Return the current tiers of all adapters that changed tier since the last call.
 
-        At the first call: of all adapters that are not remote.
+        The first call returns all adapters that are not remote.
         """
         return self._changes.moved()
 
     def load_costs(self) -> LoadCosts:
-        """Return the costs of loads, as measured so far."""
+        """Return the measured costs of loads between tiers."""
         return self._stats.costs()
 
     def load_s(self, ref: AdapterRef) -> float:
-        """Return the seconds that an adapter's load to the GPU may take, behind all other loads.
+        """Return the estimated seconds to load an adapter to the GPU, after all loads in progress.
 
         0 for an adapter on the GPU.
         """
         return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the seconds of an adapter's copy to the GPU; 0 if it was requested before."""
+        """Return the estimated seconds of an adapter's copy to the GPU.
+
+        0 if the adapter was requested already, or is on the GPU.
+        """
         if ref.digest in self._requests or self._gpu.placed(ref.digest):
             return 0.0
         return self._stats.copy_s(ref.digest)
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """Return the time at which an adapter that is on the GPU came there."""
+        """Return the time at which the copy of an adapter that is on the GPU was complete."""
         return self._gpu.loaded_at_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
@@ -166,10 +176,10 @@ class Tiers:
         return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
-        """Guard an adapter that is on the GPU until it is leased, or begin to load it there.
+        """Begin to load an adapter to the GPU, or protect it there from eviction until leased.
 
         A second call for the same adapter changes nothing.
-        tenant: of the request.
+        tenant: tenant whose request needs the adapter.
         """
         if not self._gpu.guard(ref.digest):
             self._requests.request(ref, tenant)
@@ -190,10 +200,11 @@ class Tiers:
         return lease
 
     def advance(self) -> float | None:
-        """Between two steps, place loaded adapters on the GPU, evicting for them, and serve pins.
+        """Place loaded adapters on the GPU, evicting others as needed, and load pinned adapters.
 
-        Does nothing for adapters that are on the GPU already. Returns the seconds after which to
-        call again, if work becomes due then without a `wake`; else None.
+        To be called between two steps. Does nothing for adapters that are on the GPU already.
+        Returns the seconds after which to call again even without a `wake`; None if that is not
+        needed.
         """
         self._take_copies()
         for result in self._loader.results():
@@ -213,26 +224,27 @@ class Tiers:
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
-        """Load an adapter up to `tier` and keep it there, as long as others have memory.
+        """Load an adapter up to `tier` and keep it there while enough memory remains for others.
 
-        passing: for a short time. The adapter's image is then not written to the disk for this pin.
+        passing: a temporary pin, for which the adapter's image is not written to the disk.
         """
         self._stats.remember(ref)
         self._pins.add(ref, tier, passing)
         self._wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier`, taking nothing from requests, pins or higher scores.
+        """Load an adapter up to `tier`, without delaying or evicting what is needed more.
 
-        Tried once, and forgotten if it cannot be done.
-        uses: recent uses by other replicas that this one could serve.
+        That is: requests, pins, and adapters with higher eviction scores. The prefetch is tried
+        once, and forgotten if it fails.
+        uses: recent uses of the adapter by other replicas that this one could serve.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
         self._wake()
 
     def unpin(self, digest: str) -> None:
-        """Allow an adapter's eviction again; do nothing without a pin."""
+        """Remove an adapter's pin, which allows its eviction again; do nothing without a pin."""
         self._pins.remove(digest)
         self._wake()
 
@@ -254,20 +266,22 @@ class Tiers:
         return self._stats.failures
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """Return the adapters in the arena, and others known to this process at `tier` or nearer.
+        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer.
 
+        Remembered adapters are those last requested, pinned or prefetched.
         Takes microseconds for each adapter.
         """
         return self._stats.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return the slot use of tenants since the last call."""
+        """Return how tenants used GPU slots since the last call."""
         return self._usage.take()
 
     def take_damaged(self) -> dict[str, AdapterDamaged]:
-        """Return, by digest, the adapters found damaged on the GPU since the last call.
+        """Return an error for each adapter found damaged on the GPU since the last call.
 
-        Tokens computed with them may be wrong. Each is loaded anew once its last lease has ended.
+        Keys are digests. Tokens computed with these adapters may be wrong. Each is loaded again
+        once its last lease has ended.
         """
         return self._checks.take_damaged()
 
@@ -282,7 +296,7 @@ class Tiers:
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU, as PlaceOnGpu says."""
+        """Copy an image to the GPU. See PlaceOnGpu."""
         began_s = time.perf_counter()
         copy = self._gpu.place(ref, image, reason, uses)
         if copy is None:

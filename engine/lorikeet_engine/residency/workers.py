@@ -1,4 +1,4 @@
-"""Background threads for work that waits: for a network, a disk, a long copy."""
+"""Background threads for work that waits for a network, a disk or a long copy."""
 
 import itertools
 import logging
@@ -14,7 +14,7 @@ _JOIN_S = 2.0
 
 
 class _Priority(IntEnum):
-    """Order of work: the smallest value first."""
+    """Order in which work is begun: the smallest value first."""
 
     CLOSE = 0
     URGENT = 1
@@ -22,11 +22,11 @@ class _Priority(IntEnum):
 
 
 class Workers:
-    """A few daemon threads; urgent work goes first, and tenants take turns. Thread-safe.
+    """A few daemon threads that do urgent work first, and share time fairly between tenants.
 
-    Rounds keep tenants fair: work joins the round after its tenant's last work, or the current
-    round if that is later, so a tenant with hundreds of loads delays only its own. Within a round,
-    first come, first served.
+    Fairness uses rounds. New work joins the round after that of its tenant's last work, or the
+    current round if that is later, so a tenant with hundreds of loads delays only its own. Within a
+    round, work is done in the order of arrival. Thread-safe.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -47,8 +47,8 @@ class Workers:
     def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
         """Run work on one of the threads.
 
-        urgent: before all work that is not.
-        tenant: takes turns with other tenants.
+        urgent: the work precedes all work that is not urgent.
+        tenant: tenant among whose work this counts, for fairness between tenants.
         """
         priority = _Priority.URGENT if urgent else _Priority.NORMAL
         with self._lock:

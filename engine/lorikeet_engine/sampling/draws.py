@@ -71,7 +71,7 @@ def _uniforms(choices: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix 64 bits as SplitMix64 does: each bit of the result depends on all 64."""
+    """Mix 64 bits by the hash SplitMix64: each bit of the result depends on all 64."""
     for shift, factor in zip((30, 27), MIXERS, strict=True):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return bits ^ (bits >> np.uint64(31))

@@ -32,7 +32,7 @@ class PenaltySlot:
         self._pool: Penalties | None = pool
 
     def release(self) -> None:
-        """Return the slot to the pool. Safe to call twice."""
+        """Return the slot to the pool of free slots. Safe to call twice."""
         if self._pool is not None:
             self._pool._take_back(self.index)
             self._pool = None
@@ -61,7 +61,7 @@ class Penalties:
 
     @property
     def free(self) -> int:
-        """Number of free slots."""
+        """Number of slots that no sequence holds."""
         return len(self._free)
 
     def begin(

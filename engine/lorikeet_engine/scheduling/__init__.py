@@ -14,7 +14,7 @@ kv_cache        finds cached prefixes and allocates KV pages: page_pool owns the
 preemption      chooses running sequences that give up their slots and pages to another tenant.
                 Their tokens are computed again later.
 step_budget     bounds the ranks and prompt tokens of a step, for the inter-token goal.
-forced_budget   bounds the tokens that grammars force, beside other requests' tokens.
+forced_budget   bounds the tokens that grammars force in steps shared with other requests.
 step_counters   counts steps and tokens.
 
 A request that never waits, on an engine without an inter-token goal, meets only request_queue,

@@ -1,9 +1,11 @@
 """Admission of waiting sequences to a step: adapters are leased, and limits of adapters are kept.
 
-Reasons to wait, and which later sequences in fair order (waiting_queue.py) wait as well:
+Reasons why a sequence waits, and which sequences after it in fair order (waiting_queue.py) wait as
+well:
 
-adapter is not on the GPU         none: others overtake.
-another computes the same prefix  none: others overtake until the pages can be shared.
+adapter is not on the GPU         none: later sequences overtake.
+another sequence computes the     none: later sequences overtake until the pages can be shared.
+same prefix
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
 number of adapters, Σ of ranks,   Then, once it is next of its tenant, capacity is reserved for the
 or GPU memory                     sequence: no other sequence with an adapter begins before it.
@@ -23,7 +25,7 @@ MAX_OVERTAKES = 32
 
 
 class AdapterProvider(Protocol):
-    """Source of adapters, as far as the scheduler needs one.
+    """Source of adapters, with the methods that the scheduler needs.
 
     Implemented by Tiers (residency/tiers.py).
     """
@@ -32,34 +34,37 @@ class AdapterProvider(Protocol):
         """Return the nearest tier that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the seconds that copying an adapter to the GPU takes; 0 if requested before."""
+        """Return the seconds of copying an adapter to the GPU; 0 if it was requested before."""
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """Return the monotonic time at which an adapter, now on the GPU, was loaded there."""
+        """Return when an adapter that is on the GPU was loaded there, by the monotonic clock."""
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start loading an adapter to the GPU for a tenant; spare it from eviction for a while.
+        """Start loading an adapter to the GPU for a tenant.
 
-        Repeated calls change nothing.
+        For a while the adapter is not evicted. Repeated calls change nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """Return the largest rank of an adapter that is on the GPU, else None."""
+        """Return the largest rank of an adapter; None if the adapter is not on the GPU."""
 
     def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
-        """Lease an adapter to a tenant; None if it is not on the GPU.
+        """Lease an adapter to a tenant; return None if the adapter is not on the GPU.
 
-        Raises AdapterError if loading failed.
+        Raises AdapterError if loading the adapter failed.
         """
 
 
 class Admission:
-    """Admission of waiting sequences to one step, asked in fair order.
+    """Admission of waiting sequences to one step. Sequences must be asked about in fair order.
 
+    running: sequences that run already, with their adapters' leases.
     max_adapters: limit of distinct adapters in the step.
     max_ranks: limit of Σ rank of the distinct adapters; a single adapter may exceed it.
-    failed: errors of adapters that could not be loaded, by digest.
-    reserved_for: sequence before which no other with an adapter may begin.
+    cache: tells whether another sequence is about to compute the same prefix.
+    failed: by digest, the errors of adapters that could not be loaded.
+    reserved_for: sequence that must begin before any other sequence with an adapter does; None if
+        there is no such sequence.
     """
 
     def __init__(
@@ -86,19 +91,19 @@ class Admission:
     def prepare(self, sequence: Sequence, admitted: int) -> bool:
         """Lease the sequence's adapter; return whether only a slot and KV pages are still needed.
 
-        admitted: sequences with adapters that have ever begun.
+        admitted: number of sequences with adapters that have begun since the engine's start.
         """
         if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
         return not self._cache.awaits_prefix(sequence.kv)
 
     def is_blocked(self, sequence: Sequence) -> bool:
-        """Whether the sequence's adapter was already found unable to join the step."""
+        """Whether the sequence's adapter is already known to be unable to join the step."""
         ref = sequence.request.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """Count the sequence among the running ones."""
+        """Count a sequence that begins among the running ones."""
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
@@ -120,7 +125,10 @@ class Admission:
         return False
 
     def _has_room(self, ref: AdapterRef) -> bool:
-        """Whether the limits allow this adapter; its rank counts as 0 until it is on the GPU."""
+        """Whether the limits of the step allow this adapter, too.
+
+        The rank of an adapter that is not on the GPU counts as 0.
+        """
         if not self._active or ref.digest in self._active:
             return True
         ranks = self._ranks + (self._adapters.rank(ref) or 0)

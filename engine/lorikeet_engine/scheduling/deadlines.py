@@ -1,4 +1,4 @@
-"""Deadlines of requests that have not begun: in the queue, and for their adapter."""
+"""Deadlines by which a request must begin and its adapter must be on the GPU."""
 
 import math
 import threading
@@ -19,14 +19,19 @@ _REFUSE_FACTOR = 2.0
 _MIN_RETRY_AFTER_S = 1.0
 
 _ErrorOf = Callable[[Request], EngineError | None]
-"""Returns the error that a request fails with now; None if the awaited adapter is there."""
+"""Returns the error with which a request that missed its deadline fails.
+
+None if the deadline was for the adapter, and the adapter is on the GPU by now.
+"""
 
 
 class _Deadline(NamedTuple):
     """Time at which a request fails if it has not begun.
 
-    error_of: returns the error, or None if the awaited adapter is there.
-    choices: weak references, since most choices have finished by then.
+    at_s: the time, by the monotonic clock.
+    number: order among deadlines of equal time.
+    error_of: returns the error with which the request fails, or None if it need not fail.
+    choices: the request's choices. Weak references, since most choices have finished by that time.
     """
 
     at_s: float
@@ -35,7 +40,7 @@ class _Deadline(NamedTuple):
     choices: "list[weakref.ref[Sequence]]"
 
     def missed_by(self) -> Request | None:
-        """Return the request if none of its choices has begun or finished."""
+        """Return the request if none of its choices has begun or finished, else None."""
         request = None
         for choice in self.choices:
             sequence = choice()
@@ -46,15 +51,15 @@ class _Deadline(NamedTuple):
 
 
 class Deadlines:
-    """Deadlines of the requests that have not begun. Any thread."""
+    """Deadlines of the requests that have not begun. Methods may be called on any thread."""
 
     def __init__(
         self, wait_s: Callable[[SchedulingParams], float], load_s: Callable[[AdapterRef], float]
     ) -> None:
         """Start without deadlines.
 
-        wait_s: estimates the queueing time of a new request with these parameters.
-        load_s: estimates the time until an adapter is on the GPU; 0 once it is.
+        wait_s: estimates the seconds that a new request with these parameters would be queued.
+        load_s: estimates the seconds until an adapter is on the GPU; 0 if it is there.
         """
         self._wait_s, self._load_s = wait_s, load_s
         self._lock = threading.Lock()
@@ -69,7 +74,10 @@ class Deadlines:
                 raise _overloaded(params, wait_s)
 
     def add(self, choices: list[Sequence]) -> None:
-        """Watch a new request, given as its choices."""
+        """Watch the deadlines of a new request.
+
+        choices: all choices of the request.
+        """
         request, arrived_s = choices[0].request, choices[0].timings.arrived_s
         params, weak = request.scheduling, [weakref.ref(choice) for choice in choices]
         bounds: list[tuple[float | None, _ErrorOf]] = [(params.max_queue_s, self._queue_error)]
@@ -82,7 +90,10 @@ class Deadlines:
                     heappush(self._deadlines, _Deadline(at_s, number, error_of, weak))
 
     def next_within_s(self, timeout_s: float | None) -> float | None:
-        """Return the seconds until the next deadline, at most timeout_s; None without either."""
+        """Return the seconds until the next deadline, at most timeout_s.
+
+        timeout_s: None for no limit; then the result is None if there is no deadline.
+        """
         with self._lock:
             if not self._deadlines:
                 return timeout_s
@@ -90,7 +101,7 @@ class Deadlines:
         return left_s if timeout_s is None else min(left_s, timeout_s)
 
     def take_missed(self) -> dict[str, EngineError]:
-        """Return the errors of requests that missed deadlines since the last call, by id."""
+        """Return, by request id, the errors of requests that newly missed a deadline."""
         now_s, passed = time.monotonic(), list[_Deadline]()
         with self._lock:
             while self._deadlines and self._deadlines[0].at_s <= now_s:
@@ -112,7 +123,10 @@ class Deadlines:
         return self._not_ready(request, request.scheduling.max_load_s)
 
     def _not_ready(self, request: Request, waited_s: float | None) -> AdapterNotReady | None:
-        """Return the error of a request that has waited this long; None if its adapter is there."""
+        """Return the error of a request whose adapter is not on the GPU; None if it is there.
+
+        waited_s: seconds that the request has waited, for the message.
+        """
         assert request.adapter is not None
         assert waited_s is not None
         load_s = self._load_s(request.adapter)

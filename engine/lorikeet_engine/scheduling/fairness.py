@@ -15,13 +15,13 @@ always wait, the difference in service, over any span of time and by weight, is 
     2 · max(cost of the longest prompt, OUTPUT_TOKEN · tokens of a batch)
 
 The paper charges a prompt as a whole when it begins, since it is computed in one step. Here each
-chunk is charged alone: a tenant behind a long prompt waits for one chunk of it.
+chunk is charged when it is computed: a tenant behind a long prompt waits for one chunk of it.
 
-Absence earns no credit: the counter of a tenant that begins to wait is lifted to the least counter
-of the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens
-found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving"
-(arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it
-finds. Loads no torch.
+Absence earns no credit: when a tenant begins to wait, its counter is raised to the least counter of
+the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens found
+in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv
+2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it finds. Loads
+no torch.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ _MIN_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class VirtualCounter:
-    """Counter of one tenant.
+    """Virtual token counter of one tenant, which decides when the tenant is served.
 
     value: cost of the work done for the tenant, divided by weight.
-    open: the tenant's sequences that have not finished.
+    open: number of the tenant's sequences that have not finished.
     backlog: expected cost of the tenant's waiting sequences.
     """
 
@@ -56,10 +56,12 @@ class VirtualCounter:
 
 @dataclass(slots=True, eq=False)
 class SequenceCost:
-    """Cost of one sequence to its tenant.
+    """Cost of one sequence, charged to its tenant's counter.
 
+    counter: counter of the tenant.
     expected: estimate of the total cost.
-    charged_tokens: prompt tokens charged so far, cached ones before them included.
+    charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
+        tokens before them are included.
     """
 
     counter: VirtualCounter
@@ -67,7 +69,7 @@ class SequenceCost:
     charged_tokens: int = 0
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
-        """Charge for computing prompt tokens `begin` to `end`; return their cost.
+        """Charge the tenant for computing prompt tokens `begin` to `end`; return their cost.
 
         Tokens that are computed again after a preemption cost nothing.
         """
@@ -78,16 +80,20 @@ class SequenceCost:
 
 
 def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
-    """Return the cost of prompt tokens `begin` to `end` without adapters; 0 if there are none."""
+    """Return the cost of computing prompt tokens `begin` to `end`, without adapters.
+
+    The unit is a prompt token without attention. The cost is 0 if there are no such tokens.
+    """
     tokens = max(0, end - begin)
     seen = seen_tokens(tokens, begin)
     return PROMPT_TOKEN * costs.prompts_s(tokens, seen) / costs.prompt_token_s
 
 
 class VirtualCounters:
-    """Counters of all tenants that could be ahead of a new tenant; other counters are forgotten.
+    """Virtual token counters of the tenants.
 
-    One thread only, except `cost_ahead_of`.
+    Counters that change no tenant's place are dropped when there are many. Only one thread may use
+    the counters; any thread may call `cost_ahead_of`.
     """
 
     def __init__(self) -> None:
@@ -100,7 +106,7 @@ class VirtualCounters:
         return len(self._counters)
 
     def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
-        """Return the tenant's counter, with one more open sequence."""
+        """Return the tenant's counter, and count a new sequence that has not finished."""
         counter = self._counters.get(tenant)
         if counter is None:
             if len(self._counters) >= self._forget_above:
@@ -111,27 +117,31 @@ class VirtualCounters:
         return counter
 
     def start_waiting(self, counter: VirtualCounter) -> None:
-        """Count the tenant among the waiting ones and lift its counter, unless it waits already."""
+        """Count the tenant among the waiting ones. Raise its counter if it did not wait before."""
         if counter.tenant not in self._waiting:
             counter.value = max(counter.value, self.level)
             self._waiting[counter.tenant] = counter
 
     def stop_waiting(self, counter: VirtualCounter) -> None:
-        """Count the tenant among the waiting ones no more."""
+        """Stop counting the tenant among the waiting ones."""
         if self._waiting.pop(counter.tenant, None):
             self._last_waiting = counter
 
     @property
     def level(self) -> float:
-        """Least counter of the waiting tenants, to which new ones are lifted; never falls."""
+        """Least counter of the waiting tenants. It never falls.
+
+        The counter of a tenant that begins to wait is raised to this level. Without waiting
+        tenants, it is the counter of the tenant that stopped waiting last.
+        """
         values = [counter.value for counter in list(self._waiting.values())]
         return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
 
     def cost_ahead_of(self, tenant: str, weight: float) -> float:
         """Return the cost of all work that would precede a request that this tenant sent now.
 
-        The sum of the tenant's own backlog and, of each other tenant's backlog, the part that fair
-        order serves first. Any thread.
+        It is the sum of the tenant's own backlog and, for each other tenant, the part of the
+        backlog that is served before the request. Any thread may call this.
         """
         own = self._counters.get(tenant) or VirtualCounter(tenant)
         served_at = max(own.value, self.level) + own.backlog / weight
@@ -142,9 +152,10 @@ class VirtualCounters:
         )
 
     def _forget(self) -> None:
-        """Drop counters with nothing open that would be lifted anyway, which changes no order.
+        """Drop the counters that change no order: no open sequence, and a value up to the level.
 
-        Counters above the level stay. By the fairness bound the level reaches them soon.
+        The value would be raised to the level anyway. Counters above the level stay. By the
+        fairness bound the level reaches them soon.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -1,9 +1,10 @@
 """KV pages of sequences, and the prefix cache.
 
-Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Groups whose
-layers see only a window free pages while the sequence grows: those before everything that the token
-after the last full page sees. Freed pages stay cached until they are needed. So a prefix is found
-as long as the pages of its last window are cached, and all pages of the other groups.
+Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. In groups
+whose layers attend only to a window, a growing sequence frees the pages that it no longer needs:
+those before everything that the token after the last full page attends to. Freed pages stay cached
+until they are needed. So a prefix is found as long as the pages of its last window are cached, and
+all pages of the other groups.
 """
 
 import hashlib
@@ -18,11 +19,11 @@ from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 
 TokenIds = tuple[int, ...] | list[int]
-"""Tokens of a sequence: a tuple, the prompt that choices share, or a list of its own."""
+"""Tokens of a sequence: a tuple while it is the prompt, which choices share; then a list."""
 
 
 class PageKeys:
-    """Keys of the full pages of a prompt, hashed once for all its choices.
+    """Keys by which the full pages of a prompt are found in the cache; hashed once for all choices.
 
     key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
     Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
@@ -37,14 +38,22 @@ class PageKeys:
         salt: str = "",
         adapter_digest: str | None = None,
     ) -> None:
-        """Hash all of the prompt. Takes 1 to 2 µs a page: call on no thread that steps."""
+        """Hash all of the prompt. Takes 1 to 2 µs a page: do not call on the engine's thread.
+
+        salt: keeps tenants' cached prefixes apart.
+        adapter_digest: adapter of the request; None for the base model alone.
+        """
         self.page_size, self.adapter_digest = page_size, adapter_digest
         self.root = _hash(json.dumps([salt, adapter_digest]).encode())
         self.keys: list[bytes] = []
         self.extend(self.keys, prompt, len(prompt) // page_size)
 
     def extend(self, keys: list[bytes], tokens: Sequence[int], pages: int) -> None:
-        """Append the missing keys of the first `pages` pages, which `tokens` must fill."""
+        """Append keys to a sequence's list until it has the keys of the first `pages` pages.
+
+        keys: keys of the sequence's first pages.
+        tokens: all tokens of the sequence; they must fill `pages` pages.
+        """
         first, page_bytes = len(keys), self.page_size * 8
         key = keys[-1] if keys else self.root
         data = array("q", tokens[first * self.page_size : pages * self.page_size]).tobytes()
@@ -56,15 +65,17 @@ class PageKeys:
 class SequencePages:
     """KV pages of one sequence, and the state of their contents.
 
-    pages: pages of each group, in the order of tokens; empty without any.
-    first: number of leading pages that windowed groups have freed.
-    computed: tokens whose keys and values the launched steps have put into the pages.
-    written: tokens whose keys and values the steps read so far have put into the pages.
-    announced: number of first pages that KVCache has told others about, written or not.
-    score_from: first token whose next token is to be scored, for which its logits are needed; None
-        where only the last token's logits are needed.
+    pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
+        the sequence has no pages.
+    first: number of leading pages that groups with a window have freed.
+    computed: tokens whose keys and values are in the pages after the steps launched so far.
+    written: tokens whose keys and values are in the pages after the steps read so far.
+    announced: number of first pages that KVCache has announced. Other sequences wait until these
+        are written.
+    score_from: first prompt token whose following token is still to be scored, so that its logits
+        are needed; None if only the last token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
-    tokens: tokens known to the host, at first the prompt; they only grow at their end.
+    tokens: tokens that the host knows, at first the prompt; new ones are only appended.
     """
 
     __slots__ = (
@@ -81,7 +92,10 @@ class SequencePages:
     )
 
     def __init__(self, tokens: TokenIds, prompt_keys: PageKeys) -> None:
-        """Start without pages."""
+        """Start without pages.
+
+        prompt_keys: keys of the prompt's full pages.
+        """
         self.pages: list[array[int]] = []  # arrays: page tables are joined from their bytes
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
@@ -91,11 +105,11 @@ class SequencePages:
 
     @property
     def adapter_digest(self) -> str | None:
-        """Adapter under which keys and values are computed; None for the base model alone."""
+        """Digest of the adapter behind the keys and values; None for the base model alone."""
         return self._prompt_keys.adapter_digest
 
     def keys(self, pages: int) -> list[bytes]:
-        """Return the keys of the first `pages` pages, which `tokens` must fill."""
+        """Return the cache keys of the first `pages` pages, which the sequence must fill."""
         if len(self._keys) < pages:
             if self._keys is self._prompt_keys.keys:
                 self._keys = self._keys.copy()
@@ -103,19 +117,24 @@ class SequencePages:
         return self._keys[:pages]
 
     def full_keys(self) -> list[bytes]:
-        """Return the keys of all pages that `tokens` fill."""
+        """Return the cache keys of all pages that the sequence's tokens fill."""
         return self.keys(len(self.tokens) // self._prompt_keys.page_size)
 
     def shareable_keys(self) -> list[bytes]:
-        """Return the keys of the full pages before all tokens whose logits are needed."""
+        """Return the cache keys of the full pages before the first token whose logits are needed.
+
+        Only these pages can be taken from the cache, since logits require that a token is computed.
+        """
         tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
         return self.keys(tokens // self._prompt_keys.page_size)
 
 
 class KVCache(PagePool):
-    """PagePool for sequences. All operations are O(pages named).
+    """PagePool that gives pages to sequences. A method's time is linear in the pages it handles.
 
-    page_size, windows, step_tokens: as in PageNeeds.
+    page_size: tokens of a page.
+    windows: attention window of each group of layers; None for a group that attends to all tokens.
+    step_tokens: most tokens that a step computes.
     """
 
     def __init__(
@@ -133,30 +152,31 @@ class KVCache(PagePool):
         self._unwritten: Counter[bytes] = Counter()
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages that hold N tokens."""
+        """Return the number of pages, in one group of layers, that hold N tokens."""
         return -(-tokens // self.page_size)
 
     def may_all_grow(self, tokens: int) -> bool:
-        """Whether the free pages suffice for N more tokens, whichever sequences these belong to."""
+        """Whether the free pages suffice for N more tokens, whichever sequences get them."""
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """Return the pages that a sequence of N tokens needs if none are cached."""
+        """Return the pages that a sequence of N tokens needs if none of them are cached."""
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """Return the number of pages to free before `allocate` can give `pages`; 0 or less if none.
+        """Return how many pages must be freed before a sequence can get `pages`; 0 or less if none.
 
-        spare: sequences that must still be able to grow by a page in each group.
+        spare: number of other sequences for which a free page in each group must be left.
         """
         return pages + spare * (self._whole + self._windowed) - self.free
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
-        """Give a sequence without pages those of N tokens, cached ones where possible.
+        """Give a sequence that has no pages those for N tokens, cached ones where possible.
 
-        Windowed groups get the pages of the first window; `grow` adds the others later. Returns
-        False, and gives none, if too few pages would be left for one step of the sequence or for
-        `spare` others to grow.
+        Groups with a window get the pages of the first window; `grow` adds the others later.
+        Returns False and gives no pages if too few are free.
+
+        spare: number of other sequences for which a free page in each group must be left.
         """
         needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
         cached = self.find(keys) if self._whole else []
@@ -188,7 +208,7 @@ class KVCache(PagePool):
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute a page that another is about to write.
 
-        O(1) while the last of these pages is not written.
+        Takes constant time while the last of these pages is not written.
         """
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True
@@ -200,7 +220,11 @@ class KVCache(PagePool):
         return end > found
 
     def reach(self, kv: SequencePages, tokens: int, spare: int) -> int:
-        """Return how many of N tokens a sequence can get pages for while `spare` others grow."""
+        """Return how many tokens, at most `tokens`, a sequence can have pages for.
+
+        tokens: number of tokens wanted, from the sequence's start.
+        spare: number of other sequences for which a free page in each group must be left.
+        """
         if not self._windowed:
             return tokens
         groups = self._whole + self._windowed
@@ -208,7 +232,10 @@ class KVCache(PagePool):
         return min(tokens, (kv.first + len(kv.pages[-1]) + more) * self.page_size)
 
     def grow(self, kv: SequencePages, tokens: int) -> bool:
-        """Give a sequence the missing pages for N tokens; return False if too few are free."""
+        """Give a sequence the pages that it lacks for N tokens; return False if too few are free.
+
+        tokens: number of tokens, from the sequence's start.
+        """
         end = self.pages_for(tokens)
         whole = max(0, end - len(kv.pages[0])) if self._whole else 0
         windowed = max(0, end - kv.first - len(kv.pages[-1])) if self._windowed else 0
@@ -219,9 +246,12 @@ class KVCache(PagePool):
         return True
 
     def publish_written(self, kv: SequencePages, end: int) -> None:
-        """Publish a sequence's full pages; keys and values are written up to token `end`.
+        """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        Windowed groups then free the pages that no finder of the last full page needs.
+        Groups with a window then free the pages that a sequence sharing the last full page would
+        not need.
+
+        end: number of tokens, from the sequence's start, whose keys and values are written.
         """
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
@@ -237,16 +267,18 @@ class KVCache(PagePool):
             self._give_back(kv, self._needs.first(full * self.page_size))
 
     def clear(self, kv: SequencePages) -> None:
-        """Take back all pages of a sequence, if it has any."""
+        """Release all pages of a sequence, if it has any."""
         self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
         self._release_all(kv.pages)
         kv.pages = []
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def _hit(self, keys: list[bytes], most: int) -> int:
-        """Return how many first pages can be shared: all pages seen after them are cached.
+        """Return how many pages of a prefix can be shared: all that are still needed are cached.
 
-        most: cached pages of the first group, if that group needs all its pages.
+        keys: keys of the sequence's first pages.
+        most: number of these pages that are cached in the first group; ignored if all groups have
+            windows.
         """
         end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
         for pages in self._pages_of[1 : self._whole]:
@@ -263,7 +295,7 @@ class KVCache(PagePool):
             pages.extend(self.take(whole if group < self._whole else windowed))
 
     def _give_back(self, kv: SequencePages, before: int) -> None:
-        """Take back a sequence's pages of windowed groups that precede this page."""
+        """Release a sequence's pages before page `before`, in the groups with a window."""
         count = before - kv.first
         if count > 0:
             windowed = kv.pages[self._whole :]
@@ -273,9 +305,11 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release the pages of all groups so that pages of the same tokens are evicted together.
+        """Release a sequence's pages so that pages of the same tokens are evicted together.
 
-        That order holds where the groups have equally many pages.
+        This order holds where the groups have equally many pages.
+
+        pages: for each group of layers, pages in the order of tokens.
         """
         if len(pages) <= 1:
             for only in pages:

@@ -1,4 +1,4 @@
-"""Number of KV pages that sequences need, where some layers see only a window."""
+"""Number of KV pages that sequences need, where some layers attend only to a window."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class PageNeeds:
     """Number of KV pages that sequences need, with one list of pages for each group of layers.
 
     page_size: tokens of a page.
-    windows: window of each group of layers (models/kv_groups.py). Groups that see all tokens (None)
-        come first; all others have the same window.
+    windows: attention window of each group of layers (models/kv_groups.py). Groups that attend to
+        all tokens (None) come first; all others have the same window.
     step_tokens: most tokens that a step computes.
     """
 
@@ -19,41 +19,50 @@ class PageNeeds:
 
     @property
     def whole(self) -> int:
-        """Number of groups that keep the pages of all tokens."""
+        """Number of groups of layers that keep the pages of all tokens."""
         return self.windows.count(None)
 
     @property
     def windowed(self) -> int:
-        """Number of groups that keep only the last pages; they come last."""
+        """Number of groups of layers that keep only the last pages; they come after the others."""
         return len(self.windows) - self.whole
 
     @property
     def window_pages(self) -> int:
-        """Most pages of a windowed group that a sequence has between two steps.
+        """Most pages that a sequence has between two steps in a group of layers with a window.
 
-        They are the pages seen by the token after the last full page, and two that are being
-        filled.
+        They are the pages that the token after the last full page attends to, and two that are
+        being filled.
         """
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages that hold N tokens."""
+        """Return the number of pages, in one group of layers, that hold N tokens."""
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """Return the first page of a windowed group that this token or a later one sees."""
+        """Return the first page that this token or a later one attends to, in groups with a window.
+
+        token: index of the token in its sequence.
+        """
         return max(0, token + 1 - (self.windows[-1] or 0)) // self.page_size
 
     def between_steps(self, tokens: int) -> int:
-        """Return the most pages that a sequence of N tokens has between two steps."""
+        """Return the most pages, in all groups, of a sequence of N tokens between two steps."""
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
-        """Return the pages that a sequence of N tokens needs alone, in steps of step_tokens."""
+        """Return the pages, in all groups, that a sequence of N tokens needs to be computed.
+
+        It is computed in steps of up to step_tokens tokens, with no other sequence.
+        """
         return self._with(self._pages_in_steps, self.pages_for(tokens))
 
     def longest(self, pages: int) -> int | None:
-        """Return the tokens of the longest sequence that fits into N pages; None if all fit."""
+        """Return the tokens of the longest sequence that `pages` pages suffice for.
+
+        None if they suffice for a sequence of any length.
+        """
         length = pages // len(self.windows)
         if self.windowed and length >= self._pages_in_steps:
             if not self.whole:
@@ -62,7 +71,7 @@ class PageNeeds:
         return length * self.page_size
 
     def tokens(self, pages: int, context: int) -> int:
-        """Return the number of tokens that N pages hold, in sequences of `context` tokens."""
+        """Return how many tokens `pages` pages hold if each sequence has `context` tokens."""
         if not self.windowed:
             return pages // self.whole * self.page_size
         longest = self.longest(pages)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Reversible
 
 
 class PagePool:
-    """Pool of KV pages, any of which any group of layers may have. Operations are O(pages named).
+    """Pool of KV pages. A page can serve any group of layers.
 
-    A key stands for the same tokens in all groups; each group has its own page of that key.
+    A method's time is linear in the number of pages it handles. A key stands for the same tokens in
+    all groups; each group has its own page of that key.
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
@@ -27,16 +28,16 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Number of pages that `take` can give out, cached ones included."""
+        """Number of pages without references, which can be given out; includes cached pages."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Number of pages with references."""
+        """Number of pages with references, that is, pages of running sequences."""
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the first group's cached pages of the longest run of keys from the first.
+        """Return the first group's cached pages of these keys, up to the first key without one.
 
         Adds no references.
         """
@@ -57,7 +58,7 @@ class PagePool:
             self._references[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Give out `count` pages with one reference each; at least that many must be free."""
+        """Give out `count` free pages, each with one reference. At least that many must be free."""
         assert count <= self.free, f"{count} KV pages wanted, {self.free} free"
         taken: list[int] = []
         for _ in range(count):
@@ -73,10 +74,10 @@ class PagePool:
     def publish(
         self, page: int, key: bytes, adapter_digest: str | None = None, group: int = 0
     ) -> None:
-        """Let others find a full page by its key. If the key is taken, the page stays private.
+        """Let other sequences find a full page by its key. If another page has the key, do nothing.
 
-        adapter_digest: adapter under which the page was computed.
-        group: group of layers that the page belongs to.
+        adapter_digest: adapter under which the page was computed; None for the base model alone.
+        group: index of the group of layers that the page belongs to.
         """
         pages = self._pages_of[group]
         if self._keys[page] is None and key not in pages:
@@ -85,7 +86,7 @@ class PagePool:
             pages[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove the keys of these pages, so that nobody finds them; references stay."""
+        """Remove the keys of these pages, so that no sequence finds them. References remain."""
         for page in pages:
             key = self._keys[page]
             if key is not None:
@@ -95,12 +96,12 @@ class PagePool:
                     self._free.move_to_end(page, last=False)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
-        """Remove these keys from all groups."""
+        """Remove these keys in all groups, so that no sequence finds their pages."""
         for key in keys:
             self.forget([pages[key] for pages in self._pages_of if key in pages])
 
     def forget_adapter(self, digest: str) -> None:
-        """Remove the keys of all pages that were computed with an adapter."""
+        """Remove the keys of all pages computed with an adapter, so that no sequence finds them."""
         self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
 
     def release(self, pages: Reversible[int]) -> None:

@@ -1,14 +1,15 @@
 """Choice of running sequences to preempt for a waiting sequence that lacks a slot or KV pages.
 
 Fair order (fairness.py) decides which sequence begins next, but a running sequence holds its slot
-and pages to its end: with long answers one tenant would hold all of an engine while others wait.
-So sequences are preempted for a waiting sequence of another tenant if that tenant
+and pages to its end: with long answers one tenant would hold all of an engine while others wait. So
+sequences are preempted for a waiting sequence of another tenant if that tenant
 
     is behind: its virtual counter is less; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
-The second condition prevents thrashing: a preempted tenant cannot claim back what it gave up, and
-tenants that hold about as much leave each other's sequences alone.
+The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn
+preempt to get back what it gave up, and tenants that hold about equally much do not preempt each
+other's sequences.
 """
 
 from collections import Counter
@@ -22,9 +23,13 @@ _TIMES_AS_MUCH = 2.0
 
 
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
-    """Whether a slot is free, or a running tenant is ahead of a waiting one.
+    """Whether some waiting sequence may be able to begin.
 
-    level: least counter of the waiting tenants.
+    It may if a slot is free, or if a running sequence's tenant has a higher counter than the
+    waiting tenant that is served next.
+
+    active: running sequences that still compute tokens.
+    level: least virtual counter of the waiting tenants.
     """
     return len(active) < max_running or any(
         sequence.cost.counter.value > level for sequence in active
@@ -34,7 +39,12 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
 def sequences_to_preempt(
     waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
-    """Return the active sequences to preempt for a waiting one; none if too few qualify."""
+    """Return the active sequences to preempt for a waiting one; none if too few qualify.
+
+    waiting: None if no sequence lacks a slot or KV pages.
+    active: running sequences that still compute tokens.
+    cache: tells how many KV pages are needed and lacking.
+    """
     if waiting is None or waiting.status is SequenceStatus.FINISHED:
         return []
     pages = cache.most_pages(waiting.length)
@@ -48,7 +58,7 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key: by the tenant's counter, then by arrival."""
+    """Sort key: by the tenant's virtual counter, then by the sequence's arrival."""
     return sequence.cost.counter.value, sequence.arrival
 
 
@@ -59,7 +69,9 @@ def _giving_way(
     lacking: int,
     holds: Callable[[Sequence], int],
 ) -> list[Sequence] | None:
-    """Choose sequences to preempt until they hold `lacking`; None if too few qualify.
+    """Choose sequences to preempt until they hold `lacking` slots or pages.
+
+    None if too few qualify.
 
     wanted: slots or pages that the waiting sequence needs.
     lacking: slots or pages to free.

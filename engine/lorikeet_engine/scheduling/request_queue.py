@@ -1,4 +1,4 @@
-"""Entry of requests: checked, made into sequences, and queued for the engine's thread.
+"""Entry of requests: they are checked, made into sequences, and queued for the engine's thread.
 
 Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread. The next
 step takes the sequences and gives them to the Scheduler (scheduler.py).
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Refuses requests that could never run; makes a sequence of each choice of the others."""
+    """Refuses requests that could never run; makes a sequence of each choice of a valid request."""
 
     def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None) -> None:
         self._info = info
@@ -34,9 +34,10 @@ class InputProcessor:
         self._arrivals = itertools.count()
 
     def process(self, request: Request) -> list[Sequence]:
-        """Make a sequence of each choice; cut max_tokens to what the context leaves.
+        """Make a sequence of each choice; max_tokens is cut to what the context leaves.
 
-        Any thread. The calling thread hashes the prompts; another one compiles the grammar.
+        May be called on any thread. The calling thread hashes the prompts; another one compiles the
+        grammar.
 
         Raises InvalidRequest for a prompt that fills the context and for token ids out of range,
         and EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
@@ -113,17 +114,20 @@ class InputProcessor:
 
 
 class Abort(NamedTuple):
-    """Request to abort, or one choice of it; choice None means all choices."""
+    """Order to abort a request or one of its choices.
+
+    choice: index of the choice; None for all choices.
+    """
 
     request_id: str
     choice: int | None
 
 
 class TakenRequests(NamedTuple):
-    """Requests and aborts that the engine's thread takes from the queue.
+    """Requests and aborts that the engine's thread takes from the queue before a step.
 
-    submitted: new choices.
-    compiling: choices left in the queue until their grammars are compiled.
+    submitted: choices to add to the scheduler.
+    compiling: choices that remain in the queue until their grammars are compiled.
     aborts: requests and choices to abort.
     """
 
@@ -138,11 +142,11 @@ class TakenRequests(NamedTuple):
 
 
 class RequestQueue:
-    """Queue between the threads that call an engine and the thread that steps it. Thread-safe.
+    """Queue between the threads that call an engine and the thread that steps it.
 
-    Only the stepping thread adds and takes outputs.
+    Thread-safe, but only the stepping thread adds and takes outputs.
 
-    open_choices: request id → number of choices that have not ended.
+    open_choices: request id → number of its choices that have not ended.
     """
 
     def __init__(self) -> None:
@@ -159,7 +163,7 @@ class RequestQueue:
         return list(self._submitted)
 
     def submit(self, request_id: str, sequences: list[Sequence]) -> None:
-        """Add a request's choices.
+        """Add all choices of a request to the queue.
 
         Raises EngineClosed, and InvalidRequest if a request of the same id is in flight.
         """
@@ -176,7 +180,10 @@ class RequestQueue:
             self._submitted += sequences
 
     def abort(self, request_id: str, choice: int | None) -> None:
-        """Queue an abort of a request; nothing happens if the request has ended."""
+        """Queue an abort of a request; do nothing if the request has ended.
+
+        choice: index of the choice to abort; None for all choices.
+        """
         with self._lock:
             if request_id in self.open_choices:
                 self._aborts.append(Abort(request_id, choice))
@@ -185,7 +192,7 @@ class RequestQueue:
         """Take the choices submitted and the aborts requested since the last call.
 
         A choice stays in the queue until its grammar is compiled; if compiling fails, the request
-        fails. A choice that is aborted already ends here.
+        fails. A choice that was aborted while it was in the queue ends here.
         """
         aborted: list[Sequence] = []
         with self._lock:
@@ -221,17 +228,17 @@ class RequestQueue:
                 self.open_choices.pop(request_id, None)
 
     def add_output(self, output: Tokens) -> None:
-        """Keep new tokens for `take_outputs`; the last tokens of a choice end the choice."""
+        """Keep new tokens until `take_outputs` returns them; the last tokens end the choice."""
         self._outputs.append(output)
         if output.finish is not None:
             self.end_choice(output.request_id)
 
     def add_scores(self, outputs: Iterable[PromptLogprobs]) -> None:
-        """Keep log probabilities of prompts for `take_outputs`."""
+        """Keep log probabilities of prompts until `take_outputs` returns them."""
         self._outputs += outputs
 
     def fail(self, request_id: str, error: EngineError) -> None:
-        """End a request with an error, whether or not the engine has taken it."""
+        """End a request with an error, whether or not the engine's thread has taken it."""
         with self._lock:
             self.open_choices.pop(request_id, None)
             kept = list[Sequence]()
@@ -252,19 +259,25 @@ class RequestQueue:
         self._outputs += [Failed(request_id, error) for request_id in ids]
 
     def take_outputs(self) -> list[Output]:
-        """Return the outputs since the last call in order, also those of an interrupted step."""
+        """Return the outputs kept since the last call, in order.
+
+        If a step was interrupted by an error, its outputs so far are among them.
+        """
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def close(self) -> bool:
-        """Accept no more requests; return False if closed before."""
+        """Accept no more requests; return False if the queue was closed before."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         return not was_closed
 
 
 def _set_matcher(sequence: Sequence) -> EngineError | None:
-    """Give a sequence its own copy of its compiled grammar; return the error if that fails."""
+    """Give a sequence its own copy of its grammar, if any; return the error of a bad grammar.
+
+    Compiling must have ended.
+    """
     if sequence.compiled is None:
         return None
     if error := sequence.compiled.exception():

@@ -1,4 +1,4 @@
-"""Planner of steps: decodes first, then chunks of prompts in fair order, in one batch."""
+"""Scheduler that plans steps: decodes first, then chunks of prompts in fair order, in one batch."""
 
 import math
 import time
@@ -44,7 +44,12 @@ _ANSWERS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one step: tokens, sequences and distinct adapters."""
+    """Limits of one step.
+
+    tokens: most tokens.
+    sequences: most sequences.
+    adapters: most distinct adapters.
+    """
 
     tokens: int
     sequences: int
@@ -55,8 +60,8 @@ class SchedulerLimits:
 class StepPlan:
     """Plan of one step.
 
-    chunks: tokens to compute, at most one chunk a sequence.
-    failed: dropped sequences, with the error of their adapter.
+    chunks: tokens to compute, at most one chunk for each sequence.
+    failed: sequences dropped because their adapter could not be loaded, with the error.
     scored: prompt tokens in the chunks whose log probabilities are wanted.
     """
 
@@ -69,7 +74,7 @@ class Throughput:
     """Work that a busy engine does per second, and the mean length of answers.
 
     Work is in the cost units of fairness.py. Only time in which the engine was saturated is
-    measured; until then cost_per_s is that of full batches of decodes.
+    measured. Before that, cost_per_s is the predicted one of full batches of decodes.
 
     saturated: whether sequences wait only because the last planned step has no capacity left.
     answer_tokens: mean length of answers, in tokens.
@@ -84,17 +89,20 @@ class Throughput:
 
     @property
     def cost_per_s(self) -> float:
-        """Cost of the work done per second."""
+        """Cost, in fairness.py's units, of the work that a saturated engine does per second."""
         return self._cost / self._s
 
     def add(self, cost: float) -> None:
-        """Add work that the device was given."""
+        """Add work that the current step gives to the device.
+
+        cost: cost of the work, in the units of fairness.py.
+        """
         self._step_cost += cost
 
     def step_planned(self, saturated: bool) -> None:
-        """Account for the work given since the plan before.
+        """Add the time and work since the previous plan to the mean, if the engine was saturated.
 
-        saturated: the value for the step planned now.
+        saturated: whether sequences wait only because the step planned now has no capacity left.
         """
         now_s = time.monotonic()
         elapsed_s = now_s - self._planned_s
@@ -105,15 +113,22 @@ class Throughput:
         self._step_cost, self._planned_s, self.saturated = 0.0, now_s, saturated
 
     def answer_ended(self, tokens: int) -> None:
-        """Include an answer of this many tokens in the mean length."""
+        """Include the length of an answer that has ended in the mean length.
+
+        tokens: length of the answer.
+        """
         self.answer_tokens += (tokens - self.answer_tokens) / _ANSWERS
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine. One thread only, except `wait_s`.
+    """Waiting and running sequences of one engine. One thread only, except for `wait_s`.
 
-    Only running sequences hold KV pages. A waiting sequence may already hold its adapter's lease,
-    if nothing else but a slot or KV pages is missing.
+    Only running sequences hold KV pages. A waiting sequence may already hold its adapter's lease if
+    it lacks only a slot or KV pages.
+
+    adapters: loads and leases adapters.
+    costs: predicts the time of steps, from which the cost of prompts is computed.
+    counters: counts the sequences that begin and are preempted.
     """
 
     def __init__(
@@ -139,7 +154,7 @@ class Scheduler:
         self._short_of_memory: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence into the queue of its tenant, and request its adapter."""
+        """Add a new sequence to its tenant's queue, and request the sequence's adapter."""
         params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
         counter = self._tenants.open_sequence(params.tenant, params.weight)
@@ -152,8 +167,8 @@ class Scheduler:
     def request_adapter(self, sequence: Sequence) -> None:
         """Start loading a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` calls this method; the engine calls it earlier, while the sequence's grammar is
-        compiled.
+        `add` does this, too. While a sequence's grammar is compiled, the engine calls this method
+        before `add`.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -164,7 +179,10 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """Estimate the seconds that a new request with these parameters would wait. Any thread."""
+        """Estimate the seconds that a new request with these parameters would wait. Any thread.
+
+        The estimate is 0 unless the engine is saturated.
+        """
         if not self._throughput.saturated:
             return 0.0
         cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
@@ -174,10 +192,11 @@ class Scheduler:
         """Choose the next step's chunks and allocate their KV pages, in three phases.
 
         Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
-        Decode: give each decoding sequence a chunk; preempt where KV pages are too few.
+        Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
-        step_budget: bounds the ranks of running adapters, and the prompt tokens beside decodes.
+        step_budget: bounds Σ rank of the step's adapters, and the prompt tokens in steps with
+            decodes; None for no bounds.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
@@ -192,11 +211,10 @@ class Scheduler:
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Record that the device computes these chunks, in this order.
+        """Record that a step with these chunks was launched. The next plan builds on it.
 
-        The next plan builds on them.
-
-        forced: by row, tokens that must follow the sampled token.
+        chunks: chunks in the order of the batch.
+        forced: by row of the step's logits, tokens that must follow the sampled token.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -211,9 +229,10 @@ class Scheduler:
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
     def written(self, chunk: Chunk) -> None:
-        """Record that a chunk's keys and values are in its pages, and publish its full pages.
+        """Record that a chunk's keys and values are written; let others share its full pages.
 
-        A chunk that a token is sampled from is reported once that token is known to be finite.
+        If a token is sampled from the chunk, call this once the token is known to come from finite
+        logits.
         """
         kv = chunk.sequence.kv
         if chunk.pages is kv.pages:  # else preempted since the step was planned
@@ -223,7 +242,7 @@ class Scheduler:
         """Remove a sequence that has its last token, and free its resources.
 
         A step in flight may still write to the freed pages. That is safe: their next owner writes
-        in a later step, and the device computes one step after the other.
+        in a later step, and the device runs the steps in order.
         """
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
@@ -243,7 +262,10 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Preempt for the waiting sequence that the last plan could not begin."""
+        """Preempt sequences for a waiting one that lacked a slot or KV pages in the last plan.
+
+        active: running sequences that still compute tokens; the preempted ones are removed.
+        """
         waiting, max_running = self._short_of_memory, self._limits.sequences
         for sequence in sequences_to_preempt(waiting, active, max_running, self._cache):
             active.remove(sequence)
@@ -251,7 +273,10 @@ class Scheduler:
         self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence; remove preempted sequences from `active`."""
+        """Return a chunk of each decoding sequence; preempt some where KV pages are too few.
+
+        active: running sequences that still compute tokens; the preempted ones are removed.
+        """
         chunks, index = list[Chunk](), 0
         tokens = sum(sequence.decode_tokens for sequence in active)
         if not self._cache.may_all_grow(tokens):  # some may have to be preempted
@@ -280,9 +305,15 @@ class Scheduler:
         budget: PromptBudget,
         step_budget: StepBudget | None,
     ) -> "_Prefills":
-        """Return chunks of prompts: first in fair order with waiting sequences, then all others.
+        """Return chunks of prompts, and begin waiting sequences.
 
+        If waiting sequences may begin, they and the prefilling ones get chunks in fair order. Then
+        the remaining prefilling sequences get theirs.
+
+        active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.
+        budget: prompt tokens that the step may still compute.
+        step_budget: bounds Σ rank of the step's adapters; None for no bound.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
@@ -307,7 +338,11 @@ class Scheduler:
     ) -> tuple[list[Chunk], bool]:
         """Begin waiting sequences and return chunks of prompts, in fair order.
 
-        Returns also _Prefills.saturated.
+        Returns also whether sequences wait only because the step has no capacity left.
+
+        prefilling: running sequences that do not decode.
+        budget: prompt tokens that the step may still compute.
+        active: number of running sequences that still compute tokens.
         """
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
@@ -349,10 +384,12 @@ class Scheduler:
     def _preempt_for_prefills(
         self, prefilling: list[Sequence], budget: PromptBudget
     ) -> list[Chunk]:
-        """Preempt prefilling sequences until the others have KV pages for a chunk.
+        """Preempt prefilling sequences until the remaining ones have KV pages for a chunk.
 
-        Called for a step that has no chunk otherwise. Returns none while a step in flight may free
-        pages.
+        Called for a step that would have no chunk. While a step is in flight, returns no chunk,
+        since that step may free pages.
+
+        prefilling: running sequences that do not decode; the last is preempted first.
         """
         chunks: list[Chunk] = []
         while prefilling and not chunks and self._all_is_read():
@@ -365,10 +402,9 @@ class Scheduler:
     def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
         """Return the next chunk of a prompt and charge its tenant.
 
-        The list is empty where budget or KV pages do not suffice.
+        The list is empty if the budget or the KV pages do not suffice.
 
-
-        spare: sequences that must still be able to grow by a page (KVCache.reach).
+        spare: number of other sequences for which a free page in each group must be left.
         """
         end = self._cache.reach(sequence.kv, sequence.length, spare)
         if not budget.fits(sequence, end):
@@ -403,7 +439,10 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
-        """Whether no step is in flight; reading one may make sequences give pages back."""
+        """Whether the host has read all launched steps.
+
+        Reading a step may make sequences free their pages.
+        """
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:
@@ -426,7 +465,7 @@ class _Prefills(NamedTuple):
     """Result of a plan's prefill phase.
 
     chunks: chunks of prompts.
-    failed: errors of adapters that could not be loaded, by digest.
+    failed: by digest, the errors of adapters that could not be loaded.
     saturated: whether sequences wait only because the step has no capacity left.
     """
 

@@ -1,4 +1,4 @@
-"""One choice of a request on its way through the engine, and its share of one step."""
+"""Sequence: one choice of a request on its way through the engine. Chunk: its part of a step."""
 
 import time
 from array import array
@@ -43,51 +43,51 @@ class AdapterLease(Protocol):
 
     @property
     def slot(self) -> int:
-        """Adapter's row in the table of LoraWeights."""
+        """Index of the adapter's slot in the table of LoraWeights."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of the adapter."""
+        """Largest rank of the adapter on any linear."""
 
     @property
     def head_rank(self) -> int:
-        """Rank of the adapter on lm_head; 0 for none."""
+        """Rank of the adapter on lm_head; 0 if it has no LoRA there."""
 
     @property
     def head_rows(self) -> int:
-        """Number of lm_head's rows that the adapter replaces."""
+        """Number of rows of lm_head that the adapter replaces with trained ones."""
 
     @property
     def changes_experts(self) -> bool:
         """Whether the adapter changes linears of experts."""
 
     def release(self) -> None:
-        """Give the lease back; a second call does nothing."""
+        """Return the lease, so that the adapter may be evicted; a second call does nothing."""
 
 
 @dataclass(slots=True)
 class OvertakeCount:
-    """Number of sequences with adapters that have overtaken a sequence held up by other adapters.
+    """Number of sequences with adapters that have overtaken one which other adapters block.
 
-    count: number at the last update.
-    begun: sequences with adapters that had ever begun by the last update; None while the sequence
-        waits for something else.
+    count: this number at the last update.
+    begun: number of sequences with adapters that had begun since the engine's start, at the last
+        update. None while the sequence waits for another reason.
     """
 
     count: int = 0
     begun: int | None = None
 
     def update(self, begun: int) -> None:
-        """Count the sequences that have begun since the last update.
+        """Count the sequences with adapters that have begun since the last update.
 
-        begun: sequences with adapters that have ever begun.
+        begun: number of sequences with adapters that have begun since the engine's start.
         """
         if self.begun is not None:
             self.count += begun - self.begun
         self.begun = begun
 
     def pause(self) -> None:
-        """Count none until the next update: the sequence waits for something else."""
+        """Stop counting until the next update, because the sequence waits for another reason."""
         self.begun = None
 
 
@@ -95,15 +95,15 @@ class OvertakeCount:
 class SequenceTimings:
     """Times at which a sequence reached each of its phases, by the monotonic clock.
 
-    residency: adapter's tier when the request came; None without an adapter.
-    requested_s: when the adapter was requested, if it was not on the GPU.
-    loaded_s: when the adapter came to the GPU.
-    begun_s: when the first step was planned.
-    first_token_s: when the first token was read.
-    last_token_s: when the newest token was read, by perf_counter.
+    residency: tier that held the adapter when the request came; None without an adapter.
+    requested_s: when the adapter was requested; None if it was on the GPU, or without an adapter.
+    loaded_s: when the adapter was loaded to the GPU.
+    begun_s: when the sequence's first step was planned.
+    first_token_s: when the host read the first token.
+    last_token_s: when the host read the newest token, by perf_counter.
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
-    preemptions: times that the sequence was preempted.
-    steps: steps that the sequence took part in.
+    preemptions: number of times that the sequence was preempted.
+    steps: number of steps that the sequence took part in.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -118,7 +118,7 @@ class SequenceTimings:
     steps: int = 0
 
     def engine_timings(self) -> EngineTimings:
-        """Return the duration of each phase until now, when the newest token has been read."""
+        """Return the duration of each phase. Call right after the newest token has been read."""
         now_s = time.monotonic()
         assert self.begun_s is not None, "a token of no step"
         if self.first_token_s is None:
@@ -141,24 +141,29 @@ class SequenceTimings:
 class Sequence:
     """Tokens of one choice, prompt and output, and the resources held for them.
 
-    arrival: number in the order of arrival.
-    max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end the sequence.
+    choice: index of the choice in its request.
+    arrival: number of the sequence in the order of arrival.
+    max_tokens: most tokens of the output: the request's max_tokens, cut to the context.
+    stop_ids: token ids that end the sequence.
     seed: seed of this choice.
     compiled: compiled grammar, shared with other choices; None without a grammar.
-    matcher: the sequence's own copy of `compiled`; has accepted every token in `tokens`.
-    plain_sampling: whether there are no grammar, penalties, biases and logprobs.
-    tokens: tokens known to the host. The request's own tuple until a token is added, so that a
-        hundred waiting choices share one long prompt.
-    pending_rows: row in its step of each token that is sampled but not read yet.
-    forced: tokens that must follow the pending token, known before that is read.
+    matcher: the sequence's own copy of `compiled`; has accepted every token of the output in
+        `tokens`.
+    plain_sampling: whether the sequence has no grammar, penalties, biases or log probabilities.
+    tokens: tokens that the host knows. This is the request's own tuple until a token is added, so
+        that a hundred waiting choices share one long prompt.
+    pending_rows: for each token that was sampled but not read yet, its row in its step's logits.
+    forced: tokens that must follow the pending token, known before that token is read.
     length: number of tokens, pending and forced ones included.
-    decode_tokens: tokens that the next decode computes: the last sampled one and the forced ones.
-    kv: KV pages.
-    lease: lease of the adapter.
-    penalty_slot: device counters of the tokens since the sequence runs; None if no penalty or bias
+    decode_tokens: number of tokens that the next decode computes: the last sampled one and the
+        forced ones.
+    kv: KV pages of the sequence.
+    lease: lease of the adapter; None if the sequence holds none.
+    penalty_slot: device counters of the sequence's tokens while it runs; None if no penalty or bias
         changes the logits.
-    copy_s: seconds that the adapter's copy to the GPU takes; 0 if requested before.
+    copy_s: seconds that the adapter's copy to the GPU takes; 0 if the adapter was requested before.
+    overtakes: number of sequences with adapters that began before this one, while other adapters
+        kept it waiting.
     cost: cost charged to the tenant; set when the sequence is added to the scheduler.
     status: changed by the scheduler, and by the request queue before that.
     """
@@ -222,34 +227,34 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether all tokens have been sampled; the last may still be pending."""
+        """Whether all output tokens have been sampled, even if the host has not read the last."""
         return self.length - self.prompt_length == self.max_tokens
 
     @property
     def below_min_tokens(self) -> bool:
-        """Whether the output is still shorter than min_tokens."""
+        """Whether the output is shorter than the request's min_tokens."""
         return self.output_length < self.request.sampling.min_tokens
 
     @property
     def remaining(self) -> int:
-        """Number of tokens to compute before the next one can be sampled."""
+        """Number of tokens that must be computed before the next token can be sampled."""
         return self.length - self.kv.computed
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last sampled token and its forced ones are still to be computed."""
+        """Whether only the last sampled token and those forced after it remain to be computed."""
         return self.length - self.kv.computed <= self.decode_tokens
 
     @property
     def to_score(self) -> int:
-        """Number of prompt tokens whose next token is still to be scored."""
+        """Number of prompt tokens whose following token remains to be scored."""
         start = self.kv.score_from
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk; return its rows that are to be scored.
+        """Record that a step computes this chunk; return those of its tokens that are to be scored.
 
-        No rows are returned for tokens that were scored before a preemption.
+        Tokens that were scored before a preemption are left out.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
@@ -258,9 +263,9 @@ class Sequence:
         return ScoredRows(self, start, end)
 
     def release(self) -> None:
-        """Give back the adapter's lease and the penalty slot.
+        """Release the adapter's lease and the penalty slot, when the sequence stops running.
 
-        Tokens that are computed again count as a prompt.
+        If the sequence runs again, all its tokens are computed like a prompt.
         """
         self.decode_tokens = 1
         if self.lease is not None:
@@ -269,9 +274,10 @@ class Sequence:
         self._release_penalty_slot()
 
     def add_pending(self, row: int, forced: tuple[int, ...] = ()) -> None:
-        """Record that the next token is sampled in this row of the step that was just launched.
+        """Record that a step was launched in which the sequence's next token is sampled.
 
-        forced: tokens after the sampled one, as far as the grammar leaves no choice.
+        row: row of the step's logits that the token is sampled from.
+        forced: tokens that must follow the sampled one, because the grammar leaves no choice.
         """
         self.pending_rows.append(row)
         self.forced, self.decode_tokens = forced, 1 + len(forced)
@@ -280,10 +286,10 @@ class Sequence:
             self._release_penalty_slot()
 
     def accept(self, token: int) -> FinishReason | None:
-        """Add the first pending token, now read, and the tokens forced after it.
+        """Add the first pending token, which the host has read, and the tokens forced after it.
 
-        A stop id ends the sequence and is not added. Raises InvalidRequest if the grammar cannot go
-        on.
+        Returns why the sequence ends; None if it goes on. A stop id ends the sequence and is not
+        added. Raises InvalidRequest if the grammar does not accept a token.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
@@ -311,7 +317,8 @@ class Chunk(NamedTuple):
     """Tokens `start` to `end` of a sequence, computed in one step.
 
     completes: whether the sequence's next token is sampled from the chunk.
-    pages: SequencePages.pages when the step was planned; a preempted sequence gets others.
+    pages: the sequence's KV pages when the step was planned, one list for each group of layers. A
+        sequence that is preempted later gets other pages.
     """
 
     sequence: Sequence
@@ -322,7 +329,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
-        """Make a chunk of the sequence's next uncomputed tokens, at most max_tokens."""
+        """Make a chunk of the sequence's next tokens to compute, at most max_tokens."""
         kv, total = sequence.kv, sequence.length
         end = kv.computed + max_tokens
         if end < total:
@@ -331,12 +338,12 @@ class Chunk(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the chunk."""
         return self.end - self.start
 
 
 class ScoredRows(NamedTuple):
-    """Tokens `start` to `end` of a prompt, whose logits score the tokens that follow each of them.
+    """Tokens `start` to `end` of a prompt, whose logits score the token that follows each of them.
 
     All of them belong to one chunk.
     """
@@ -347,10 +354,10 @@ class ScoredRows(NamedTuple):
 
     @property
     def next_tokens(self) -> list[int]:
-        """Tokens that follow each of `start` to `end`."""
+        """Prompt tokens to be scored: those that follow each of the tokens `start` to `end`."""
         return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property
     def alternatives(self) -> int:
-        """Number of most likely tokens to report beside each next token."""
+        """Number of most likely tokens to report in addition to each scored token."""
         return self.sequence.request.sampling.prompt_logprobs or 0

@@ -1,21 +1,21 @@
 """Bounds of a step's ranks and prompt tokens that meet the inter-token goal.
 
 A step of decodes reads the weights of each of its adapters once, and the keys and values of all
-tokens that its sequences see:
+tokens that its sequences attend to:
 
     step_s = base_s + rank_s · Σ rank over its distinct adapters + seen_token_s · Σ context
 
 The coefficients are measured at start (StepCosts). The base grows with the number of sequences, so
-it is learned from the steps that run: the time that they took beyond the other terms. So
+it is learned from the steps that run: it is the time that they took beyond the other terms. So
 
     allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
 Wrong coefficients only slow the convergence to the right sum.
 
-Prompt tokens beside decodes get the rest of the goal. They cost the time of more rows in a step,
-and of the tokens that they see, which dominates deep in a long prompt. What steps with prompts took
-beyond these costs is learned as well. Where steps with prompts are padded to certain sizes, they
-take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. They cost the
+time of more rows in a step, and the time of attention, which dominates deep in a long prompt. The
+time that steps with prompts took beyond these costs is learned as well. Where steps with prompts
+are padded to certain sizes, they take as long as the next larger size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,7 +41,7 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
-    has_prompts: whether prompts are computed beside the decodes.
+    has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
     seconds: float
@@ -49,13 +49,15 @@ class ExpectedStep(NamedTuple):
 
 
 class StepBudget:
-    """Bounds for the steps of one engine, learned from its steps. Engine thread only."""
+    """Bounds for the steps of one engine, learned from its steps. Only for the engine's thread."""
 
     def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
-        """Start from the base of full steps of decodes, until steps have run.
+        """Start with the predicted time of full steps of decodes, until steps have run.
 
-        costs: rank_s must be above 0.
-        sizes: tokens to which steps with prompts are padded, ascending.
+        goal_s: longest time of a step with decodes.
+        costs: predicts the time of steps; rank_s must be above 0.
+        sizes: numbers of tokens to which steps with prompts are padded, ascending; empty without
+            padding.
         """
         self._goal_s, self._costs, self._sizes = goal_s, costs, sizes
         base_s = costs.step_s(costs.max_running, 0) + costs.lora_s
@@ -63,26 +65,31 @@ class StepBudget:
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
 
     def max_ranks(self, context: float) -> float:
-        """Return the Σ rank at which decodes that see N tokens just meet the goal.
+        """Return the Σ rank of adapters with which a step of decodes just meets the goal.
 
         0 or less if no rank does.
+
+        context: number of tokens that the decodes attend to together.
         """
         left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
         return left_s / self._costs.rank_s
 
     def prompt_budget(self, decodes: list[Chunk], tokens: int) -> "PromptBudget":
-        """Return the budget for prompts beside these decodes, at most N tokens.
+        """Return the budget for prompt tokens in a step with these decodes.
 
-        decodes: some may compute forced tokens as well.
+        decodes: the step's decodes; some may compute forced tokens as well.
+        tokens: most prompt tokens, whatever time they take.
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
         return PromptBudget(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
-        """Return the seconds that N prompt tokens, which see M tokens, add to a step of decodes.
+        """Return the seconds that prompt tokens add to a step of decodes.
 
-        decodes: N of the decodes' tokens.
+        decodes: number of tokens that the decodes compute.
+        tokens: number of prompt tokens.
+        seen: number of tokens that they attend to, added up over the prompt tokens.
         """
         rows_s = self._costs.rows_s
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
@@ -90,7 +97,7 @@ class StepBudget:
         return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
-        """Return the expected time of this step for `record`; None if it has no decodes."""
+        """Return the expected time of a step, for `record`; None if the step has no decodes."""
         decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
         if not decodes:
             return None
@@ -104,12 +111,16 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from the time that a step took beyond the expected one."""
+        """Learn from a step that has run.
+
+        step_s: time that the step took.
+        expected: result of `expected` for the step.
+        """
         learned_s = self._beside_s if expected.has_prompts else self._bases_s
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """Return the seconds that these decodes take beyond the base."""
+        """Return the seconds that these decodes take for adapters, attention and forced tokens."""
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
         context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
@@ -123,19 +134,19 @@ class StepBudget:
 
 
 class PromptBudget:
-    """Budget of one step for prompt tokens: a number of tokens, and the time that a goal leaves.
+    """Budget of one step for prompt tokens: a number of tokens, and the time that the goal leaves.
 
-    tokens: tokens left, whatever time they take.
-    scored: rows of the taken chunks that are to be scored.
+    tokens: prompt tokens that the step can still compute, whatever time they take.
+    scored: prompt tokens to score, in the chunks taken so far.
     """
 
     def __init__(
         self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
     ) -> None:
-        """Start with N tokens and, if there is a goal, with left_s seconds.
+        """Start with `tokens` prompt tokens and, if there is a goal, with left_s seconds.
 
-        budget: StepBudget of the goal; None without a goal.
-        decodes: number of the decodes' tokens in the step.
+        budget: predicts the time of prompt tokens; None if there is no inter-token goal.
+        decodes: number of tokens that the step's decodes compute.
         """
         self.tokens = tokens
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
@@ -144,24 +155,27 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether some prompt may get a chunk: one at its beginning would."""
+        """Whether a prompt at its beginning could get a chunk; deeper tokens take more time."""
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
-        """Whether a prompt gets a chunk; under a goal a sliver of a chunk does not count.
+        """Whether a prompt can get a chunk.
 
-        A prompt that is scored fits beside others that are if all its rows may be scored.
+        Under a goal, a chunk of very few tokens does not count.
 
-        end: the token up to which there are pages; None: the last.
+        If the step scores another prompt already, a prompt to be scored gets a chunk only if all
+        its remaining tokens may be scored.
+
+        end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
         if not self._has_room(sequence.kv.computed, _remaining(sequence, end)):
             return False
         return not sequence.to_score or not self.scored or self._may_score_all_of(sequence)
 
     def take(self, sequence: Sequence, end: int | None = None) -> Chunk:
-        """Take the longest chunk that the budget allows of a prompt that fits.
+        """Take the longest chunk that the budget allows. `fits` must be true for the prompt.
 
-        end: as in `fits`.
+        end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
         most = min(self.tokens, _remaining(sequence, end))
         if sequence.to_score:
@@ -190,7 +204,11 @@ class PromptBudget:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return how many more prompt tokens the goal allows from this depth on, up to `most`."""
+        """Return how many more prompt tokens the goal allows.
+
+        depth: number of tokens before them in their prompt.
+        most: upper bound of the result.
+        """
         if (budget := self._budget) is None:
             return most
 
@@ -211,5 +229,5 @@ def _remaining(sequence: Sequence, end: int | None) -> int:
 
 
 def _scores_each(sequence: Sequence) -> int:
-    """Return the number of log probabilities that each scored prompt token has."""
+    """Return how many log probabilities to report for each scored prompt token."""
     return 1 + (sequence.request.sampling.prompt_logprobs or 0)

@@ -10,7 +10,7 @@ from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, TierCou
 
 
 class StepLaunch(NamedTuple):
-    """Launch of a step.
+    """Record of a step's launch.
 
     launched_s: time of the launch, by perf_counter.
     sequences: number of sequences in the step.
@@ -25,12 +25,17 @@ class StepLaunch(NamedTuple):
 
 
 class StepCounters:
-    """Counters that only grow. The engine's thread counts all but lookups; any thread may read.
+    """Counters of requests and steps, which only grow.
 
-    lookups: requests by the tier of their adapter.
-    seconds, sequences, adapters: histograms of steps.
-    inter_token_s: time between two outputs of a choice, by the tier of its adapter when the request
-        came; None without an adapter.
+    Any thread may read them. Any thread may count in lookups; the engine's thread counts all
+    others.
+
+    lookups: number of requests by the tier that held their adapter.
+    seconds: histogram of the time that a step took.
+    sequences: histogram of the number of sequences in a step.
+    adapters: histogram of the number of distinct adapters in a step.
+    inter_token_s: histograms of the time between two outputs of a choice, by the tier that held its
+        adapter when the request came; None without an adapter.
     """
 
     def __init__(self) -> None:
@@ -41,14 +46,14 @@ class StepCounters:
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count a choice that takes part in its first step."""
+        """Count a choice that begins: its prompt tokens and those found in the KV cache."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 
     def step_read(self, launch: StepLaunch) -> float:
-        """Count a step whose tokens have just been read; return the seconds that it took.
+        """Count a step whose tokens the host has just read; return the seconds that it took.
 
-        The time starts at the launch, or when the step before was read if that was later.
+        The time starts at the step's launch, or when the previous step was read if that was later.
         """
         now_s = time.perf_counter()
         took_s = now_s - max(launch.launched_s, self._read_s)
@@ -59,7 +64,7 @@ class StepCounters:
         return took_s
 
     def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
-        """Count the tokens, if any, that the step read last gives to the caller."""
+        """Count the tokens, if any, that a sequence delivers from the step read last."""
         if not tokens:
             return
         self.output_tokens += tokens

@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, and the fair order in which they are looked at.
+"""Queue of waiting sequences, and the fair order in which they are considered for a step.
 
 WaitingQueue keeps one queue per tenant. FairOrder merges the queues: the next sequence is always of
 the tenant with the least virtual counter (fairness.py).
@@ -14,9 +14,12 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
-    """One queue per tenant: preempted sequences first, then by priority, then by arrival.
+    """Waiting sequences, in one queue per tenant.
 
-    Changed by one thread; any thread may count and iterate.
+    A tenant's preempted sequences come first, then others by priority, then by arrival. One thread
+    changes the queue; any thread may count and iterate.
+
+    counters: virtual token counters of the tenants.
     """
 
     def __init__(self, counters: VirtualCounters) -> None:
@@ -27,20 +30,20 @@ class WaitingQueue:
         return sum(map(len, list(self._queues.values())))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over all sequences, tenant by tenant."""
+        """Iterate over all waiting sequences, tenant by tenant."""
         return chain.from_iterable(map(list, list(self._queues.values())))
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence into its tenant's queue, and count the tenant among the waiting ones."""
+        """Add a sequence to its tenant's queue, and count the tenant among the waiting ones."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
         counter.backlog += sequence.cost.expected
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its tenant's queue.
+        """Remove a sequence from its tenant's queue.
 
-        The sequence's status must still be that of `add`.
+        The sequence must still have the status with which it was added.
         """
         counter = sequence.cost.counter
         queue = self._queues[counter]
@@ -61,9 +64,10 @@ class WaitingQueue:
 
         The queue must not change during the iteration.
 
-
-        prefilling: running sequences; they precede the waiting ones of their tenants.
-        is_blocked: tells sequences to skip, whose adapters cannot be used in this step.
+        prefilling: running sequences that do not decode; they precede their tenants' waiting
+            sequences.
+        is_blocked: returns whether to skip a sequence, because its adapter cannot be used in this
+            step.
         first: sequence that precedes all others, unless it has finished.
         """
         queues: dict[VirtualCounter, list[Sequence]] = {}
@@ -74,17 +78,21 @@ class WaitingQueue:
         return FairOrder(queues, is_blocked, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Stop counting tenants as waiting that had nothing to serve: they gain no credit."""
+        """Stop counting tenants as waiting that had no sequence to serve: they gain no credit."""
         for counter in counters:
             self._counters.stop_waiting(counter)
 
 
 class FairOrder:
-    """Iterator over sequences; the next is always of the tenant whose counter is least by then.
+    """Iterator over sequences in fair order; the tenant with the least counter is always next.
 
-    O(tenants) at first, then O(log tenants) for each sequence.
+    Counters may change during the iteration. O(tenants) at first, then O(log tenants) for each
+    sequence.
 
-    exhausted: tenants with no sequence left.
+    queues: each tenant's sequences, in order; none is empty.
+    is_blocked: returns whether to skip a sequence.
+    first: sequence that precedes all others, unless it has finished.
+    exhausted: tenants of which all sequences have been returned or skipped.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Histograms and counters that grow for as long as the engine lives.
 
-One thread counts. Other threads may read meanwhile; they miss at most the value being counted.
+Unless a class says otherwise, one thread counts. Other threads may read meanwhile; they miss at
+most the value being counted.
 """
 
 import threading
@@ -11,11 +12,14 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import Distribution
 
 STEP_S = (1e-3, 2.5e-3, 5e-3, 7.5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-"""Bucket bounds of the time of a step, and of the time between two tokens; seconds."""
+"""Upper bounds of histogram buckets, in seconds: time of a step, and time between two tokens."""
 LOAD_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bucket bounds of the time of a load, from a copy over PCIe to a slow download; seconds."""
+"""Upper bounds of histogram buckets, in seconds: time to load an adapter.
+
+They range from a copy over PCIe to a slow download.
+"""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Bucket bounds of the numbers of sequences and adapters in a step."""
+"""Upper bounds of histogram buckets: number of sequences in a step, and number of adapters."""
 
 
 class Histogram:
@@ -24,9 +28,10 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """Start empty.
+        """Start with no values counted.
 
-        bounds: upper bounds of the buckets, ascending.
+        bounds: upper bounds of the buckets, ascending; one more bucket counts values above all of
+            them.
         """
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
@@ -38,22 +43,22 @@ class Histogram:
         self._total += value
 
     def read(self) -> Distribution:
-        """Return the values counted so far."""
+        """Return the distribution of the values counted so far."""
         return Distribution(self._bounds, tuple(self._counts), self._total)
 
 
 class TierCounter:
-    """Counter for each tier. Thread-safe."""
+    """Counters of events, one for each tier of adapter memory. Thread-safe."""
 
     def __init__(self, tiers: Iterable[Residency]) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(tiers, 0)
 
     def add(self, tier: Residency) -> None:
-        """Count one event of this tier."""
+        """Count one event of a tier."""
         with self._lock:
             self._counts[tier] += 1
 
     def read(self) -> dict[Residency, int]:
-        """Return the counts so far."""
+        """Return the number of events of each tier so far."""
         return dict(self._counts)

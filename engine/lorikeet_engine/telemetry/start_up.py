@@ -11,10 +11,10 @@ from lorikeet_engine.errors import DeviceLost, SettingsError
 
 
 class DeviceMemory:
-    """Free memory of a device, and the parts that took the rest.
+    """Free memory of a device, and the memory that parts of the engine have taken.
 
     free: bytes still free.
-    bytes: bytes of each part, by name.
+    bytes: bytes that each part has taken, by its name.
     """
 
     def __init__(self, free: int) -> None:
@@ -22,7 +22,7 @@ class DeviceMemory:
         self.bytes: dict[str, int] = {}
 
     def take(self, name: str, size: int) -> None:
-        """Record that a part took this many bytes."""
+        """Record that a part of the engine took this many bytes."""
         self.bytes[name] = size
         self.free -= size
 
@@ -32,9 +32,10 @@ class DeviceMemory:
 
 
 class StartUpStages(DeviceMemory):
-    """Measurements of one start.
+    """Memory and time that each stage of an engine's start took.
 
-    bytes, seconds: of each finished stage, by name.
+    bytes: bytes of device memory that each finished stage took, by its name.
+    seconds: seconds that each finished stage took, by its name.
     free: bytes free on the device for the next stage. Memory of other processes counts as used.
     """
 
@@ -45,7 +46,7 @@ class StartUpStages(DeviceMemory):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the time and memory of the block.
+        """Measure the time and the device memory that the block takes; record them by `name`.
 
         Raises SettingsError if the device runs out of memory.
         """
@@ -66,7 +67,7 @@ class StartUpStages(DeviceMemory):
 
     @property
     def facts(self) -> dict[str, float]:
-        """All measurements, as fields for the log."""
+        """All measurements as fields for the log: <stage>_bytes, <stage>_s and free_bytes."""
         names = {stage: stage.lower().replace(" ", "_") for stage in self.bytes}
         sizes = {f"{names[stage]}_bytes": size for stage, size in self.bytes.items()}
         times = {f"{names[stage]}_s": round(s, 3) for stage, s in self.seconds.items()}

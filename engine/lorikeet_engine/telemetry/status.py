@@ -1,4 +1,4 @@
-"""Messages about an engine's state: plain and picklable, read while the engine steps."""
+"""Messages about an engine's state: plain and picklable, created while the engine steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,10 @@ class EngineInfo:
     """Facts about a started engine that callers need; they never change.
 
     max_context: most tokens of prompt plus output.
-    step_costs: costs measured at the start.
-    quantization: number format, in words, that the base model's linears were rounded to; None
-        without.
+    step_costs: costs of steps, measured at the start.
+    quantization: how the base model's linears were rounded, in words; None if they were not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
-    tensor_parallel: EngineSettings.tensor_parallel.
+    tensor_parallel: number of GPUs, or processes on a CPU, that share the base model.
     """
 
     vocab_size: int
@@ -33,7 +32,7 @@ class EngineInfo:
 class Distribution:
     """Histogram of values: counts[i] values are above bounds[i − 1] and at most bounds[i].
 
-    counts: one more entry than bounds, for values above all bounds.
+    counts: has one more entry than bounds, for values above all bounds.
     total: sum of all values.
     """
 
@@ -44,11 +43,11 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Contents and capacity of one tier, and its counts since the start.
+    """Contents and capacity of one tier of adapter memory, and its counts since the start.
 
-    Bytes of the GPU are of one of the GPUs that share the model; bytes of other tiers are of all.
-    The disk's numbers cover all processes that share the folder, except evictions and
-    checksum_failures, which are this process's own.
+    For the GPU tier, bytes are those of one of the GPUs that share the model; for other tiers,
+    those for all of these GPUs together. The disk's numbers cover all processes that share the
+    folder, except evictions and checksum_failures, which are this process's own.
 
     adapters: number of adapters; an adapter counts in every tier that holds it.
     pinnable_bytes: most bytes that images of pinned adapters may take.
@@ -65,9 +64,9 @@ class TierStatus:
 
 
 class EvictionCandidate(NamedTuple):
-    """Adapter that the GPU would evict first.
+    """Adapter that would be evicted first from the GPU.
 
-    uses: recent uses, as the eviction policy counts them.
+    uses: recent uses of the adapter, as the eviction policy counts them.
     """
 
     image_bytes: int
@@ -78,19 +77,21 @@ class EvictionCandidate(NamedTuple):
 class LiveStats:
     """State of an engine at one moment, as far as routing needs it, in a few bytes.
 
-    running: sequences that take part in steps.
-    decoding: running sequences that decode.
-    prefilling: running sequences without a token yet, or preempted ones that compute theirs again.
-    waiting: sequences that take part in no step.
-    pending_tokens: tokens to compute of the waiting and prefilling sequences.
-    pending_seen: Σ of seen_tokens over these sequences.
-    ranks: Σ rank of the distinct adapters that decode.
-    context: Σ of StepCosts.decode_sees over the decoding sequences.
-    oldest_wait_s: longest wait of a sequence without a token.
-    loading_bytes: bytes of images on their way to the GPU, in whatever tier.
-    free_bytes: unused bytes of the arena.
-    room_bytes: free_bytes plus bytes that could be evicted now.
-    victim: first adapter to evict; None if none can be.
+    running: number of sequences that take part in steps.
+    decoding: number of running sequences that decode.
+    prefilling: number of running sequences that compute their prompt or, after a preemption, their
+        earlier tokens again.
+    waiting: number of sequences that take part in no step.
+    pending_tokens: tokens that the waiting and prefilling sequences have yet to compute.
+    pending_seen: number of tokens that the pending tokens attend to, added up (costs.seen_tokens).
+    ranks: Σ rank of the distinct adapters of decoding sequences.
+    context: number of tokens that the decoding sequences attend to together, averaged over the
+        layers (StepCosts.decode_sees).
+    oldest_wait_s: longest time that a sequence without an output token has waited.
+    loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
+    free_bytes: unused bytes of the GPU's adapter memory.
+    room_bytes: free_bytes plus bytes that could be freed by evictions now.
+    victim: adapter that would be evicted first; None if none can be.
     """
 
     running: int = 0
@@ -111,7 +112,7 @@ class LiveStats:
 
     @property
     def pending(self) -> int:
-        """Number of sequences that wait or are prefilling."""
+        """Number of sequences that are waiting or prefilling."""
         return self.waiting + self.prefilling
 
 
@@ -119,21 +120,24 @@ class LiveStats:
 class EngineStatus:
     """State of an engine, contents of each tier, and counts since the start.
 
-    costs: defaults where nothing was measured.
-    lookups: accepted requests by the tier of their adapter.
-    loads: seconds by the tier that an adapter was loaded from: from remote to the disk, from the
-        disk to the host, from the host to the GPU. An adapter loaded from remote makes all three.
-    load_failures: failed loads of any kind.
-    prompt_tokens: prompt tokens of the choices that have begun.
-    cached_tokens: part of prompt_tokens that was in the KV cache.
-    step_s: seconds from a step's launch, or from the reading of the step before if later, to its
-        reading.
+    costs: costs of steps and loads; defaults where nothing was measured.
+    lookups: number of accepted requests by the tier that held their adapter.
+    loads: seconds of loads, by the tier that an adapter was loaded from: from remote to the disk,
+        from the disk to the host, from the host to the GPU. An adapter loaded from remote makes all
+        three loads.
+    load_failures: number of failed loads of any kind.
+    preemptions: number of times that a sequence was preempted.
+    prompt_tokens: number of prompt tokens of the choices that have begun.
+    cached_tokens: number of those prompt tokens that were in the KV cache.
+    output_tokens: number of tokens delivered to requests.
+    step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
+        after the launch, the time starts there.
     step_sequences: numbers of sequences in a step.
     step_adapters: numbers of distinct adapters in a step.
-    inter_token_s: seconds between two tokens of a choice, by the tier of its adapter when the
-        request came; None without an adapter.
-    tensor_parallel: EngineInfo.tensor_parallel.
-    moved: new tier, by digest, of adapters that have changed it since the status reported before.
+    inter_token_s: seconds between two outputs of a choice, by the tier that held its adapter when
+        the request came; None without an adapter.
+    tensor_parallel: number of GPUs, or processes on a CPU, that share the base model.
+    moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
     """
 
@@ -156,16 +160,17 @@ class EngineStatus:
 
 
 class AdapterStatus(NamedTuple):
-    """One adapter that an engine holds in a tier nearer than remote.
+    """Adapter that an engine holds in a tier nearer than remote.
 
-    image_bytes: bytes of the image on each GPU; None while this engine has not seen the image.
+    image_bytes: bytes of the adapter's image on each GPU; None while this engine does not know the
+        image.
     uses: recent uses, as the eviction policy counts them.
-    pinned: whether a pin names the adapter.
+    pinned: whether there is a pin of the adapter, to any tier.
 
-    The other fields are about the GPU's arena:
+    The other fields are about the GPU's adapter memory:
 
-    rank: largest rank; None if not in the arena.
-    leases: sequences that use the adapter now.
+    rank: largest rank of the adapter; None if the adapter is not there.
+    leases: number of sequences that use the adapter now.
     kept: whether a pin keeps the adapter there.
     arriving: whether the copy is not finished, so that no request can use the adapter yet.
     pieces: (offset, bytes) of each piece of the image, in order.
@@ -187,12 +192,12 @@ class AdapterStatus(NamedTuple):
 
     @property
     def ref(self) -> AdapterRef:
-        """Reference of the adapter."""
+        """AdapterRef that names this adapter."""
         return AdapterRef(self.tenant, self.name, self.version, self.digest)
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes that the adapter takes in the arena."""
+        """Bytes that the adapter takes in the GPU's adapter memory; 0 if it is not there."""
         return sum(size for _, size in self.pieces)
 
 
@@ -202,11 +207,12 @@ AdapterRows = tuple[tuple[object, ...], ...]
 
 @dataclass(slots=True)
 class SlotUse:
-    """Use of an adapter by a tenant since the last report.
+    """Use of an adapter's slot on the GPU by a tenant since the last report.
 
-    leased_s: time that the slot was leased for the tenant's requests. Time shared by several leases
-        of a tenant counts once; tenants that lease at the same time bear equal parts.
-    loads: loads to the GPU that a request of the tenant was the first to ask for.
+    leased_s: seconds for which the slot was leased for the tenant's requests. Time shared by
+        several leases of a tenant counts once; tenants that lease at the same time bear equal
+        parts.
+    loads: number of loads to the GPU that a request of this tenant was the first to ask for.
     load_bytes: bytes of these loads.
     """
 

@@ -1,1 +1,1 @@
-"""Adapters on the experts of mixture-of-experts models: their names and forms."""
+"""Adapters on experts of mixture-of-experts models: names, and the forms that trainers save."""

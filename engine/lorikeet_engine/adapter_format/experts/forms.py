@@ -1,17 +1,18 @@
-"""Forms of adapters on experts of mixture-of-experts models, and their conversion to a blob's form.
+"""Converts adapters on experts of mixture-of-experts models from trainers' forms to a blob's form.
 
 A blob has two tensors for each of a layer's experts.gate_proj, up_proj and down_proj: A [experts,
 rank, d_in] and B [experts, d_out, rank]; a leading 1 means that all experts share the matrix.
 up_proj has no A if it shares gate_proj's. Trainers save these forms:
 
-parameters   mlp.experts and mlp.experts.base_layer: PEFT's wrappers of two parameters, gate_up_proj
-(both linears, stacked) and down_proj, nested if there are both. A [experts · rank, d_in] is ordered
-by experts, but B [d_out, rank · experts] by ranks numbered     mlp.experts.7.gate_proj: matrices of
-each expert, as a linear of its own stacked      mlp.experts.gate_proj: a blob's form, or a matrix
-that all experts share
+    parameters   mlp.experts and mlp.experts.base_layer: PEFT's wrappers of two parameters,
+                 gate_up_proj (both linears, stacked) and down_proj, nested if there are both.
+                 A [experts · rank, d_in] is ordered by experts, B [d_out, rank · experts] by ranks
+    numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own
+    stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
 
-Mixtral's old names w1, w3 and w2 stand for gate_proj, up_proj and down_proj. PEFT converts a
-numbered adapter to gate_up_proj of twice the rank, with half of B zero: it is split into two again.
+Mixtral's old names w1, w3 and w2 stand for gate_proj, up_proj and down_proj. If PEFT has converted
+a numbered adapter, its gate_up_proj has twice the rank, and half of B is zero: such a gate_up_proj
+is split into two linears again.
 """
 
 import math
@@ -44,9 +45,11 @@ Arrange = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A tensor [experts, rows, columns] of a blob, made by `arrange` of each source in turn.
+    """A tensor [experts, rows, columns] to be written to a blob, made from a trainer's tensors.
 
-    arrange: takes one source's elements, as unsigned integers of their width, [elements].
+    sources: the trainer's tensors; their arranged elements follow one another in the blob.
+    arrange: function that reorders the elements of one source. Takes them as [elements], in
+        unsigned integers as wide as the dtype.
     """
 
     sources: tuple[SavedTensor, ...]
@@ -55,7 +58,7 @@ class ExpertTensor:
 
     @property
     def blob_dtype(self) -> str:
-        """Dtype in a blob."""
+        """Dtype that the tensor has in a blob, in safetensors' naming."""
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
@@ -69,11 +72,15 @@ Stored = SavedTensor | ExpertTensor
 
 
 def name_parameters(pairs: Mapping[str, Pair], raw: Mapping[str, Any]) -> dict[str, Pair]:
-    """Return the pairs, with PEFT's wrappers named by the parameters that they are for.
+    """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
-    mlp.experts and mlp.experts.base_layer can each be gate_up_proj. Shapes tell which one is, or
-    raw's target_parameters if there is only one wrapper. A linear whose weight is targeted as a
-    parameter is named like one. Raises AdapterRejected.
+    A wrapper mlp.experts or mlp.experts.base_layer may be of gate_up_proj or of down_proj. The
+    shapes tell, or the target_parameters of `raw` if there is only one wrapper. A linear whose
+    weight is targeted as a parameter is renamed, too.
+
+    pairs: A and B by module, in the trainer's naming.
+    raw: PEFT's config.
+    Raises AdapterRejected.
     """
     named: dict[str, Pair] = {}
     for saved, pair in pairs.items():
@@ -110,7 +117,10 @@ def _wrapped_parameter(experts: str, pair: Pair, other: Pair | None, raw: Mappin
 
 
 def _is_down_of(down: Pair, gate_up: Pair) -> bool:
-    """Whether the shapes are H → 2I for gate_up and I → H for down."""
+    """Whether two pairs have the shapes of down_proj and gate_up_proj of the same experts.
+
+    With hidden size H and intermediate size I, gate_up maps H to 2I, and down maps I to H.
+    """
     hidden, both = gate_up["A"].shape[-1], gate_up["B"].shape[0]
     return both == 2 * down["A"].shape[-1] and hidden == down["B"].shape[0]
 
@@ -118,10 +128,11 @@ def _is_down_of(down: Pair, gate_up: Pair) -> bool:
 def stack_experts(
     pairs: Mapping[str, Pair], config: LoraConfig
 ) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
-    """Return the tensors that a blob holds, by module, and the config for these modules.
+    """Convert all pairs on experts to a blob's form; return the tensors by module, and the config.
 
-    pairs: by canonical module; pairs of other modules than experts are returned unchanged.
-    config: of these modules; in the returned one the patterns are those of the blob's modules.
+    pairs: A and B by canonical module; pairs of modules that are not experts are returned
+        unchanged.
+    config: config for the modules of `pairs`. The returned config is for the returned modules.
     Raises AdapterRejected.
     """
     modules: dict[str, Mapping[str, Stored]] = {}
@@ -163,7 +174,11 @@ def _add(
 def _config_of(
     modules: Mapping[str, Mapping[str, Stored]], origins: Mapping[str, str], config: LoraConfig
 ) -> LoraConfig:
-    """Return the config for a blob's modules, each with the scaling of its origin."""
+    """Return a config in which each of a blob's modules has the scaling that it was trained with.
+
+    modules: A and B of the blob's modules.
+    origins: for each of these modules, the module of `config` that it was made from.
+    """
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for module, pair in modules.items():
@@ -180,7 +195,13 @@ def _config_of(
 def _of_parameter(
     experts: str, parameter: str, module: str, pair: Pair, config: LoraConfig
 ) -> dict[str, dict[str, ExpertTensor]]:
-    """Return the linears of a parameter that PEFT wrapped, by module."""
+    """Split PEFT's wrapper of a parameter into the linears that the parameter contains, by module.
+
+    experts: module that contains the experts.
+    parameter: gate_up_proj or down_proj.
+    module: name of the wrapper in `config`.
+    pair: A and B of the wrapper.
+    """
     rank, rows = config.rank(module), pair["A"].shape[0]
     if len(pair["A"].shape) != 2 or rows % rank or rows == rank:
         raise AdapterRejected(
@@ -204,7 +225,13 @@ def _of_parameter(
 def _cut(
     pair: Pair, rank: int, count: int, outputs: slice, ranks: slice
 ) -> dict[str, ExpertTensor]:
-    """Select ranks of every expert's A, and rows and ranks of its B."""
+    """Cut one linear's A and B, for all experts, out of the matrices of a wrapped parameter.
+
+    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter.
+    count: number of experts.
+    outputs: rows of B that belong to the linear.
+    ranks: ranks of A and B that belong to the linear.
+    """
     d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
 
     def of_a(words: np.ndarray) -> np.ndarray:
@@ -221,7 +248,11 @@ def _cut(
 
 
 def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
-    """Whether gate uses only the first half of the ranks, and up only the second."""
+    """Whether gate_proj uses only the first half of the ranks, and up_proj only the second half.
+
+    b: B of a gate_up_proj, [2 · intermediate, rank · count].
+    count: number of experts.
+    """
     if rank % 2 or b.shape[0] % 2:
         return False
     words = _words(b).reshape(2, b.shape[0] // 2, 2, rank // 2, count)
@@ -232,7 +263,13 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
 def _of_numbered(
     module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
 ) -> dict[str, ExpertTensor]:
-    """Stack one linear's matrices of all experts."""
+    """Stack the matrices that each expert has for one linear.
+
+    module: name of the linear in blobs.
+    members: for each expert's number, its module in `pairs`.
+    Raises AdapterRejected if an expert lacks matrices, or if experts differ in shape, dtype or
+    scaling.
+    """
     missing = next(number for number in range(len(members) + 1) if number not in members)
     # A single matrix, stacked, would apply to every expert.
     if missing < len(members) or len(members) == 1:

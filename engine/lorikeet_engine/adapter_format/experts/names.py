@@ -23,23 +23,28 @@ def is_of_experts(module: str) -> bool:
 
 
 def experts_of(module: str) -> str:
-    """Return the module that contains a layer's experts; for a module of no expert, itself.
+    """Return the path of the module that contains a layer's experts, given a module in it.
 
-    prime-rl targets that module, for which PEFT has no LoRA.
+    Any other module is returned unchanged. prime-rl targets the containing module, for which PEFT
+    has no LoRA.
     """
     match = _EXPERTS.fullmatch(module)
     return match[1] if match else module
 
 
 def modern(module: str) -> str:
-    """Return the name without Mixtral's old parts."""
+    """Replace Mixtral's old names in a module's name by the current ones."""
     module = module.replace(_OLD_BLOCK, _BLOCK)
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
 
 
 def linear_of(module: str) -> str:
-    """Return the linear that a module adapts, for one expert or all, or that a parameter holds."""
+    """Return the linear that a module of experts adapts, in the naming of blobs.
+
+    module: a module of one expert or of all experts, or a wrapped parameter, of which gate_up_proj
+        counts as gate_proj. Any other module is returned unchanged.
+    """
     match = _EXPERTS.fullmatch(module)
     if match is None:
         return module
@@ -47,12 +52,16 @@ def linear_of(module: str) -> str:
 
 
 class ConfiguredNames:
-    """Names by which a config can target a layer's linear, in the forms that the weights have."""
+    """All names by which a config can target a linear of a layer, given the modules with weights.
+
+    Experts have other names if the weights are numbered, stacked or of parameters.
+    """
 
     def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
-        """given: modules with weights, in the trainer's naming.
+        """given: modules that have weights, in the trainer's naming.
 
-        old_linears: as in ExpertKeys, of the base model; for experts without weights.
+        old_linears: trainers' targets name the base model's linears w1, w3 and w2. Matters only if
+            no expert has weights.
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
@@ -68,7 +77,7 @@ class ConfiguredNames:
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
-        """Return the names of one linear, by its path in blobs."""
+        """Return the names by which a config can target the linear that has this path in blobs."""
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 
     def _of(self, path: str) -> set[str]:

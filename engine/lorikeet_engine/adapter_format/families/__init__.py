@@ -1,7 +1,7 @@
-"""The families of base models that are served.
+"""The families of base models that can be served.
 
-`table` lists them, in the terms of `family`; `vision_language` lists the larger models whose text
-part is one of them.
+`family` defines how a family is described, and `table` describes all of them; `vision_language`
+lists the vision-language models whose text part belongs to one of these families.
 """
 
 from lorikeet_engine.adapter_format.families.family import (

@@ -1,4 +1,4 @@
-"""Description of a family of base models: its linears, norms and switches."""
+"""Classes that describe a family of base models: its linears, norms and switches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from typing import Any
 
 
 class Width(StrEnum):
-    """Width of a linear's input or output, by the key of config.json with its number of pieces.
+    """Width of a linear's input or output, named by a key of config.json.
 
-    Ranks that share a linear divide it between pieces.
+    The width consists of as many equal pieces as that key says, such as attention heads. Tensor
+    parallel ranks divide it between pieces.
     """
 
     HIDDEN = "hidden_size"
@@ -22,7 +23,7 @@ class Width(StrEnum):
 
 
 class Parallel(StrEnum):
-    """Side of a linear that is divided among ranks."""
+    """Side of a linear that is divided among tensor parallel ranks."""
 
     COLUMN = "column"  # its outputs
     ROW = "row"  # its inputs
@@ -33,9 +34,11 @@ class Parallel(StrEnum):
 class Linear:
     """A linear of every decoder layer, or one outside the layers: head or embeddings.
 
-    module: path in the layer, or in the model.
-    outputs: several for a linear that stores several, stacked.
-    group: neighbouring linears of one group read one input, and are computed as one fused product.
+    module: path in the layer; for a linear outside the layers, path in the model.
+    outputs: widths of the output; several if the linear stacks several matrices.
+    group: name of a fused product. Neighbouring linears of one group have the same input, and are
+        computed together.
+    parallel: side that tensor parallel ranks divide.
     of_experts: each expert has such a linear, with an adapter of its own.
     """
 
@@ -48,21 +51,21 @@ class Linear:
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is a token's id, so that images hold A by columns: [d_in, rank]."""
+        """Whether the linear's input is a token id, so images hold A by columns: [d_in, rank]."""
         return self.inputs is Width.VOCABULARY
 
     @property
     def routes(self) -> bool:
-        """Whether it chooses experts; it stays in floats even if other linears are quantised."""
+        """Whether the linear chooses experts; it stays in floats even if others are quantised."""
         return self.outputs == (Width.EXPERTS,)
 
     @property
     def name(self) -> str:
-        """Last part of the path, which is its usual name."""
+        """Last part of the linear's path, such as q_proj."""
         return self.module.rpartition(".")[2]
 
     def path(self, layer: int) -> str:
-        """Return the full name of a layer's linear, as in a checkpoint and in PEFT's files."""
+        """Return the linear's full name in a layer, as in a checkpoint and in PEFT's files."""
         return f"model.layers.{layer}.{self.module}"
 
 
@@ -81,7 +84,7 @@ class LayerNorms:
 
 
 class QkNormKind(StrEnum):
-    """Vectors that are normed before rotary embeddings."""
+    """Vectors of queries and keys that are normed before rotary embeddings."""
 
     NONE = "none"
     HEAD = "head"  # each head's query and key separately
@@ -90,9 +93,9 @@ class QkNormKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Keys of config.json for the sizes of a mixture of experts.
+    """Keys of config.json, and naming, for a family's mixture of experts.
 
-    counts: keys for the number of experts in a layer; the first one in the file counts.
+    counts: keys for the number of experts in a layer; of several in a file, the first one is used.
     width: key for the width of each expert's intermediate vector.
     normalised: weights of a token's experts always add up to 1, whatever norm_topk_prob says.
     old_linears: trainers' targets name the linears w1, w3 and w2.
@@ -106,15 +109,15 @@ class ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of base models.
+    """Description of a family of base models.
 
-    linears: of each decoder layer, in the table's order.
+    linears: adaptable linears of each decoder layer, in the order of the adapters' table.
     switches: keys of config.json that only some families read, each with its default, as in
         transformers' class of the family; also common keys with an unusual default.
     qkv_bias: q, k and v have biases, whatever attention_bias says.
-    o_bias: switch for a bias of o; None: no bias.
+    o_bias: key of config.json that says whether o has a bias; None: o has no bias.
     interleaved_rope: rotary embeddings rotate neighbouring elements, not x[i] with x[i + half].
-    experts: None for dense MLPs.
+    experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by √hidden_size.
     """

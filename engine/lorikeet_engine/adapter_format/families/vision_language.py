@@ -7,10 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TextDecoder:
-    """Text part of vision-language models, which computes like a family of decoders.
+    """Text part of some vision-language models, which computes like a family of decoders.
 
-    defaults: values of keys that the file leaves out, if different from the family's.
-    unread: keys without effect, since the whole model has its own head.
+    family: name of that family.
+    defaults: values to assume for keys that config.json leaves out, if different from the family's.
+    unread: keys of config.json to ignore, since the vision-language model has its own head.
     """
 
     family: str
@@ -27,7 +28,10 @@ def _sizes(
     vocabulary: int,
     positions: int,
 ) -> dict[str, int | None]:
-    """Return the default sizes of a class of transformers, which its config files may leave out."""
+    """Return the default sizes of a config class of transformers, by key of config.json.
+
+    Config files may leave out values that equal these defaults.
+    """
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

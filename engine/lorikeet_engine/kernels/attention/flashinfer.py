@@ -1,7 +1,7 @@
 """Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch.
 
-FlashInfer's kernels run in large steps, between CUDA graphs or without any. A small step is one
-captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
+FlashInfer's kernels run in large steps, between CUDA graphs or without any. A small step is a
+single captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
 """
 
 import math
@@ -106,7 +106,8 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Allocate the workspace, and start to compile the kernels, which are cached on disk.
 
-        nvcc takes half a minute for each window, in the background until the first plan.
+        nvcc takes half a minute for each window. It runs in the background; the first plan waits
+        for it.
         """
         self._shape = shape
         self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)

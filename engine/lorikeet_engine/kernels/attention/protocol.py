@@ -143,7 +143,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """Back end that can be captured in CUDA graphs. Implemented by FlashInferAttention."""
+    """Attention that CUDA graphs can capture. Implemented by FlashInferAttention."""
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
         """Return a back end to capture in a CUDA graph for steps of up to `tokens` query tokens.

@@ -116,7 +116,7 @@ def rounds(weight: object, tokens: int) -> bool:
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise SettingsError unless the device has FP8 products with results of this dtype."""
+    """Raise SettingsError unless the device supports FP8 products with results of this dtype."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

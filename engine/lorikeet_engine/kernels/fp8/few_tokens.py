@@ -4,11 +4,11 @@ These kernels also multiply many tokens if blocks of the weight have scales and 
 product for them.
 
 A decode step's products are bound by reading their weights. Llama-3.1-8B's for 32 tokens take 72 µs
-a layer on an H200 (3.0 TB/s), cuBLASLt's 106. The tensor cores' products have at least 64 rows and
-at least 16 columns: here the weight's outputs are their rows, and tokens their columns. If a weight
-has few outputs for its columns, several programs share the columns (split-K): each writes its
-partial sums, and the program that ends last adds them in the order of the columns. The last program
-differs from run to run, the order of the sum does not.
+a layer on an H200 (3.0 TB/s), cuBLASLt's 106. The tensor cores' products have at least 64 rows,
+while 16 columns are enough: here the weight's outputs are the rows, and tokens the columns. If a
+weight has few outputs for its columns, several programs share the columns (split-K): each writes
+its partial sums, and the program that ends last adds them in the order of the columns. The last
+program differs from run to run, the order of the sum does not.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
 `loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry, except

@@ -1,4 +1,7 @@
-"""FP8 linears on CUDA: one launch rounds the tokens, then our kernel or cuBLASLt multiplies."""
+"""Linear layers with FP8 weights on CUDA.
+
+One launch rounds the tokens, then our kernel or cuBLASLt multiplies.
+"""
 
 import torch
 import triton
@@ -161,5 +164,5 @@ def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round values / scale to FP8, with IEEE division as in torch."""
+    """Round values / scale to FP8, by IEEE division as in torch."""
     return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)

@@ -25,7 +25,7 @@ def linear(
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row of x [rows, width] to FP8, scaled so that its largest element is LARGEST."""
+    """Round x [rows, width] to FP8, each row scaled so that its largest element is LARGEST."""
     values = x.float()
     scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
     return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)

@@ -30,9 +30,10 @@ MOST = 32
 class LogprobRows:
     """Log probabilities of selected tokens of some rows of logits.
 
-    norms [n, 2] float32: the row's largest logit b, and log Σ exp((x − b) · scale).
-    packed [n, 1 + 2 · most] float32: log probability of the given token; log probabilities of the
-        most likely tokens; ids of these, bits of int32. Both are undefined beyond the row's COUNT.
+    norms [n, 2] float32: of each row, the largest logit b, and log Σ exp((x − b) · scale).
+    packed [n, 1 + 2 · most] float32: of each row, the log probability of the token chosen later;
+        those of the most likely tokens; these tokens' ids, as bits of int32. The last two are
+        undefined beyond the row's number of most likely tokens, COUNT.
     """
 
     norms: torch.Tensor

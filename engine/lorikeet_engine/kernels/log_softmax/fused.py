@@ -55,7 +55,7 @@ def set_given(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(wanted: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """Load a column of this program's row of `wanted`."""
+    """Load one column of `wanted` for the row that this program computes."""
     return tl.load(wanted + tl.program_id(0) * _FIELDS + column)
 
 
@@ -90,7 +90,7 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Compute one chunk's largest logit, its sum of exponentials, and its groups' largest keys."""
+    """Compute a chunk's largest logit, sum of exponentials, and groups' largest sort keys."""
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)
     group = tl.arange(0, _GROUPS)

@@ -55,7 +55,7 @@ def expand_act_and_mul(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(x: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
-    """Return silu(x) of float32, or gelu(x) by the tanh formula, tanh(u) = 2 · sigmoid(2u) − 1."""
+    """Return silu(x), or gelu(x) by the tanh formula with tanh(u) = 2 · sigmoid(2u) − 1."""
     if gelu:
         x2: tl.constexpr = 2 * 0.7978845608028654  # √(2 / π)
         return x / (1.0 + tl.exp(-x2 * (x + 0.044715 * x * x * x)))

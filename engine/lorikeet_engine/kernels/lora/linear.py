@@ -8,12 +8,12 @@ kernel of kernels/pointwise/fused.py that reads y next adds the delta:
     side         └── shrink ── expand ─────────── delta ───────┘
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
-would take every multiprocessor from start to end, so that LoRA could only run before or after the
-product: so it is told to leave some free (_sms_for_lora). Our own kernels, for products of one
+would use every multiprocessor from start to end, so that LoRA could only run before or after the
+product. So it is made to leave some free (_sms_for_lora). Our own kernels, for products of one
 token or of a few by FP8, need no such limit: there LoRA is launched first.
 
-A base model's weight is a tensor of floats, or FP8 (kernels/fp8); LoRA reads x unrounded beside
-both. Memory that the side stream allocates is safe to use on the main stream: before its next
+A base model's weight is a tensor of floats, or FP8 (kernels/fp8); in both cases LoRA reads x
+unrounded. Memory that the side stream allocates is safe to use on the main stream: before its next
 work, the side stream waits for the main stream.
 """
 
@@ -76,7 +76,7 @@ def linear_act_and_mul(
 ) -> torch.Tensor:
     """Compute a linear without LoRA and its activation, act_and_mul (kernels/pointwise).
 
-    One launch computes both where gemv multiplies, that is for a single token.
+    One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.
 
     gelu: GELU instead of SiLU.
     """
@@ -217,10 +217,11 @@ def linear_and_lora(
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     """Return how many multiprocessors the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves. Products
-        by our own kernels always get 0, because LoRA's programs run among their many small ones.
-        These are products of a single token (kernels/gemv.py), and of few tokens by FP8
-        (kernels/fp8/few_tokens.py).
+    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
+
+    Products by our own kernels always get 0, because LoRA's programs run among their many small
+    ones. These are products of a single token (kernels/gemv.py), and of few tokens by FP8
+    (kernels/fp8/few_tokens.py).
 
     rows: input of the product.
     """

@@ -95,13 +95,13 @@ class LaunchConfig:
 
     @classmethod
     def parse(cls, entry: dict[str, Any]) -> "LaunchConfig":
-        """Read an entry of tuning.json."""
+        """Read an entry of tuning.json, the launch parameters of one regime on one GPU."""
         shrink, expand = ShrinkConfig(**entry["shrink"]), ExpandConfig(**entry["expand"])
         lora_sms = tuple((int(ranks), count) for ranks, count in entry["lora_sms"].items())
         return cls(entry["tokens"], lora_sms, shrink, expand)
 
     def entry(self) -> dict[str, Any]:
-        """Return this config as an entry of tuning.json, the inverse of `parse`."""
+        """Return these launch parameters as an entry of tuning.json, the inverse of `parse`."""
         return asdict(self) | {"lora_sms": {str(ranks): count for ranks, count in self.lora_sms}}
 
     def sms_for_lora(self, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Operands of the LoRA operators: adapter weights, a step's segments, and deltas."""
+"""Operands of the LoRA operators: adapter weights, a step's segments, and deltas of products."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Masks of logits: bans of the tokens that a grammar does not allow.
+"""Token masks: logits of tokens that a grammar does not allow become -inf.
 
 `reference` is the definition in torch and runs on the CPU; `fused` holds a Triton kernel with the
 same signature.

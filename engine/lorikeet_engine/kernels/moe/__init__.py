@@ -97,7 +97,7 @@ def experts_of_one(
     gate_up [experts, 2 · width, hidden], dense
     down [experts, hidden, width], dense
     logits, lora, per_token, normalised: as for `route`
-    gelu: as for act_and_mul
+    gelu: GELU instead of SiLU
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(

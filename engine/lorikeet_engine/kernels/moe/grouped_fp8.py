@@ -1,11 +1,10 @@
 """FP8 products of rows sorted by expert, in Triton, for decodes and prefills.
 
-Tiles are cut as in `grouped`. The tensor cores' products have at least 64 rows and at least 16
-columns: here an expert's outputs are their rows, and its tokens their columns. A tile's sums stay
-    in the tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then
-    are multiplied by the scales of the expert's outputs and of the tokens. If a weight's blocks
-    have scales, only the sums over one block's columns stay there, and scales are prefetched as
-    weights are.
+Tiles are cut as in `grouped`. The tensor cores' products have at least 64 rows, while 16 columns
+are enough: here an expert's outputs are the rows, and its tokens the columns. A tile's sums stay in
+the tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then are
+multiplied by the scales of the expert's outputs and of the tokens. If a weight's blocks have
+scales, only the sums over one block's columns stay there, and scales are prefetched as weights are.
 
 To tune this kernel, change only TILES.
 """

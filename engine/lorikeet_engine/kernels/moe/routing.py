@@ -1,6 +1,7 @@
-"""Triton kernels around the experts' products: choice of experts, sort of pairs, weighted sum.
+"""Triton kernels before and after the experts' products in a mixture of experts.
 
-No kernel adds with atomics, so the same step always gives the same rows and sums.
+They choose experts, sort pairs of a token and an expert, and compute the weighted sum. No kernel
+adds with atomics, so the same step always gives the same rows and sums.
 """
 
 import torch

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
-"""Columns of PenaltyState.penalties."""
+"""Columns of PenaltyState.penalties: the repetition, frequency and presence penalty."""
 IN_PROMPT, IN_OUTPUT = 1, 2
 """Summands of PenaltyState.seen.
 

@@ -103,12 +103,11 @@ def rotary_and_store_kv(
       are rotated in place, keys are left undefined
     cos, sin [tokens, rotary_dim / 2] float32, dense; without columns if nothing is rotated
     layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
-    slots [tokens] int64: page · page_size + offset of each token; −1: not written
-    lora: qkv's LoRA, added to qkv
+    slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
+    lora: LoRA delta of qkv, added to qkv
     norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to
       qkv's dtype before and after; norm.mean_squares, if given, replaces mean(x²)
-    scales: layer_kv is FP8, and keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds
-      them
+    scales: for FP8 layer_kv: keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds them
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)

@@ -70,7 +70,7 @@ def act_and_mul_fp8(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add LoRA to y [tokens, width], in place, rounded once."""
+    """Add a linear layer's LoRA delta to its output y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
 

@@ -26,10 +26,10 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> torch.Tensor:
-    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight, or x.
+    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
-    See kernels.pointwise. With an exchange, delta + lora is rounded to x's dtype and summed over
-    ranks before all else.
+    Returns x if weight is None. See kernels.pointwise. With an exchange, delta + lora is rounded to
+    x's dtype and summed over ranks before all else.
     """
     return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, None)
 

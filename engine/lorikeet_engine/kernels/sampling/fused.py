@@ -50,7 +50,7 @@ def draw_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _field(draws: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """Load a column of this program's row of draws."""
+    """Load one column of `draws` for the row that this program computes."""
     return tl.load(draws + tl.program_id(0) * _FIELDS + column)
 
 

@@ -32,25 +32,27 @@ _LOCK = ".lock"
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
 _TRIM_GRACE_S = 10.0
-"""Seconds in which a new file is not trimmed, so that its writer can pin it."""
+"""Seconds for which a new or just used file is not trimmed, so that its writer can pin it."""
 
 
 class AdapterSource(Protocol):
-    """Source of blobs that no tier has."""
+    """Source of blobs that are not on this machine."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
-        """Write the blob to path, replacing the file there.
+        """Download an adapter's blob to `path`, replacing the file there.
 
-        Returns the SHA-256 of the written bytes, 64 hex digits, if it was computed on the way;
-        after None, the file is read once more. Called on loading threads; may raise anything.
+        Returns the SHA-256 of the written bytes, 64 hex digits, if it was computed during the
+        download. After None, the file is read again to compute it. Called on loading threads; may
+        raise anything.
         """
 
 
 class DiskCache:
-    """Blobs and images by digest; beyond the budget the least recently used go. Thread-safe.
+    """Blobs and images of adapters in a folder, within a budget of bytes. Thread-safe.
 
-    The file just added and pinned files can exceed the budget. Images with other fingerprints, for
-    use by other processes, count and age like the rest.
+    Beyond the budget, the least recently used files are removed. Pinned files and the file just
+    added may exceed the budget. Images with other fingerprints, which only other processes can use,
+    count towards the budget and are removed in the same order.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class DiskCache:
         fingerprint: str,
         on_change: OnChange = ignore_change,
     ) -> None:
-        """fingerprint: 16 hex digits, equal for all processes that can share images.
+        """source: source of blobs that are not in the folder.
 
+        fingerprint: 16 hex digits, equal for all processes that can share images.
         on_change: called with the digest of a file that this process adds or removes.
         """
         self._folder = folder
@@ -77,39 +80,44 @@ class DiskCache:
         self._pins = _PinnedFiles(folder, self._names, self._index)
 
     def holds(self, digest: str) -> bool:
-        """Whether the blob or its image is there, complete and verified. Asks no file system.
+        """Whether the folder has an adapter's blob or image, complete and verified.
 
-        Changes by other processes are visible after `changed`.
+        Does not call the file system. Changes by other processes are visible after `changed`.
         """
         return any(map(self._index.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
-        """List the folder and return the digests that `holds` now; None if the folder is unchanged.
+        """List the folder, and return the digests of all usable adapters in it.
 
-        Sees changes by other processes, too. One thread at a time.
+        None if the folder has not changed since the last call. Finds changes by other processes,
+        too. For one thread at a time.
         """
         return self._index.changed()
 
     def trim(self) -> None:
-        """Remove files beyond the budget, which other processes have added.
+        """Evict files until the folder is within its budget, if other processes exceeded it.
 
-        Files added or used in the last seconds stay. Decides by the last `changed`.
+        Files added or used in the last seconds stay. The size is that of the last call of
+        `changed`.
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
-        """Return contents as of the last `changed`, capacity, and evictions by this process."""
+        """Return the folder's contents at the last call of `changed`, its capacity, and evictions.
+
+        Only evictions by this process count.
+        """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
         return TierStatus(index.adapters, index.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
-        """Fetch and verify the blob, unless the blob or its image is there already.
+        """Fetch and verify an adapter's blob, unless the folder has the blob or its image already.
 
         If several threads or processes need the same blob at once, one fetches it and the others
-        wait. A blob that another process has packed and removed again is not fetched.
+        wait. A blob that another process has packed and then removed is not fetched.
 
         Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
         """
@@ -122,7 +130,10 @@ class DiskCache:
                 self._fetch(ref)
 
     def fetch_to(self, ref: AdapterRef, path: Path) -> None:
-        """Fetch the blob into a file and verify it. Raises as `fetch` does."""
+        """Fetch an adapter's blob into the given file, and verify it.
+
+        Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
+        """
         digest = self._source.fetch(ref, path) or blob_digest(path)
         if digest != ref.digest:
             raise AdapterLoadFailed(
@@ -132,16 +143,16 @@ class DiskCache:
             )
 
     def blob(self, digest: str) -> Path:
-        """Return the blob's file and mark it as used. It can vanish at any time after.
+        """Return the file of an adapter's blob, and mark it as used.
 
-        Raises FileNotFoundError.
+        The file can be removed at any time afterwards. Raises FileNotFoundError.
         """
         return self._index.use(digest)
 
     def verify(self, digest: str) -> None:
-        """Read all of a blob and compare its digest, as `fetch` does after a download.
+        """Read all of a blob and compare its SHA-256 with the digest. Remove a damaged blob.
 
-        Removes a damaged blob. Raises FileNotFoundError.
+        Raises FileNotFoundError if there is no such blob or if it was damaged.
         """
         if blob_digest(self._folder / digest) != digest:
             log.warning("blob_damaged", extra={"file": digest})
@@ -149,25 +160,26 @@ class DiskCache:
             raise FileNotFoundError(f"{digest} was damaged")
 
     def image(self, digest: str) -> Path:
-        """Return the image's file and mark it as used. It can vanish at any time after.
+        """Return the file of an adapter's packed image, and mark it as used.
 
-        Raises FileNotFoundError.
+        The file can be removed at any time afterwards. Raises FileNotFoundError.
         """
         return self._index.use(self.image_name(digest))
 
     def image_name(self, digest: str) -> str:
-        """Return the file name of this adapter's image."""
+        """Return the file name of an adapter's packed image."""
         return f"{digest}.{self._fingerprint}"
 
     def has_image(self, digest: str) -> bool:
-        """Whether the image is there."""
+        """Whether the folder has an adapter's packed image."""
         return (self._folder / self.image_name(digest)).exists()
 
     @contextlib.contextmanager
     def adding_image(self, digest: str) -> Iterator[Path]:
-        """Yield a path to write the image to; add the image if the block ends without an exception.
+        """Yield a path to write an adapter's packed image to.
 
-        From then on the blob is the first to be removed, unless it is used again.
+        If the block ends without an exception, the image is added. From then on the adapter's blob
+        is the first file to be evicted, unless it is used again.
         """
         name = self.image_name(digest)
         with self._adding(name, self._folder / f"{name}.{uuid.uuid4().hex}{_PART}") as part:
@@ -176,30 +188,30 @@ class DiskCache:
                 os.utime(self._folder / digest, (0, 0))
 
     def remove_image(self, digest: str) -> None:
-        """Remove an image that was found damaged, even a pinned one."""
+        """Remove an adapter's packed image that was found damaged, even if it is pinned."""
         self._remove_damaged(self.image_name(digest))
 
     def pin(self, digest: str) -> bool:
-        """Keep the blob or its image, from the next apply_pins on; return whether one is kept now.
+        """Keep an adapter's blob or image, beginning with the next call of `apply_pins`.
 
-        Asks no file system.
+        Returns whether one of them is locked already. Does not call the file system.
         """
         return self._pins.add(digest)
 
     def unpin(self, digest: str) -> None:
-        """Allow removal of an adapter's files again, from the next apply_pins on."""
+        """Allow eviction of an adapter's files again, from the next call of `apply_pins` on."""
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock the files of pinned adapters, as far as there are any. One thread at a time."""
+        """Lock the files of pinned adapters, as far as the folder has any. One thread at a time."""
         self._pins.apply()
 
     def close(self) -> None:
-        """Give up all pins; the files stay."""
+        """Give up all pins. The files stay."""
         self._pins.close()
 
     def _uses(self, digest: str) -> bool:
-        """Whether the disk has the image or the blob; mark the file as used."""
+        """Whether the folder has an adapter's image or blob; marks the file as used."""
         for find in (self.image, self.blob):
             with contextlib.suppress(FileNotFoundError):
                 find(digest)
@@ -218,7 +230,10 @@ class DiskCache:
         self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
-        """Return the names of usable files, best first; none for an invalid digest."""
+        """Return the names of the files that would serve an adapter, the preferred one first.
+
+        Empty for an invalid digest.
+        """
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 
     def _usable(self, name: str) -> bool:
@@ -242,7 +257,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _fetch_lock(self, digest: str) -> Iterator[None]:
-        """Let one thread of all processes at a time fetch this digest."""
+        """Run the block while no other thread of any process fetches the blob with this digest."""
         path = self._folder / f"{digest}{_LOCK}"
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -258,7 +273,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Let no other process or thread add or evict files."""
+        """Run the block while no other thread of any process adds or evicts files."""
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -302,7 +317,7 @@ class DiskCache:
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Whether this machine's disk caused the error: another machine may be able to load it."""
+    """Whether this machine's disk caused an error, so that another machine might not have it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return True
@@ -312,7 +327,7 @@ def is_disk_error(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def memory_file() -> Iterator[Path]:
-    """Make an empty file in memory, which takes the place of one on a disk; free it at the end.
+    """Yield an empty file in memory, to use instead of one on a disk; free it after the block.
 
     Linux only. Raises OSError.
     """
@@ -324,7 +339,7 @@ def memory_file() -> Iterator[Path]:
 
 
 class _HeldFile(NamedTuple):
-    """A file that stays locked while the descriptor is open."""
+    """A file that stays locked while its descriptor is open."""
 
     name: str
     descriptor: int
@@ -333,30 +348,36 @@ class _HeldFile(NamedTuple):
 class _PinnedFiles:
     """Pinned adapters, and the locks on their files.
 
-    `add` and `remove` ask no file system, never block, and may be called from any thread; `apply`
-    and `close` do the work, on one thread.
+    `add` and `remove` never call the file system, never block, and may be called from any thread.
+    `apply` and `close` call the file system, on one thread.
     """
 
     def __init__(
         self, folder: Path, names: Callable[[str], tuple[str, ...]], index: DiskIndex
     ) -> None:
-        """names: returns the file names that an adapter may have, best first."""
+        """names: returns the names of the files that would serve an adapter, best one first.
+
+        index: the files in the folder.
+        """
         self._folder, self._names, self._index = folder, names, index
         self._wanted: set[str] = set()
         self._held: dict[str, _HeldFile] = {}
 
     def add(self, digest: str) -> bool:
-        """Lock a file of this adapter in the next `apply`; return whether one is locked now."""
+        """Pin an adapter: the next `apply` locks one of its files.
+
+        Returns whether one is locked already.
+        """
         self._wanted.add(digest)
         held = self._held.get(digest)
         return held is not None and self._index.holds(held.name)
 
     def remove(self, digest: str) -> None:
-        """Unlock an adapter's file in the next `apply`."""
+        """Unpin an adapter: the next `apply` unlocks its file."""
         self._wanted.discard(digest)
 
     def apply(self) -> None:
-        """Lock the files of pinned adapters, as far as there are any, and unlock all others."""
+        """Lock the files of pinned adapters, if the folder has any, and unlock all others."""
         wanted = set(self._wanted)
         for digest, held in list(self._held.items()):
             # a file without a link is an image that was found damaged and removed
@@ -371,13 +392,17 @@ class _PinnedFiles:
                     break
 
     def close(self) -> None:
-        """Unlock all; the files stay."""
+        """Unlock all files. They stay in the folder."""
         self._wanted.clear()
         self.apply()
 
 
 def _lock_file(path: Path, kind: int) -> int | None:
-    """Return a descriptor that holds the lock; None if the lock is taken or the file is gone."""
+    """Lock a file; return the descriptor that holds the lock.
+
+    kind: LOCK_SH or LOCK_EX of fcntl.
+    Returns None if another lock prevents this one, or if the file is gone.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""An adapter's image as a file of the disk cache, so that a blob is packed once and then only read.
+"""The file format of an adapter's image on the disk, so that a blob is packed only once.
 
 A safetensors file with one tensor, `image`. The metadata holds the file's own name, the ranks of
 PackedLayout.rows and the linears that share A, which determine the whole layout, and each layer's
-sum. The name contains a fingerprint of all that the image depends on, so no process reads an image
-for another model, dtype or number of GPUs.
+checksum. The name contains a fingerprint of all that the image depends on, so no process reads an
+image for another model, dtype or number of GPUs.
 
-A file gets its name only once it is complete on the disk. Later damage is found by the sums when
-the file is read (checksums.py).
+A file gets its name only once it is complete on the disk. Later damage is found by the checksums
+when the file is read (checksums.py).
 """
 
 import hashlib
@@ -37,21 +37,22 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
-    """Return 16 hex digits that depend on everything but the blob that determines an image.
+    """Return a fingerprint of all that determines an image apart from the blob: 16 hex digits.
 
-    limits: included, since a blob is checked against them when packed, but not when its image is
-        read.
-    world: number of ranks that share the model.
+    limits: included, since a blob is checked against them when it is packed, but its image is not
+        checked when it is read.
+    dtype: dtype of the image.
+    world: number of tensor parallel ranks that share the model.
     """
     facts = (_VERSION, ALIGNMENT, tuple(shape.groups.values()), shape, limits, dtype, world)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def write_image(path: Path, name: str, image: PackedImage) -> None:
-    """Write an image file.
+    """Write an adapter's image as a file.
 
-    name: final name of the file.
-    image: on the CPU.
+    name: final name of the file, which is stored inside it.
+    image: image on the CPU.
     """
     layout, elements, sums = image
     ranks, width = layout.rows[..., 2].flatten().tolist(), layout.rows.shape[1]
@@ -73,9 +74,9 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image file with a valid header; the image is its bytes from `begin` to the end.
+    """An image file with a valid header; the image is the file's bytes from `begin` to the end.
 
-    sums: of the image when it was packed, as text.
+    sums: checksums of the image's layers when it was packed, as text.
     """
 
     path: Path
@@ -85,7 +86,10 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, shape: BaseShape, world: int = 1) -> "ImageFile":
-        """Read the header only. Raises AdapterRejected if it is damaged."""
+        """Read the header of an image file. Raises AdapterRejected if the header is damaged.
+
+        world: number of tensor parallel ranks that share the model.
+        """
         header = read_header(path)
         image, facts = header.tensors.get("image"), header.metadata
         ranks, shared, sums = (facts.get(key) for key in ("ranks", "shared_a", "sums"))
@@ -100,9 +104,9 @@ class ImageFile:
         return cls(path, layout, image.begin, sums)
 
     def read(self, out: torch.Tensor) -> LayerSums:
-        """Read the image into out [layout.image_elements]; return its sums.
+        """Read the image into `out`, [layout.image_elements]; return the layers' checksums.
 
-        Raises AdapterRejected if the sums differ from those in the file.
+        Raises AdapterRejected if these differ from the checksums in the file.
         """
         with self.path.open("rb") as file:
             file.seek(self.begin)
@@ -120,7 +124,10 @@ def _text(numbers: Iterable[int]) -> str:
 
 
 def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
-    """Return ranks by (layer, module)."""
+    """Parse the ranks in an image file's metadata: the rank of each (layer, module).
+
+    path: the file, for errors.
+    """
     ranks, width = text.split(), len(shape.modules)
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
         raise _damaged(path)
@@ -130,7 +137,11 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
 def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
-    """Return PackedLayout's shared_a, after checking that a preceding linear exists for each."""
+    """Parse the linears that share A in an image file's metadata, as PackedLayout.shared_a.
+
+    ranks: the ranks in the same file; each sharing linear must have a preceding linear among them.
+    path: the file, for errors.
+    """
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):
         raise _damaged(path)
@@ -145,9 +156,9 @@ def _damaged(path: Path) -> AdapterRejected:
 
 
 class ImageWriter:
-    """Writes images to the disk behind the loads, one after another.
+    """Writes images from host memory to the disk, one after another, on a thread of its own.
 
-    on_release: called once the host may evict a written image again.
+    on_release: called when a written image can be evicted from host memory again.
     """
 
     def __init__(self, disk: DiskCache, host: HostArena, on_release: Callable[[], None]) -> None:
@@ -155,11 +166,15 @@ class ImageWriter:
         self._worker = Workers(1, "write")
 
     def write(self, ref: AdapterRef, *, urgent: bool) -> None:
-        """Queue an image for writing; later skip it if the disk has it or the host lost it."""
+        """Queue an adapter's image for writing.
+
+        It is skipped if, once its turn comes, the disk has it already or the host no longer has it.
+        urgent: write it before all images that are not urgent.
+        """
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)
 
     def close(self) -> None:
-        """Begin no more."""
+        """Begin to write no more images."""
         self._worker.close()
 
     def _write(self, ref: AdapterRef) -> None:

@@ -1,8 +1,8 @@
-"""Blobs that are packed while another process of this machine is still writing them.
+"""Packs blobs that another process of this machine is still writing to a file.
 
 A blob can be trusted only once it is complete and verified, and its file is in the disk cache under
-its digest. Until then no load takes the image. It is dropped when the file vanishes, when other
-images need the memory, and after LONGEST_S.
+its digest. Until then no load uses the image. The image is dropped when the file vanishes, when
+other images need the memory, and after LONGEST_S.
 """
 
 import logging
@@ -25,16 +25,16 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Seconds for a blob to come and be verified; one that takes longer is packed afterwards."""
+"""Seconds in which a blob must arrive and be verified; a slower one is packed afterwards."""
 MAX_CONCURRENT = 2
 _POLL_S = 0.005
 _CLOSING_S = 2.0
 
 
 class ArrivedImage(NamedTuple):
-    """A packed image on the host, held for the caller.
+    """A packed image on the host, held there until its receiver releases it.
 
-    packed_s: processor time of the packing.
+    packed_s: processor time of the packing, in seconds.
     """
 
     layout: PackedLayout
@@ -42,17 +42,18 @@ class ArrivedImage(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """Signals that the blob is not packed while it comes."""
+    """Raised when an incoming blob is not to be packed while it is being written."""
 
 
 class _IncomingBlob:
-    """One blob.
+    """A blob that is packed while another process writes it.
 
     due_s: monotonic time after which the blob is dropped.
-    file_id: device and inode of its file, once that is open.
-    wanted: set once the file is known to have the digest.
-    ended: set once packing has ended, with or without an image.
-    dropped: the blob is not to be packed any more.
+    file_id: device and inode of the file, once it is open.
+    wanted: event, set once the file is known to be the verified blob.
+    ended: event, set once packing has ended, with or without an image.
+    dropped: packing must stop, or not begin.
+    image: the packed image, if packing has succeeded.
     """
 
     def __init__(self, file: Path, size_bytes: int) -> None:
@@ -64,7 +65,10 @@ class _IncomingBlob:
         self.image: ArrivedImage | None = None
 
     def wait_for(self, descriptor: int, end: int) -> None:
-        """Wait until `end` bytes have come. Raises _DroppedError if no more will."""
+        """Wait until the blob's file has `end` bytes.
+
+        Raises _DroppedError if the blob is dropped, its file is removed, or its time is up.
+        """
         while True:
             status = os.fstat(descriptor)
             if self.dropped or not status.st_nlink or time.monotonic() > self.due_s:
@@ -75,7 +79,7 @@ class _IncomingBlob:
 
 
 class IncomingBlobs:
-    """Packing of incoming blobs into the host arena, MAX_CONCURRENT at most. Thread-safe."""
+    """Packs incoming blobs into the host arena, at most MAX_CONCURRENT at once. Thread-safe."""
 
     def __init__(
         self,
@@ -86,10 +90,11 @@ class IncomingBlobs:
         world: int,
         on_end: Callable[[], None],
     ) -> None:
-        """world: number of ranks that share the model.
+        """max_elements: largest size of a rank's image.
 
-        on_end: called on other threads when a blob has ended, which may free memory for other
-            images.
+        world: number of tensor parallel ranks that share the model.
+        on_end: called on other threads when the packing of a blob has ended. Its end may free
+            memory for other images.
         """
         self._shape, self._limits, self._world = shape, limits, world
         self._host, self._max_elements = host, max_elements
@@ -99,9 +104,9 @@ class IncomingBlobs:
         self._closed = False
 
     def begin(self, digest: str, file: Path, size_bytes: int) -> None:
-        """Begin to pack the blob that is being written to a file, if there is memory for it.
+        """Begin to pack a blob that another process is writing to a file, if memory allows.
 
-        size_bytes: of the complete blob.
+        size_bytes: size of the complete blob.
         """
         with self._lock:
             full = self._closed or len(self._incoming) >= MAX_CONCURRENT
@@ -113,9 +118,11 @@ class IncomingBlobs:
         ).start()
 
     def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
-        """Return the image of a verified blob, if it was packed from this very file; else None.
+        """Return the image of a blob that was packed while it was being written, else None.
 
-        find: returns the verified file. Its errors are raised.
+        Waits until packing has ended. The image is used only if it was packed from the verified
+        file.
+        find: returns the verified file with this digest. Its errors are raised.
         """
         with self._lock:
             blob = self._incoming.get(digest)
@@ -130,13 +137,13 @@ class IncomingBlobs:
         return blob.image
 
     def drop_untaken(self) -> None:
-        """Drop all images that no load has taken: another image needs the memory."""
+        """Drop all images that no load has taken yet, since another image needs their memory."""
         with self._lock:
             for blob in self._incoming.values():
                 blob.dropped = True
 
     def close(self) -> None:
-        """Pack nothing more."""
+        """Drop all blobs, and pack no more."""
         self._closed = True
         self.drop_untaken()
         for blob in list(self._incoming.values()):

@@ -1,4 +1,4 @@
-"""Index of a disk cache's folder, kept up to date without a stat of every file each time."""
+"""Index of a disk cache's folder. Keeps it up to date without a stat of every file each time."""
 
 import contextlib
 import logging
@@ -12,24 +12,24 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
-"""Name of a blob (its digest) or of an image (its digest and a fingerprint)."""
+"""Name of a blob's file (its digest) or of an image's (its digest and a fingerprint)."""
 
 # A change this soon after another can leave the folder's mtime as it was.
 _SETTLED_NS = 100_000_000
 
 
 class DiskIndex:
-    """Files of the last listing, with this process's changes since.
+    """Files in a disk cache's folder: those of the last listing, and this process's later changes.
 
-    Each file's size is read once, since complete files never change. `changed` is for one thread;
-    the rest for any, and `holds` never blocks.
+    Each file's size is read once, since complete files never change. Only one thread may call
+    `changed`. Any thread may use the rest, and `holds` never blocks.
 
     adapters: number of adapters with a usable file, at the last listing.
     bytes: size of all files, at the last listing.
     """
 
     def __init__(self, folder: Path, usable: Callable[[str], bool]) -> None:
-        """usable: returns whether this process can use a file of that name."""
+        """usable: returns whether this process can use a file of this name."""
         self._folder, self._usable = folder, usable
         self._lock = threading.Lock()  # guards changes of _sizes
         self._sizes: dict[str, int] = {}
@@ -39,11 +39,11 @@ class DiskIndex:
         self._listed_ns = None  # so that the first reader's call lists everything
 
     def holds(self, name: str) -> bool:
-        """Whether the folder has a file of that name, as far as this process knows."""
+        """Whether the folder has a file of this name, as far as this process knows."""
         return name in self._sizes
 
     def use(self, name: str) -> Path:
-        """Return the file and mark it as used. Raises FileNotFoundError."""
+        """Return the path of the file with this name; mark it as used. Raises FileNotFoundError."""
         path = self._folder / name
         try:
             os.utime(path)
@@ -64,12 +64,15 @@ class DiskIndex:
                     self._sizes[path.name] = size
 
     def remove(self, name: str) -> None:
-        """Record that a file was removed by this process, or found missing."""
+        """Record that this process has removed a file of this name, or found it missing."""
         with self._lock:
             self._sizes.pop(name, None)
 
     def changed(self) -> set[str] | None:
-        """List the folder and return the adapters' digests; None if the folder is unchanged."""
+        """List the folder and return the digests of the adapters with a usable file.
+
+        None if the folder has not changed since the last call.
+        """
         with self._lock:  # so that no file added after the listing counts as removed
             return self._list()
 

@@ -1,7 +1,7 @@
-"""Thread that locks pinned files of the disk cache, and notices changes by other processes.
+"""Thread that locks pinned files of the disk cache, and finds changes by other processes.
 
-Files that others add beyond the budget, as replicas do with pushed blobs, cause others to be
-removed.
+If other processes exceed the cache's budget, as replicas do with pushed blobs, it has files
+evicted.
 """
 
 import logging
@@ -16,10 +16,13 @@ _POLL_S = 1.0
 
 
 class DiskWatcher:
-    """Looks into the folder once a second, on its own thread, since a file system can block."""
+    """Checks the disk cache once a second, on its own thread, since a file system can block."""
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
-        """Record all files that are there already, and begin to watch."""
+        """Record all adapters that are on the disk already, and start the thread.
+
+        changes: records adapters that come to the disk or leave it.
+        """
         self._disk, self._changes = disk, changes
         self._closed = threading.Event()
         self._look()

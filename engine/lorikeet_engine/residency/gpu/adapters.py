@@ -43,19 +43,23 @@ class PlaceOnGpu(Protocol):
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU, evicting adapters for it; return False without memory.
+        """Copy an image to the GPU, evicting other adapters as needed.
 
-        uses: recent uses by other replicas that this one could serve. For prefetches only.
+        Returns False if not enough memory can be freed.
+        uses: recent uses of the adapter by other replicas that this one could serve. For prefetches
+            only.
         """
 
 
 @dataclass(slots=True, eq=False)
 class GpuAdapter:
-    """One adapter on the GPU.
+    """An adapter on the GPU, or being copied there.
 
-    sums: of the image.
-    guarded_until_s: end of its guard; None without one.
-    copying: the copy is not over, so the adapter cannot be leased yet.
+    sums: checksums of the image's layers when it was packed.
+    leases: number of leases.
+    guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
+        without such a guard.
+    copying: the copy is not complete, so the adapter cannot be leased yet.
     damaged: the adapter cannot be leased any more.
     """
 
@@ -72,18 +76,18 @@ class GpuAdapter:
     loaded_at_s: float = 0.0
 
     def held_at(self, now_s: float) -> bool:
-        """Whether the adapter must stay, since it is leased, guarded or being copied."""
+        """Whether eviction is forbidden now: the adapter is leased, guarded or being copied."""
         guarded = self.guarded_until_s is not None and self.guarded_until_s > now_s
         return bool(self.leases) or self.copying or guarded
 
 
 class Lease:
-    """A sequence's right to an adapter, which stays on the GPU and in its slot meanwhile.
+    """A sequence's right to use an adapter, which stays on the GPU and in its slot meanwhile.
 
-    Release it once done, or use it as a context manager.
+    Release the lease once done, or use it as a context manager.
 
     rank: largest rank of the adapter.
-    head_rank: rank of lm_head.
+    head_rank: rank of the adapter's lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
     """
@@ -99,7 +103,10 @@ class Lease:
         ended: Callable[[GpuAdapter], None],
         on_release: Callable[[], None],
     ) -> None:
-        """ended, on_release: called in this order when the lease is released."""
+        """ended: called with the adapter when the lease is released.
+
+        on_release: called after that.
+        """
         adapter.leases += 1
         self._adapter: GpuAdapter | None = adapter
         self._ended, self._on_release = ended, on_release
@@ -124,9 +131,9 @@ class Lease:
 
 
 class GpuAdapters:
-    """Adapters on the GPU: decides which adapters are there, and leases them.
+    """The adapters on the GPU: decides which are there, and leases them.
 
-    Engine thread only, except holds, snapshot, available_elements and victim.
+    For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
 
     def __init__(
@@ -137,7 +144,13 @@ class GpuAdapters:
         clock: Callable[[], float],
         on_change: OnChange = ignore_change,
     ) -> None:
-        """on_change: called with the digest of an adapter that becomes usable or unusable."""
+        """pool: computes the places of images in the arena.
+
+        arena: the arena on the GPU.
+        policy: scores adapters; the lowest score is evicted first.
+        clock: returns the time in seconds.
+        on_change: called with the digest of an adapter that becomes usable or unusable.
+        """
         self._pool, self._arena, self._policy, self._clock = pool, arena, policy, clock
         self._adapters: dict[str, GpuAdapter] = {}
         self._by_score: list[tuple[float, str]] = []  # all adapters, lowest first
@@ -160,7 +173,7 @@ class GpuAdapters:
         return self._pool.elements - pinned.granted - held
 
     def status(self, itemsize: int) -> TierStatus:
-        """Return contents, capacity and evictions; adapters being copied here count.
+        """Return contents, capacity and evictions of the GPU; adapters being copied there count.
 
         Pins can get less memory as soon as a request asks for a larger adapter.
         itemsize: bytes per element.
@@ -171,7 +184,11 @@ class GpuAdapters:
         return TierStatus(len(self._adapters), used, capacity, pinnable, *counted)
 
     def victim(self, itemsize: int) -> EvictionCandidate | None:
-        """Return the adapter that would be evicted first, its fading uses rounded to tenths."""
+        """Return the adapter that would be evicted first; None if none can be evicted.
+
+        Its number of uses, which decays all the time, is rounded to tenths.
+        itemsize: bytes per element.
+        """
         adapter = next(self._evictable(), None)
         if adapter is None:
             return None
@@ -179,7 +196,10 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return an adapter's recent uses, halved every HALF_LIFE_S, in whatever tier it is."""
+        """Return how often an adapter was used, with each use halved every HALF_LIFE_S.
+
+        The adapter may be in any tier.
+        """
         return self._uses.count(digest, self._clock())
 
     def holds(self, digest: str) -> bool:
@@ -187,7 +207,10 @@ class GpuAdapters:
         return self.usable(digest) is not None
 
     def usable(self, digest: str) -> GpuAdapter | None:
-        """Return an adapter that can be leased, else None; after a reload, a different object."""
+        """Return an adapter on the GPU that can be leased, else None.
+
+        After a reload, a different object is returned.
+        """
         adapter = self._adapters.get(digest)
         return adapter if adapter and not adapter.copying and not adapter.damaged else None
 
@@ -201,7 +224,7 @@ class GpuAdapters:
         return adapter.layout.max_rank if adapter is not None else None
 
     def loaded_at_s(self, digest: str) -> float:
-        """Return the time at which an adapter came to the GPU."""
+        """Return the time at which an adapter's copy to the GPU was complete."""
         return self._adapters[digest].loaded_at_s
 
     def snapshot(self) -> list[GpuAdapter]:
@@ -209,7 +232,10 @@ class GpuAdapters:
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
-        """Guard an adapter until its lease, GUARD_S at most; return False if not on the GPU."""
+        """Protect an adapter from eviction until it is leased, but at most for GUARD_S.
+
+        Returns False if the adapter is not on the GPU.
+        """
         adapter = self._adapters.get(digest)
         # Never extended: a request that waits for something else must not hold memory as well.
         if adapter is not None and adapter.guarded_until_s is None:
@@ -218,9 +244,9 @@ class GpuAdapters:
         return adapter is not None
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
-        """Lease an adapter; return None while it is not usable.
+        """Lease an adapter; return None if it cannot be leased now.
 
-        Nothing is copied or moved. The lease counts as a use, so the adapter is scored anew
+        Nothing is copied or moved. The lease counts as a use, so the adapter gets a new score
         (eviction_score.py).
         on_release: called when the lease ends.
         """
@@ -237,9 +263,11 @@ class GpuAdapters:
         return Lease(adapter, self._lease_ended, on_release)
 
     def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
-        """Evict enough for an image of this size; evict nothing and return False if impossible.
+        """Evict as many adapters as an image of this size needs.
 
-        for_request: a request waits for the image, so pins give way if nothing else does.
+        Returns False, and evicts none, if that cannot free enough memory.
+        for_request: a request waits for the image, so pins are revoked if it does not fit
+            otherwise.
         below: evict only adapters with a lower score.
         """
         if for_request:
@@ -261,10 +289,12 @@ class GpuAdapters:
     def place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> ImageCopy | None:
-        """Copy an image to the GPU, evicting adapters for it; return None without memory.
+        """Begin to copy an image to the GPU, evicting other adapters as needed.
 
-        The adapter can be leased after `copy_finished`.
-        uses: as in PlaceOnGpu.
+        Returns None if not enough memory can be freed. The adapter can be leased after
+        `copy_finished`.
+        uses: recent uses of the adapter by other replicas that this one could serve. For prefetches
+            only.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -290,9 +320,10 @@ class GpuAdapters:
         return copy
 
     def copy_finished(self, digest: str, total: int) -> bool:
-        """Allow leases after a copy; if the copy's sum differs, evict the adapter and return False.
+        """Allow leases of an adapter whose copy to the GPU is complete.
 
-        total: sum of the copied image.
+        If the copy is damaged, evict the adapter instead and return False.
+        total: checksum of the image as it arrived on the GPU.
         """
         adapter = self._adapters[digest]
         adapter.copying, adapter.loaded_at_s = False, self._clock()
@@ -318,24 +349,30 @@ class GpuAdapters:
         return digest in self._reservations and digest in self._adapters
 
     def may_pin(self, elements: int) -> bool:
-        """Whether one more adapter of this size could be pinned."""
+        """Whether another adapter of this size could be pinned to the GPU."""
         return len(self._reservations) + 1 < self._pool.slots and self._reservations.can_grant(
             elements
         )
 
     def pin(self, digest: str) -> bool:
-        """Keep an adapter on the GPU from now on; return False when too much is pinned."""
+        """Keep an adapter on the GPU from now on.
+
+        Returns False if the memory for pins is used up.
+        """
         elements = self._adapters[digest].layout.elements
         if digest not in self._reservations and not self.may_pin(elements):
             return False
         return self._reservations.grant(digest, elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow an adapter's eviction again."""
+        """Allow the eviction of a pinned adapter again."""
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return the seconds until the first guard valid at after_s ends; None without one."""
+        """Return the seconds from now until the first guard ends; None if there is none.
+
+        after_s: guards that end at this time or before are ignored.
+        """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]
         return max(0.0, min(ends) - self._clock()) if ends else None
@@ -354,9 +391,10 @@ class GpuAdapters:
             self._held.pop(adapter.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
-        """Yield evictable adapters with a score below this, lowest first; evict none meanwhile.
+        """Yield adapters that may be evicted, lowest score first. Evict none while iterating.
 
         On other threads than the engine's, the first adapter may already be out of date.
+        below: only adapters with a lower score are yielded.
         """
         now_s = self._clock()
         for score, digest in self._by_score:
@@ -367,7 +405,11 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict low scores rather than move images, since every step waits for moves."""
+        """Evict adapters so that an image fits without moving others, since steps wait for moves.
+
+        layout: layout of the image.
+        below: evict only adapters with a lower score.
+        """
         left = _EVICT_BEFORE_MOVING * layout.elements
         while left > 0 and not self._pool.fits(layout):
             adapter = next(self._evictable(below), None)
@@ -377,14 +419,15 @@ class GpuAdapters:
             self._evict(adapter)
 
     def _score(self, digest: str, layout: PackedLayout, now_s: float) -> float:
-        """Return the score of an adapter used now, or loaded for a use."""
+        """Return the score of an adapter that is used now, or was loaded for a use."""
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
     def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """Return the score of an adapter without a request here; −∞ if it was never used anywhere.
+        """Return the score of an adapter that is prefetched, without a request on this replica.
 
-        elsewhere: uses by other replicas that this one could serve.
+        −∞ if the adapter was never used anywhere.
+        elsewhere: recent uses of the adapter by other replicas that this one could serve.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

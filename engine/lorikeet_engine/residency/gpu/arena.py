@@ -3,8 +3,8 @@
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
     table  [slot, layer, module] → offsets of A and B in the arena, and the rank
 
-slots.py computes the places; this module carries them out. Copies from the host run on a stream of
-their own:
+slots.py computes the places of images; this module writes and moves the images. Copies from the
+host run on a stream of their own:
 
     computing   step · rows of the table · step · images that move · step
     copying            │ image                  │           image
@@ -12,20 +12,22 @@ their own:
 
 Steps and copies share the arena's memory only. Steps (also replayed graphs, which join their side
 streams before they end), writes to the table and moves of images are all on the computing stream,
-so they are ordered: a step in flight reads the rows as they were at its launch, whatever is in its
-slots by now. Three cases need care:
+so they are ordered: a step in flight reads the table's rows as they were at its launch, even if its
+slots were reused since. Three cases need care:
 
 1. A copy overwrites an evicted image. Only steps launched during its leases can read that image. So
    the end of its last lease records an event (ReadsEnd), and its eviction makes the copying stream
-wait for the event (ClearRow). By then the event is usually over, and the copy begins at once,
-whatever computes. The copying stream is ordered, so no later copy must wait for this event again.
+   wait for the event (ClearRow). By then the event has usually completed, and the copy begins at
+   once, whatever computes. The copying stream is ordered, so later copies need not wait for this
+   event again.
 2. Images move. All earlier copies end before, including the parts of paced copies
    (image_copies.py), and later copies begin after all moves.
 3. A step reads a copied image. The step is launched after the adapter was leased, and that is after
    a thread has waited for the copy's event. So no step ever waits for a copy.
 
-Sums are safe: the sum of a copy follows it on the copying stream. Periodic sums (image_checks.py)
-run on the computing stream; a sum that overlaps a copy is ignored, since its adapter was evicted.
+Checksums are safe: the checksum of a copy follows it on the copying stream. Periodic checksums
+(image_checks.py) run on the computing stream; a checksum that overlaps a copy is ignored, since its
+adapter was evicted.
 
 The arena is allocated once and outlives every copy, so torch's allocator, which does not know the
 copying stream, never reuses its memory. The image is held on the host until the copy's event.
@@ -60,9 +62,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Command to write the place of a slot's image into the table.
+    """Command to write the place of an adapter's image into the table.
 
-    row: [layers + 1, modules, 3] int64.
+    slot: the adapter's slot, which is its row in the table.
+    row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the rank.
     """
 
     slot: int
@@ -71,16 +74,16 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadsEnd:
-    """Command to mark the end of reads: the launched steps are the last to read the image."""
+    """Command to record that the steps launched so far are the last to read the image in a slot."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Command to clear the row of a slot without an image: rank 0 everywhere.
+    """Command to clear the table's row for a slot without an image: rank 0 everywhere.
 
-    Later copies begin only after the steps that may read the image.
+    Later copies begin only after the steps that may read the evicted image.
     """
 
     slot: int
@@ -88,7 +91,7 @@ class ClearRow:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of elements from `source` down to `target`; the two ranges may overlap."""
+    """Move of elements in the arena from `source` down to `target`; the two ranges may overlap."""
 
     source: int
     target: int
@@ -97,24 +100,25 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Command to move images, in this order, and to rewrite their rows."""
+    """Command to move images in the arena, in the given order, and to rewrite their table rows."""
 
     moves: tuple[Move, ...]
     rows: tuple[WriteRow, ...]
 
 
 Command = WriteRow | ReadsEnd | ClearRow | Compact
-"""Plain data: another process with an arena of the same layout can run the same commands."""
+"""Any command. Contains no tensors, so processes with arenas of the same layout can repeat it."""
 
 
 class DeviceArena:
-    """Arena on one device. Runs commands and copies in the order of the calls. Engine thread only.
+    """The adapters' memory on one device. For the engine's thread only.
 
-    On a CPU each call returns when all is done.
+    Commands and copies take effect in the order of the calls. On a CPU, each call returns when all
+    is done.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device) -> None:
-        """weights: tensors on the device."""
+        """weights: the arena and the table, as tensors on the device."""
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
         self._copies: list[PacedCopy] = []  # paced copies with parts still to launch
@@ -124,12 +128,15 @@ class DeviceArena:
             word_sum(weights.table)  # loads the kernel now, not during requests
 
     def run(self, *commands: Command) -> None:
-        """Run commands; steps launched from now on see their effect."""
+        """Run commands. Steps launched afterwards read the arena and the table as changed."""
         for command in commands:
             self._run(command)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
-        """Copy an image from the host to its pieces in the arena, and sum it there."""
+        """Copy an image from the host to the arena, and compute its checksum there.
+
+        pieces: places of the image's parts in the arena.
+        """
         blocks = self.blocks(pieces)
         sources = torch.split(image, [block.numel() for block in blocks])
         if self._copying is None:
@@ -144,7 +151,7 @@ class DeviceArena:
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Return views of the arena that make up an image, valid while its pieces stay."""
+        """Return views of an image's pieces in the arena, valid until the image is moved."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
@@ -173,7 +180,7 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """Run the block after all earlier copies and before all later ones."""
+        """Run the block; on the device, its work follows earlier copies and precedes later ones."""
         if self._copying is None:
             yield
             return
@@ -196,7 +203,11 @@ class DeviceArena:
 def allocate_weights(
     shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> LoraWeights:
-    """Allocate an arena of this many bytes and a table of this many slots, both empty."""
+    """Allocate an empty arena and an empty table for adapters.
+
+    gpu_bytes: size of the arena.
+    slots: number of adapters that the table has rows for.
+    """
     table = (slots, shape.layers + 1, len(shape.modules), 3)
     return LoraWeights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),

@@ -1,8 +1,8 @@
 """Copies of images from the host to the arena, and the thread that waits for them.
 
 A large image is copied in parts. At once, 1.7 GB would occupy the bus for 35 ms, and uploads of the
-steps would wait for that. So no more is in flight than occupies the bus for a third of a
-millisecond, and the waiting thread launches the next part whenever one is over.
+steps would wait for that. So parts in flight occupy the bus for no more than a third of a
+millisecond, and the waiting thread launches the next part whenever one is complete.
 """
 
 import threading
@@ -25,26 +25,27 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 
 class CopyTotal(Protocol):
-    """Pending sum of a copied image. Implemented by Download and PacedCopy."""
+    """Pending checksum of a copied image. Implemented by Download and PacedCopy."""
 
     def wait(self) -> torch.Tensor:
-        """Return the sum [] int64, after the end of the copy."""
+        """Return the checksum of the copied image, [] int64, once the copy is complete."""
         ...
 
 
 class CopyEvent(Protocol):
-    """End of a copy. Implemented by PacedCopy."""
+    """Completion of a copy. Implemented by PacedCopy."""
 
     def synchronize(self) -> None:
-        """Sleep until the copy is over. One thread must call this, or the copy stays incomplete."""
+        """Sleep until the copy is complete. One thread must call this, or it is never completed."""
         ...
 
 
 class ImageCopy(NamedTuple):
-    """A copy in flight.
+    """A copy of an image to the arena, in flight.
 
-    total: word_sum of the copied image in the arena.
-    event: over when the copy and its sum are done; None if both are done already, as on a CPU.
+    total: checksum (word_sum) of the image as it arrives in the arena.
+    event: complete when the copy and its checksum are; None if both are complete already, as on a
+        CPU.
     """
 
     total: CopyTotal
@@ -52,9 +53,9 @@ class ImageCopy(NamedTuple):
 
 
 class PacedCopy:
-    """A copy on a stream, launched in parts: its CopyEvent and its CopyTotal.
+    """A copy to a GPU that is launched in parts. Serves as its own CopyEvent and CopyTotal.
 
-    start and launch_all are for the engine's thread, synchronize and wait for the waiting thread.
+    The engine's thread calls start and launch_all; the waiting thread calls synchronize and wait.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class PacedCopy:
         blocks: Sequence[torch.Tensor],
         sources: Iterable[torch.Tensor],
     ) -> None:
-        """blocks: destinations in the arena, on the device.
+        """stream: stream on which to copy.
 
-        sources: of the same lengths, in page-locked memory.
+        blocks: destinations in the arena, on the device.
+        sources: memory to copy from, one for each block and of the same length; page-locked.
         """
         self._stream, self._blocks = stream, blocks
         self._parts = deque(_parts(blocks, sources))
@@ -77,21 +79,21 @@ class PacedCopy:
 
     @property
     def launched(self) -> bool:
-        """Whether all parts are launched."""
+        """Whether all parts of the copy are launched."""
         return self._total is not None
 
     def start(self) -> None:
-        """Launch the first parts; otherwise, synchronize does."""
+        """Launch the first parts of the copy. Without this call, synchronize launches them."""
         with self._lock:
             self._launch(self._most)
 
     def launch_all(self) -> None:
-        """Launch all remaining parts."""
+        """Launch all remaining parts of the copy."""
         with self._lock:
             self._launch(len(self._parts) + len(self._under_way))
 
     def synchronize(self) -> None:
-        """Launch part after part, and sleep until the copy is over."""
+        """Launch the copy part by part, and sleep until it is complete."""
         self.start()
         while self._under_way:
             self._under_way[0].synchronize()
@@ -99,12 +101,12 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """Return the sum [] int64, after synchronize."""
+        """Return the checksum of the copied image, [] int64. Call it after synchronize."""
         assert self._total is not None, "parts were not launched"
         return self._total.wait()
 
     def _launch(self, most: int) -> None:
-        """Launch parts until `most` are in flight."""
+        """Launch parts of the copy until `most` are in flight."""
         if self.launched:
             return
         with torch.cuda.stream(self._stream):
@@ -119,7 +121,7 @@ class PacedCopy:
 
 
 def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
-    """Begin the sum of an image's blocks."""
+    """Begin to compute the checksum of an image, given the blocks that it consists of."""
     return Download(reduce(add, map(word_sum, blocks)))
 
 
@@ -132,10 +134,11 @@ def _parts(
 
 
 class FinishedCopy(NamedTuple):
-    """A copy that is over.
+    """A completed copy of an image to the GPU.
 
-    took_s: seconds of the copy, without earlier copies.
-    total: sum of the copied image.
+    elements: size of the image.
+    took_s: seconds that the copy took, without waiting for earlier copies.
+    total: checksum of the image as it arrived on the GPU.
     """
 
     digest: str
@@ -145,9 +148,9 @@ class FinishedCopy(NamedTuple):
 
 
 class ImageCopies:
-    """Copies in flight. Engine thread only, except `elements`.
+    """The copies to the GPU in flight. For the engine's thread only, except `elements`.
 
-    wake: called when a copy is over.
+    wake: called when a copy is complete.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -159,11 +162,15 @@ class ImageCopies:
 
     @property
     def elements(self) -> int:
-        """Elements that are being copied."""
+        """Number of elements that are being copied to the GPU."""
         return sum(self._under_way.values())
 
     def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
-        """Wait on a thread for a copy that has begun; on a CPU, take note that it is over."""
+        """Let a thread wait for a copy in flight; on a CPU, record that the copy is complete.
+
+        elements: size of the image.
+        began_s: time.perf_counter() at which the copy began.
+        """
         self._under_way[digest] = elements
         ended = partial(self._ended, digest, elements, began_s, copy.total)
         if copy.event is None:
@@ -172,14 +179,14 @@ class ImageCopies:
             self._worker.submit(partial(self._wait, copy.event, ended), urgent=True)
 
     def finished(self) -> list[FinishedCopy]:
-        """Return the copies that ended since the last call."""
+        """Return the copies that were completed since the last call."""
         copies = [self._finished.popleft() for _ in range(len(self._finished))]
         for copy in copies:
             del self._under_way[copy.digest]
         return copies
 
     def close(self) -> None:
-        """Wait for no more copies."""
+        """Stop waiting for copies."""
         self._worker.close()
 
     def _wait(self, event: CopyEvent, ended: Callable[[], None]) -> None:

@@ -19,12 +19,13 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its pieces, and to report its end and sum.
+    """Command to copy a rank's image from the host to its GPU, and report the end and checksum.
 
     copy: number of the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks
         follow.
     elements: size of each rank's image.
+    pieces: places of the image's parts in the GPU's arena.
     """
 
     copy: int
@@ -34,10 +35,10 @@ class CopyImage:
 
 
 class LeadingArena(DeviceArena):
-    """Arena of the leader, whose commands and copies the followers repeat.
+    """Arena of the leading rank, whose commands and copies the followers repeat.
 
-    A copy is over once it is over in all ranks. An error here but not there would make the arenas
-    differ, so both methods raise DeviceLost then.
+    A copy is complete once it is complete in all ranks. An error in the leader alone would make the
+    arenas differ, so `run` and `copy` raise DeviceLost then.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device, followers: Followers) -> None:
@@ -46,13 +47,17 @@ class LeadingArena(DeviceArena):
         self._numbers = 0
 
     def run(self, *commands: Command) -> None:
-        """Run commands here, and in the followers before their next step or copy."""
+        """Run commands here; the followers run them before their next step or copy."""
         self._followers.queue(*commands)
         with for_good():
             super().run(*commands)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
-        """Copy all ranks' images, end to end in the host arena, each to its GPU."""
+        """Copy an adapter's images of all ranks, each to its rank's GPU.
+
+        image: the images of all ranks, one after another in the host arena.
+        pieces: places of the image's parts, which are the same in each GPU's arena.
+        """
         elements = sum(piece.end - piece.begin for piece in pieces)
         self._numbers += 1
         others = self._followers.expect_copy(self._numbers)
@@ -66,31 +71,37 @@ class LeadingArena(DeviceArena):
 def arena_of(
     weights: LoraWeights, device: torch.device, followers: Followers | None
 ) -> DeviceArena:
-    """Return the arena of an engine with these followers, or without any."""
+    """Return the arena of an engine.
+
+    followers: processes of the other ranks; None without tensor parallelism.
+    """
     if followers is None:
         return DeviceArena(weights, device)
     return LeadingArena(weights, device, followers)
 
 
 class FollowingArena(DeviceArena):
-    """Arena of a follower: repeats the leader's operations with its own rank's images."""
+    """Arena of a following rank: repeats the leader's operations with its own rank's images."""
 
     def __init__(
         self, weights: LoraWeights, device: torch.device, host: torch.Tensor, rank: int
     ) -> None:
-        """host: the host arena as this process sees it."""
+        """weights: the arena and the table, as tensors on the device.
+
+        host: the host arena, mapped into this process.
+        """
         super().__init__(weights, device)
         self._host, self._rank = host, rank
 
     def copy_own(self, wanted: CopyImage) -> ImageCopy:
-        """Copy this rank's image."""
+        """Copy this rank's image as the leader's command says."""
         begin = wanted.begin + self._rank * wanted.elements
         return self.copy(self._host[begin : begin + wanted.elements], wanted.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class _InAllRanks:
-    """CopyEvent of a copy in all ranks."""
+    """CopyEvent of a copy that all ranks make: complete when it is complete in all ranks."""
 
     own: CopyEvent | None
     others: RankCopies
@@ -103,7 +114,7 @@ class _InAllRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """CopyTotal over all ranks' images."""
+    """CopyTotal of a copy that all ranks make: the checksum over all ranks' images."""
 
     own: CopyTotal
     others: RankCopies

@@ -1,4 +1,4 @@
-"""Tenants' use of slots on the GPU: leased time, and loads that their requests caused."""
+"""Tenants' usage of GPU slots: leased time, and loads that their requests caused."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lorikeet_engine.telemetry.status import SlotUse
 
 
 class SlotUser(NamedTuple):
-    """A tenant whose requests use an adapter."""
+    """A tenant together with an adapter that its requests use."""
 
     tenant: str
     ref: AdapterRef
@@ -19,9 +19,10 @@ class SlotUser(NamedTuple):
 
 @dataclass(slots=True)
 class _Leased:
-    """Leases of one adapter.
+    """Leases of one adapter, by the tenants that hold them.
 
-    since_s: end of the time that is already credited to users.
+    since_s: time up to which leased time is credited already.
+    leases: number of leases of each user.
     """
 
     since_s: float
@@ -29,10 +30,10 @@ class _Leased:
 
 
 class SlotUsage:
-    """Leased time of adapters, divided among their users.
+    """Counts the leased time of each adapter, divided equally among the tenants that lease it.
 
     Written by the engine's thread; any one thread may call `take`.
-    clock: seconds, monotonic.
+    clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -42,13 +43,13 @@ class SlotUsage:
         self._uses: dict[SlotUser, SlotUse] = {}  # since the last `take`
 
     def leased(self, user: SlotUser) -> None:
-        """Count the begin of a lease."""
+        """Record that a lease begins."""
         with self._lock:
             leased = self._settled(user.ref.digest)
             leased.leases[user] += 1
 
     def ended(self, user: SlotUser) -> None:
-        """Count the end of a lease."""
+        """Record that a lease ends."""
         digest = user.ref.digest
         with self._lock:
             leases = self._settled(digest).leases
@@ -59,14 +60,17 @@ class SlotUsage:
                 del self._leased[digest]
 
     def loaded(self, user: SlotUser, size_bytes: int) -> None:
-        """Count a load to the GPU that a request of this tenant caused."""
+        """Record a load to the GPU that a request of this tenant caused.
+
+        size_bytes: size of the loaded image.
+        """
         with self._lock:
             used = self._use(user)
             used.loads += 1
             used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
-        """Return the use since the last call."""
+        """Return the usage of GPU slots since the last call."""
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
@@ -77,7 +81,7 @@ class SlotUsage:
         return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """Return an adapter's leases after crediting the time until now to their users."""
+        """Credit an adapter's leased time up to now to its users; return the adapter's leases."""
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))
         if leased.leases:

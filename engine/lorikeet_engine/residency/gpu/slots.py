@@ -1,4 +1,4 @@
-"""Slot pool: places of images in the device's arena, in numbers.
+"""Slot pool: computes the places of images in the device's arena, without any memory.
 
 An image lies in one piece if a hole fits it; otherwise it is split between layers, and its pieces
 fill the largest holes. Images move only where that fails, too. A slot is a row of the table, and
@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image in the arena."""
+    """An image's layout and its place in the device's arena."""
 
     layout: PackedLayout
     pieces: tuple[Piece, ...]
@@ -33,9 +33,10 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class SlotAllocation:
-    """A slot for an image.
+    """A slot and a place in the arena, allocated for an image that is not copied yet.
 
-    commands: for the arena, to run before the image is copied to its pieces.
+    pieces: places of the image's parts.
+    commands: commands for the arena, to run before the image is copied.
     """
 
     slot: int
@@ -44,13 +45,14 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Pool of fixed GPU slots for images of any size. Compacts when holes are too small.
+    """A fixed number of GPU slots for images of any size. Compacts when holes are too small.
 
-    Computes only; a DeviceArena runs its commands. Engine thread only, except `placed`.
+    Computes places only; a DeviceArena runs the resulting commands. For the engine's thread only,
+    except `placed`.
 
     elements: size of the arena.
-    slots: rows of the table.
-    moved_elements: elements moved by compactions since the start.
+    slots: number of slots, which are rows of the table.
+    moved_elements: number of elements that compactions have moved since the start.
     """
 
     def __init__(self, elements: int, slots: int) -> None:
@@ -63,7 +65,7 @@ class SlotPool:
 
     @property
     def used_elements(self) -> int:
-        """Elements that placed images occupy."""
+        """Number of elements of the arena that images occupy."""
         return self.elements - self._blocks.free
 
     def can_place(self, elements: int) -> bool:
@@ -71,11 +73,14 @@ class SlotPool:
         return bool(self._free) and elements <= self._blocks.free
 
     def fits(self, layout: PackedLayout) -> bool:
-        """Whether `place` would leave the other images where they are."""
+        """Whether an image of this layout can be placed without moving other images."""
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """Allocate a slot and pieces for an image, moving others if need be. Needs `can_place`."""
+        """Allocate a slot and a place for an image, moving other images if necessary.
+
+        Requires that `can_place` returns True for the image's size.
+        """
         assert self.can_place(layout.elements)
         commands, ends = list[Command](), self._split(layout)
         if not ends:
@@ -90,22 +95,29 @@ class SlotPool:
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, PlacedImage]:
-        """Return a snapshot of all images by slot. For any thread, without a lock."""
+        """Return a snapshot of all images in the arena, by slot. For any thread, without a lock."""
         return self._placed.copy()
 
     def image(self, slot: int) -> PlacedImage | None:
-        """Return the image in a slot; a different object once moved or replaced."""
+        """Return the image in a slot; None if the slot is free.
+
+        Once the image was moved or replaced, a different object is returned.
+        """
         return self._placed.get(slot)
 
     def free(self, slot: int) -> ClearRow:
-        """Free a slot and its pieces."""
+        """Free a slot and its image's memory; return the command to clear the table's row."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
         return ClearRow(slot)
 
     def _split(self, layout: PackedLayout) -> list[int]:
-        """Return the ends of pieces that fit into the largest holes; [] if there are none."""
+        """Split an image between layers so that its pieces fit into the largest holes.
+
+        Returns the element of the image at which each piece ends; [] if the image cannot be split
+        so.
+        """
         layers, begin, ends = layout.layers, 0, list[int]()
         for hole in self._blocks.holes():
             if begin + hole >= layout.elements:
@@ -118,7 +130,7 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Slide the blocks of one range to its front, which leaves a hole of this size."""
+        """Plan moves of images to the front of one range, leaving a hole of at least this size."""
         begin, end = self._blocks.cheapest_range(elements)
         inside = [
             (piece, slot)
