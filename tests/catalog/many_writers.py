@@ -64,7 +64,7 @@ def prepare(store: Any) -> None:
                     blob.write(data)
                     blob.flush()
                     catalog.register(tenant, name, Path(blob.name), facts, actor="ann")
-    for client in (store._client, store._patient):  # no two processes on one connection
+    for client in (store._client, store._long_timeout_client):  # no two processes on one connection
         client._endpoint.http_session.close()
 
 

@@ -113,7 +113,7 @@ def test_a_dry_run_of_a_pin_changes_nothing(gateway: Gateway) -> None:
     before = gateway.catalog.reader.refresh()
     moves = gateway.admin("PUT", "/pins/acme/support", {"dry_run": True}).json()
     assert set(moves) == {"loads", "releases", "unmet", "lost"}
-    assert "leave 0 on gpu" in moves["unmet"][0]["reason"]
+    assert "leave at most 0 on gpu" in moves["unmet"][0]["reason"]
     absent = gateway.admin("PUT", "/pins/acme/absent", {"dry_run": True})
     assert error_of(absent, 404)["code"] == "model_not_found"
     assert gateway.catalog.reader.refresh() is before

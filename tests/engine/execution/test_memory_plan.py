@@ -17,6 +17,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
+from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
@@ -43,7 +44,8 @@ def llama_8b(tmp_path: Path) -> ModelConfig:
 def test_a_rehearsal_finds_the_tensors_of_a_load(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    for folder in tiny_checkpoints.values():
+    for name in (*FAMILIES, *MOE):
+        folder = tiny_checkpoints[name]
         config, weights = rehearse_load(folder, torch.float32)
         assert config == load_model(folder, torch.device("cpu"), torch.float32).config
         stored = folder / "model.safetensors"
