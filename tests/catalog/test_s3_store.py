@@ -1,6 +1,7 @@
 """Failures of a store in S3: lost answers, stalls, conflicts, missing rights; and their errors."""
 
 import hashlib
+import http.client
 import os
 import re
 import threading
@@ -77,6 +78,32 @@ def test_a_conflict_of_conditional_writes_is_retried(url: str) -> None:
 
     assert len(refused) == 2
     assert open_store(url).get("log/1") == b"data"
+
+
+def test_a_writer_that_dies_during_a_write_leaves_no_object(url: str) -> None:
+    """MiniStack stores the bytes that arrived, unless a digest says that some are missing."""
+    cut: list[str] = []
+
+    def forward_a_part(request: BaseHTTPRequestHandler) -> bool:
+        if request.command != "PUT" or cut:
+            return False
+        cut.append(request.path)
+        server = http.client.HTTPConnection(request.upstream)  # type: ignore[attr-defined]
+        server.putrequest(request.command, request.path, skip_host=True)
+        for name, value in request.headers.items():
+            if name != "Expect":
+                server.putheader(name, value)
+        server.endheaders(b"an en")
+        server.close()
+        time.sleep(0.5)  # the server stores or refuses what it has
+        request.close_connection = True
+        return True
+
+    with proxied(forward_a_part):
+        open_store(url).put_if_absent("log/1", b"an entry")
+
+    assert len(cut) == 1
+    assert open_store(url).get("log/1") == b"an entry"  # the second attempt met no half entry
 
 
 def test_a_download_resumes_where_a_connection_broke(url: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Written for AWS, and tested on MiniStack and on Ceph's radosgw 16.2 as well. The
 
 - Signatures: MiniStack does not check them.
 - Checksums of uploads: radosgw ignores them. Readers of a blob check its digest.
+- Writers killed during a PUT: MiniStack stores what arrived, unless Content-MD5 refuses it.
 - Concurrent conditional PUTs: AWS may answer 409 (retry) to one; MiniStack and radosgw answer 412.
 - If-Match on PUT: radosgw expects the ETag without its quotes. Not used here.
 - If-Match on DELETE and on CompleteMultipartUpload: radosgw ignores it. Not used here.
@@ -17,6 +18,8 @@ The store relies only on features that all three share: If-None-Match: * on PUT,
 byte order, and read-after-write consistency.
 """
 
+import base64
+import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -162,10 +165,13 @@ class S3Store:
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
+        md5 = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         with self._errors(key):
             for attempt in range(_ATTEMPTS):
                 try:
-                    self._client.put_object(**self._address(key), Body=data, IfNoneMatch="*")
+                    self._client.put_object(
+                        **self._address(key), Body=data, IfNoneMatch="*", ContentMD5=md5
+                    )
                     return
                 except ClientError as error:
                     if not _is_conflict(error) or attempt == _ATTEMPTS - 1:
