@@ -25,6 +25,19 @@ def engine_processes(service: Service) -> dict[int, int]:
     return found
 
 
+def gateway_process() -> int:
+    """Return the id of the only process that runs a gateway."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"ServeReplica:default:gateway" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # the process has just ended
+            continue
+    assert len(found) == 1, found
+    return found[0]
+
+
 def actor_named(part: str) -> Any:
     """Return the only actor whose name contains `part`."""
     found = actors_named(part)
