@@ -130,6 +130,7 @@ def test_only_changed_partitions_are_written_again(tmp_path: Path) -> None:
     other.limit_tenant("t4", max_concurrent=7, actor="ann")
     other.reader.snapshot()
     assert [key.partition("/")[0] for key in watched.put] == [
+        "uploads",  # a check of conditional writes, before a process's first change
         "log",
         "snapshot-partitions",
         "snapshots",
