@@ -115,6 +115,7 @@ class Call:
     prompt_logprobs: alternatives in vLLM's field of this name; `sampling` has the maximum of these
         and of those for an echo.
     return_token_ids: the answer has token ids of prompts and choices.
+    tokens_as_ids: log probabilities name each token by its id, as "token_id:17".
     template_args: the client's variables for the chat template.
     template_defaults: variables for the chat template that the client did not set.
     thinking_shown: the answer includes the model's thinking.
@@ -149,6 +150,7 @@ class Call:
     echo: bool = False
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking_shown: bool = True

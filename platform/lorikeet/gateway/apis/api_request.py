@@ -20,7 +20,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Work
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet_engine.request import (
-    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     LogprobsMode,
@@ -137,8 +137,9 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     @model_validator(mode="after")
@@ -181,6 +182,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "sampling": self._sampling(),
             "prompt_logprobs": self.prompt_logprobs,
             "return_token_ids": self.return_token_ids,
+            "tokens_as_ids": self.return_tokens_as_token_ids,
             "stop": self.stop,
             "n": self.n,
             "stream": self.stream,

@@ -15,7 +15,6 @@ _VLLM: NoOps = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "priority": (0,),
-    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
