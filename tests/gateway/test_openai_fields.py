@@ -23,6 +23,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
+
+
 def sent(gateway: Gateway, path: str = CHAT, **fields: Any) -> Call:
     """Return the Call of a chat or completion with these fields."""
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
@@ -91,6 +95,12 @@ def test_formats_reach_the_replica(gateway: Gateway) -> None:
         ({"tool_choice": "required"}, ToolUse((WEATHER, TIME), ("get-weather_2", "time"))),
         ({"parallel_tool_calls": False}, ToolUse((WEATHER, TIME), parallel=False)),
         ({"tool_choice": named("time")}, ToolUse((WEATHER, TIME), ("time",), parallel=False)),
+        ({"tool_choice": allowed("auto", "time")}, ToolUse((TIME,))),
+        ({"tool_choice": allowed("required", "time")}, ToolUse((TIME,), ("time",))),
+        (
+            {"tool_choice": allowed("required", "time", "get-weather_2")},
+            ToolUse((WEATHER, TIME), ("get-weather_2", "time")),
+        ),
     ],
 )
 def test_tools_reach_the_replica_as_they_were_written(
@@ -178,6 +188,10 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [named(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
     ({"tools": [TIME, TIME]}, "tools", "name of its own"),
     ({"tools": TOOLS, "tool_choice": named("other")}, "tool_choice", "one of the tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice", "of the tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "allowed_tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("none", "time")}, "tool_choice", "allowed_tools"),
+    ({"tool_choice": allowed("auto", "time")}, "tool_choice", "tools"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "name"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
@@ -233,7 +247,7 @@ def test_a_bad_value_of_a_completion_is_named(
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
         (COMPLETIONS, {"echo": True, "logprobs": 0, "stream": True}, "echo"),

@@ -19,7 +19,7 @@ R = TypeVar("R")
 class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
-    COUNT_TOKENS uses no engine: its answer is the number of the prompt's tokens.
+    COUNT_TOKENS and INPUT_TOKENS use no engine: the answer is the number of the prompt's tokens.
     """
 
     CHAT = "chat.completions"
@@ -27,6 +27,12 @@ class Endpoint(Enum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     COUNT_TOKENS = "messages/count_tokens"
+    INPUT_TOKENS = "responses/input_tokens"
+
+    @property
+    def counts(self) -> bool:
+        """Whether the answer is only the number of the prompt's tokens."""
+        return self in (Endpoint.COUNT_TOKENS, Endpoint.INPUT_TOKENS)
 
 
 class FormatKind(Enum):

@@ -58,7 +58,8 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     if most <= MOST:
         found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
         return found
-    pieces = [_operators("cpu").likeliest(logits, each, most) for each in wanted.split(_PIECE_ROWS)]
+    torchs, begins = _operators("cpu"), range(0, len(wanted), _PIECE_ROWS)
+    pieces = [torchs.likeliest(logits, wanted[at : at + _PIECE_ROWS], most) for at in begins]
     norms = torch.cat([piece.norms for piece in pieces])
     return LogprobRows(norms, torch.cat([piece.packed for piece in pieces]))
 

@@ -8,7 +8,7 @@ from lorikeet.gateway.body import NoOps
 
 STREAM_OPTIONS_NO_OPS: NoOps = {"include_obfuscation": (False,)}
 
-_VLLM: NoOps = {
+SAMPLING_NO_OPS: NoOps = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
@@ -22,7 +22,7 @@ _VLLM: NoOps = {
 }
 
 CHAT_NO_OPS: NoOps = {
-    **_VLLM,
+    **SAMPLING_NO_OPS,
     "add_special_tokens": (False,),  # the chat template adds special tokens
     "best_of": (1,),
     "documents": ([],),
@@ -32,4 +32,4 @@ CHAT_NO_OPS: NoOps = {
     "store": (False,),
 }
 
-COMPLETIONS_NO_OPS: NoOps = {**_VLLM, "add_special_tokens": (True,), "suffix": ("",)}
+COMPLETIONS_NO_OPS: NoOps = {**SAMPLING_NO_OPS, "add_special_tokens": (True,), "suffix": ("",)}
