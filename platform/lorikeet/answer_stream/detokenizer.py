@@ -49,7 +49,7 @@ class Vocabulary:
 
     @cached_property
     def by_id(self) -> "Vocabulary":
-        """The same vocabulary with tokens named by their ids: "token_id:17", as in vLLM."""
+        """Copy of the vocabulary that names tokens by their ids: "token_id:17", as in vLLM."""
         other = copy(self)
         other.named = lru_cache(_KEPT_NAMES)(
             lambda token: NamedToken(f"token_id:{token}", self.bytes_of(token))
