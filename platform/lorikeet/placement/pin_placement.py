@@ -112,9 +112,7 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version to its tenant's pin budget; return a Shortfall if too little is
-        left.
-        """
+        """Charge the version to its tenant's pin budget; return a Shortfall if it does not fit."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
@@ -132,9 +130,7 @@ class _Draft:
         return None
 
     def _place_version(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Place the version on as many replicas as its pin wants; return a Shortfall if it
-        cannot.
-        """
+        """Place the version on as many replicas as its pin wants, or return a Shortfall."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:

@@ -96,8 +96,7 @@ class DayReader(Generic[K]):
         self.marks, self.compacted = dict(content.marks), number
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
-        """Return the objects that follow each writer's mark without a gap, and whether there is a
-        gap.
+        """Return the objects after each writer's mark, up to a gap, and whether there is a gap.
 
         The mark of a writer is the number of its last object that was read.
         """
