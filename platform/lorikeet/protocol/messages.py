@@ -19,7 +19,7 @@ R = TypeVar("R")
 class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
-    COUNT_TOKENS uses no engine: its answer is the number of the prompt's tokens.
+    COUNT_TOKENS and INPUT_TOKENS use no engine: the answer is the number of the prompt's tokens.
     """
 
     CHAT = "chat.completions"
@@ -27,6 +27,12 @@ class Endpoint(Enum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     COUNT_TOKENS = "messages/count_tokens"
+    INPUT_TOKENS = "responses/input_tokens"
+
+    @property
+    def counts(self) -> bool:
+        """Whether the answer is only the number of the prompt's tokens."""
+        return self in (Endpoint.COUNT_TOKENS, Endpoint.INPUT_TOKENS)
 
 
 class FormatKind(Enum):
@@ -115,6 +121,7 @@ class Call:
     prompt_logprobs: alternatives in vLLM's field of this name; `sampling` has the maximum of these
         and of those for an echo.
     return_token_ids: the answer has token ids of prompts and choices.
+    tokens_as_ids: log probabilities name each token by its id, as "token_id:17".
     template_args: the client's variables for the chat template.
     template_defaults: variables for the chat template that the client did not set.
     thinking_shown: the answer includes the model's thinking.
@@ -149,6 +156,7 @@ class Call:
     echo: bool = False
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking_shown: bool = True

@@ -8,9 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
+from lorikeet.answer_stream.answer import Answer, refusal_of, token_count_body
 from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.anthropic_format import token_count_body
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -21,7 +20,6 @@ from lorikeet.placement import pressure
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     Refusal,
     SmokeResult,
@@ -116,7 +114,7 @@ class Replica:
         """
         try:
             stream = await self._response_streams.to(gateway)
-            if call.endpoint is Endpoint.COUNT_TOKENS:
+            if call.endpoint.counts:
                 await self._count_tokens(call, stream)
                 yield None
                 return
@@ -270,7 +268,7 @@ class Replica:
         tokens = await self._requests.count_tokens(call)
         ignored, status = self._encoder.ignored(call), self._feed.update()
         header = AnswerHeader(self.name, None, None, status, ignored=ignored)
-        answer = (header, FinalUsage(0, 0, 0), token_count_body(tokens))
+        answer = (header, FinalUsage(0, 0, 0), token_count_body(call.endpoint, tokens))
         stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import Unavailable
-from lorikeet.gateway.error_responses import error_response
+from lorikeet.gateway.error_responses import error_response, websocket_refusal
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ _ROUTES = "/-/routes"
 def middlewares() -> list[Middleware]:
     """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged."""
     return [
+        Middleware(NoWebSocketMiddleware),
         Middleware(KeyPacingMiddleware),
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
@@ -48,6 +49,18 @@ def middlewares() -> list[Middleware]:
         Middleware(HiddenRoutesMiddleware),
         Middleware(NoReadAheadMiddleware, in_gateway=_is_gateway()),
     ]
+
+
+class NoWebSocketMiddleware:
+    """Middleware that refuses WebSocket connections, before Serve forwards them to a gateway."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, unless it asks for a WebSocket."""
+        asks = scope["type"] == "websocket"
+        await (websocket_refusal(scope) if asks else self._app)(scope, receive, send)
 
 
 class KeyPacingMiddleware:

@@ -1,6 +1,6 @@
 """Tools of /v1/responses: functions, on their own or in namespaces. Other tools are left out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
@@ -11,8 +11,11 @@ from lorikeet.gateway.apis.fields import KIND, refuse_kind
 from lorikeet.gateway.apis.tools import (
     FUNCTIONS_ALONE,
     MAX_TOOLS,
+    AllowedTools,
+    Choice,
     Function,
     Mode,
+    NamedTool,
     Tool,
     refuse_long_json,
 )
@@ -97,15 +100,58 @@ class FunctionChoice(TypedDict):
     name: str
 
 
-def _parse_choice(value: object) -> str | FunctionChoice:
+class AllowedTool(TypedDict):
+    """Function that the model may call, or a namespace whose functions it may call."""
+
+    type: Literal["function", "namespace"]
+    name: str
+
+
+class AllowedChoice(TypedDict):
+    """Choice of several of the tools: the model gets no others.
+
+    mode: `required`: the model must call one of them.
+    """
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+def _parse_choice(value: object) -> str | FunctionChoice | AllowedChoice:
     match value:
         case "none" | "auto" | "required":
             return str(value)
         case {"type": "function", "name": str(name)}:
             return FunctionChoice(type="function", name=name)
-        case {"type": str(kind)} if kind != "function":
+        case {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": [{"type": str(first)}, *_] as tools,
+        }:
+            allowed = list(_allowed(tools))
+            if not allowed:
+                refuse_kind(first, ("function", "namespace"), FUNCTIONS_ALONE)
+                raise ValueError("want a function among the allowed tools")
+            return AllowedChoice(type="allowed_tools", mode=mode, tools=allowed)
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             refuse_kind(kind, (), FUNCTIONS_ALONE)
-    raise ValueError('want "none", "auto", "required" or {"type": "function", "name": "…"}')
+    raise ValueError(
+        'want "none", "auto", "required", {"type": "function", "name": "…"} or '
+        '{"type": "allowed_tools", "mode": "auto", "tools": […]}'
+    )
+
+
+def _allowed(tools: Sequence[object]) -> Iterator[AllowedTool]:
+    """Yield the functions and namespaces among allowed tools; others are not offered anyway."""
+    for tool in tools:
+        match tool:
+            case {"type": "function" | "namespace" as kind, "name": str(name)}:
+                yield AllowedTool(type=kind, name=name)
+            case {"type": str(kind)} if kind not in ("function", "namespace"):
+                continue
+            case _:
+                raise ValueError('want allowed tools of the form {"type": "function", "name": "…"}')
 
 
 ResponseTools = Annotated[
@@ -114,8 +160,8 @@ ResponseTools = Annotated[
     BeforeValidator(refuse_long_json),
 ]
 ResponseToolChoice = Annotated[
-    str | FunctionChoice,
-    PlainValidator(_parse_choice, json_schema_input_type=Mode | FunctionChoice),
+    str | FunctionChoice | AllowedChoice,
+    PlainValidator(_parse_choice, json_schema_input_type=Mode | FunctionChoice | AllowedChoice),
 ]
 
 
@@ -137,6 +183,25 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
         if isinstance(tool, OtherTool) and not functions:
             raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {FUNCTIONS_ALONE}")
     return functions
+
+
+def chat_choice(
+    choice: str | FunctionChoice | AllowedChoice | None, functions: Sequence[Tool]
+) -> Choice | None:
+    """Return the value of tool_choice in a chat request of OpenAI's API.
+
+    functions: the functions among the tools, as chat_tools returns them.
+    """
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice["type"] == "function":
+        return NamedTool(type="function", function={"name": choice["name"]})
+    names = list[str]()
+    for tool in choice["tools"]:
+        within = f"{tool['name']}."
+        inner = [f.function.name for f in functions if f.function.name.startswith(within)]
+        names += inner if tool["type"] == "namespace" and inner else [tool["name"]]
+    return AllowedTools(tuple(names), choice["mode"] == "required")
 
 
 def left_out(tools: Sequence[OfferedTool]) -> tuple[str, ...]:

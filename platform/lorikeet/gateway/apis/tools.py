@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
@@ -75,21 +75,65 @@ class NamedTool(TypedDict):
     function: NamedFunction
 
 
-def _parse_choice(value: object) -> str | NamedTool:
+class NamedTools(TypedDict):
+    """Tools that the model may call, and whether it must."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsParam(TypedDict):
+    """Choice of several of the tools, as a request says it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: NamedTools
+
+
+class AllowedTools(NamedTuple):
+    """Choice of several of the tools: the model gets no others.
+
+    names: names of these tools.
+    required: the model must call one of them.
+    """
+
+    names: tuple[str, ...]
+    required: bool
+
+
+Choice = str | NamedTool | AllowedTools
+
+
+def _parse_choice(value: object) -> Choice:
     if value in ("none", "auto", "required"):
         return str(value)
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedTool(type="function", function=NamedFunction(name=name))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed},
+        }:
+            return AllowedTools(tuple(map(_allowed_name, allowed)), mode == "required")
         case {"type": str(kind)}:
-            refuse_kind(kind, ("function",), FUNCTIONS_ALONE)
+            refuse_kind(kind, ("function", "allowed_tools"), FUNCTIONS_ALONE)
     raise ValueError(
-        'want "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}'
+        'want "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}'
     )
 
 
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": str(kind)}:
+            refuse_kind(kind, ("function",), FUNCTIONS_ALONE)
+    raise ValueError('want allowed tools of the form {"type": "function", "function": {"name": …}}')
+
+
 ToolChoice = Annotated[
-    str | NamedTool, PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool)
+    Choice,
+    PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool | AllowedToolsParam),
 ]
 Tools = Annotated[
     list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
@@ -148,9 +192,7 @@ def function_use(functions: Sequence[Function], choice: str | NamedTool | None) 
     return None if use is None else replace(use, functions=True)
 
 
-def check_choice(
-    tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
-) -> None:
+def check_choice(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> None:
     """Raise a validation error (body.misfit) unless tool_choice and parallel_tool_calls fit the
     tools.
 
@@ -158,7 +200,7 @@ def check_choice(
     parallel: value of parallel_tool_calls.
     """
     if not tools:
-        if choice == "required" or isinstance(choice, dict):
+        if choice == "required" or isinstance(choice, dict | AllowedTools):
             raise misfit("tool_choice", "want tools with it")
         if parallel is False:
             raise misfit("parallel_tool_calls", "want tools with it")
@@ -168,11 +210,11 @@ def check_choice(
         raise misfit("tools", "want a name of its own for each function")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
         raise misfit("tool_choice", "want the name of one of the tools")
+    if isinstance(choice, AllowedTools) and not names.issuperset(choice.names):
+        raise misfit("tool_choice", "want the names of some of the tools")
 
 
-def tool_use(
-    tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
-) -> ToolUse | None:
+def tool_use(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> ToolUse | None:
     """Return the tools of a chat and how the model may call them; None if it may call none.
 
     choice: parsed value of tool_choice, checked by check_choice.
@@ -180,6 +222,9 @@ def tool_use(
     """
     if not tools or choice == "none":
         return None
+    if isinstance(choice, AllowedTools):
+        tools = [tool for tool in tools if tool.function.name in choice.names]
+        choice = "required" if choice.required else "auto"
     shown = tuple(tool.model_dump(exclude_unset=True) for tool in tools)
     if isinstance(choice, dict):
         return ToolUse(shown, forced=(choice["function"]["name"],), parallel=False)
