@@ -257,7 +257,7 @@ class LimitStatus(NamedTuple):
 
 
 class RateLimited(LorikeetError):
-    """Limit of the tenant or the key that is reached."""
+    """Limit of the tenant or the key was reached."""
 
     code = "rate_limit_exceeded"
 
@@ -267,19 +267,19 @@ class RateLimited(LorikeetError):
 
 
 class InsufficientQuota(RateLimited):
-    """Budget of the month that is used up."""
+    """Budget of the month was used up."""
 
     code = "insufficient_quota"
 
 
 class Unavailable(LorikeetError):
-    """Service that cannot serve the request now."""
+    """Service cannot serve the request now."""
 
     code = "unavailable"
 
 
 class Overloaded(Unavailable):
-    """Service with too many requests."""
+    """Service has too many requests."""
 
     code = "overloaded"
 

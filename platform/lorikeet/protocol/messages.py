@@ -203,10 +203,10 @@ class FinalUsage:
 
     It is sent just before the last bytes, because clients disconnect after those.
 
-    prompt_tokens: each prompt counted once.
+    prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.
     completion_tokens: tokens of all choices.
-    timings: of each choice.
+    timings: engine times of each choice.
     reasoning_tokens: completion tokens of thinking.
     """
 
@@ -219,7 +219,7 @@ class FinalUsage:
 
 @dataclass(frozen=True, slots=True)
 class RunningUsage:
-    """Number of tokens of all choices of an unfinished answer until now.
+    """Number of tokens in all choices of an answer so far.
 
     Sent every few dozen tokens, even without bytes. For an answer that never completes, rate limits
     count its last RunningUsage.
@@ -246,7 +246,7 @@ class Refusal:
 
 
 class Cost(NamedTuple):
-    """Expected cost of a request at a replica by part, seconds.
+    """Parts of the expected cost of a request at a replica, in seconds.
 
     prefill_s: prefill of its own prompt.
     queue_s: wait for earlier prompts and for a slot in the batch.
@@ -268,7 +268,7 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, its adapter's tier, and the expected cost."""
+    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
 
     replica: R
     tier: Residency
@@ -279,7 +279,7 @@ class Candidate(NamedTuple, Generic[R]):
 class Attempt:
     """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
-    request_id: the call's id; a repetition at another replica adds the attempt's number.
+    request_id: the call's id; if the call was sent again, followed by the attempt's number.
     replica: None if no replica took the call.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
@@ -313,7 +313,7 @@ class SmokeTest:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Output of a model for a prompt."""
+    """Output of a model for one prompt of a smoke test."""
 
     token_ids: tuple[int, ...]
     text: str

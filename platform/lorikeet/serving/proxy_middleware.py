@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED_S = 60.0
-"""Seconds that a client has to read a message, plus its size / _LEAST_BYTES_PER_S."""
+"""Seconds that a client has to read a message; each _LEAST_BYTES_PER_S bytes of it add one."""
 _LEAST_BYTES_PER_S = 2**16
 START_INTERVAL_S = 0.002
 """Minimum time in seconds between the starts of two requests with the same API key."""
 MAX_WAITING = 1000
-"""Most requests with one API key that wait to start; more are refused."""
+"""Maximum number of requests with one API key that wait to start; more are refused."""
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
