@@ -162,6 +162,13 @@ class ServeEngineClient:
         """Return whether Serve has told this process of any replica of any base model."""
         return any(_fleet(handle).replicas for handle in self._handles.values())
 
+    def max_context(self, base_model: str) -> int | None:
+        """Return the most tokens of prompt plus output that all replicas of a base model take.
+
+        None: no replica has told this process.
+        """
+        return _fleet(self._handles[base_model]).max_context
+
     async def _answer(
         self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
     ) -> AsyncGenerator[StreamItem, None]:
