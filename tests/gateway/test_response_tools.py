@@ -113,6 +113,14 @@ def test_bad_allowed_tools_are_refused(unchanged: Gateway, allowed: list[Any], s
     assert says in error["message"]
 
 
+def test_deferred_functions_are_offered_since_tool_search_is_left_out(gateway: Gateway) -> None:
+    tools = [{"type": "tool_search"}, LOOK | {"defer_loading": True}]
+    asked = {"model": "tiny", "input": "hi", "tools": tools}
+    answer = gateway.post(RESPONSES, asked).raise_for_status()
+    assert gateway.engines.last.left_out == ("tool_search",)
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["look"]
+
+
 def test_codexs_client_metadata_has_no_effect(gateway: Gateway) -> None:
     said = {"session_id": "1", "x-codex-turn-metadata": json.dumps({"turn": "x" * 1000})}
     body = {"model": "tiny", "input": "hi", "client_metadata": said}

@@ -29,13 +29,13 @@ from lorikeet.gateway.apis.responses_tools import (
     ResponseTools,
     chat_choice,
     chat_tools,
-    left_out,
     repeated,
 )
 from lorikeet.gateway.apis.tools import (
     JsonSchema,
     ResponseFormat,
     check_choice,
+    left_out,
     refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported

@@ -1,13 +1,13 @@
 """Tools of /v1/responses: functions, on their own or in namespaces. Other tools are left out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
-from lorikeet.gateway.apis.fields import KIND, refuse_kind
+from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.apis.tools import (
     FUNCTIONS_ALONE,
     MAX_TOOLS,
@@ -16,10 +16,12 @@ from lorikeet.gateway.apis.tools import (
     Function,
     Mode,
     NamedTool,
+    OtherTool,
     Tool,
+    check_no_others,
     refuse_long_json,
 )
-from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.gateway.body import Body, NoOps, misfit
 
 
 def dotted(namespace: str | None, name: str) -> str:
@@ -36,11 +38,8 @@ class FunctionTool(Body):
     strict: constrain the arguments of calls to the parameters; absent means false.
     """
 
-    no_ops: ClassVar[NoOps] = {
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-        "defer_loading": (False,),
-    }
+    no_ops: ClassVar[NoOps] = {"allowed_callers": (["direct"],), "async": (False,)}
+    dropped: ClassVar[Collection[str]] = {"defer_loading"}  # tool_search is left out, so all load
     hints: ClassVar[dict[str, str]] = {"function": ": its name and parameters stand beside type"}
 
     type: Literal["function"]
@@ -68,17 +67,6 @@ class NamespaceTool(Body):
     name: FunctionName
     description: str | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class OtherTool(Body):
-    """Tool that is not supported, such as web_search, and is left out.
-
-    It is accepted only together with at least one function.
-    """
-
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
-
-    type: Annotated[str, Field(pattern=KIND)]
 
 
 OfferedTool = FunctionTool | NamespaceTool | OtherTool
@@ -179,9 +167,8 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
             functions.extend(inner.for_chat(tool.name) for inner in tool.tools)
     if len(functions) > MAX_TOOLS:
         raise misfit("tools", f"want at most {MAX_TOOLS} functions in all")
-    for index, tool in enumerate(tools):
-        if isinstance(tool, OtherTool) and not functions:
-            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {FUNCTIONS_ALONE}")
+    if not functions:
+        check_no_others(tools, FUNCTIONS_ALONE)
     return functions
 
 
@@ -202,11 +189,6 @@ def chat_choice(
         inner = [f.function.name for f in functions if f.function.name.startswith(within)]
         names += inner if tool["type"] == "namespace" and inner else [tool["name"]]
     return AllowedTools(tuple(names), choice["mode"] == "required")
-
-
-def left_out(tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-    """Return the types of the unsupported tools, which the model does not get."""
-    return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
 def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
-from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, json_text, misfit
+from lorikeet.gateway.apis.fields import KIND, refuse_kind
+from lorikeet.gateway.body import Body, json_text, misfit, unsupported
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
@@ -60,6 +60,32 @@ class Tool(Body):
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
         return data
+
+
+class OtherTool(Body):
+    """Tool of OpenAI's or Anthropic's that is not served, such as web_search, and is left out.
+
+    It is accepted only together with at least one tool that is served.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    type: Annotated[str, Field(pattern=KIND)]
+
+
+def check_no_others(tools: Sequence[object], instead: str) -> None:
+    """Raise a validation error (body.unsupported) that names the first OtherTool, if there is one.
+
+    instead: advice for the error.
+    """
+    for index, tool in enumerate(tools):
+        if isinstance(tool, OtherTool):
+            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {instead}")
+
+
+def left_out(tools: Sequence[object]) -> tuple[str, ...]:
+    """Return the types of the tools that are not served, which the model does not get."""
+    return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
 class NamedFunction(TypedDict):
