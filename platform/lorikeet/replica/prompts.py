@@ -126,6 +126,8 @@ class PromptEncoder:
 
         The whole text could take seconds and a gigabyte to tokenise, and the conversion of so many
         tokens to Python integers would hold the GIL and so block the replica's event loop.
+
+        param: name of the request's field that holds the text.
         """
         tokens = 0
         for at in range(0, len(text), _PART_CHARACTERS):

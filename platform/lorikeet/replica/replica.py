@@ -157,7 +157,10 @@ class Replica:
             return _refuse(error)
 
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies of base-model matrices differ from the model's own."""
+        """Return the modules whose copied matrices differ from the base model's own.
+
+        copies: matrices of the base model that an adapter carries along.
+        """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:

@@ -125,8 +125,9 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies differ from the base model, as one replica finds.
+        """Let a replica return the modules whose copied matrices differ from the base model's.
 
+        copies: matrices of the base model that an adapter carries along.
         Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
         """
         try:
