@@ -229,6 +229,21 @@ def test_versions_and_aliases_name_different_weights(gateway: Gateway) -> None:
     assert versions == {"": 1, "1": 1, "2": 2, "next": 2}
 
 
+def test_models_are_listed_with_their_context_length_the_tenants_own_first(
+    gateway: Gateway,
+) -> None:
+    gateway.register("acme/support", seed=1, shared=True)
+    gateway.register("globex/own", seed=2)
+    listed = gateway.request("GET", "/v1/models", gateway.keys["globex"]).json()["data"]
+    lengths = [(model["id"], model["max_model_len"]) for model in listed]
+    assert lengths[:2] == [("globex/own", 4096), ("acme/support", 4096)]
+    assert lengths[2:] == [("tiny", 4096), ("wider", None)]
+    gateway.admin("PATCH", "/tenants/acme", {"max_context": 1000})
+    for model in ("acme/support", "tiny", "wider"):
+        shown = gateway.request("GET", f"/v1/models/{model}", gateway.keys["acme"]).json()
+        assert shown["max_model_len"] == 1000
+
+
 def test_request_ids_are_the_servers_own(gateway: Gateway) -> None:
     key = {"authorization": f"Bearer {gateway.keys['acme']}", "x-request-id": "mine"}
     answer = httpx.get(f"{gateway.url}/v1/models", headers=key)

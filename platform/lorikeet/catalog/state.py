@@ -39,9 +39,9 @@ def partition_of(name: str) -> int:
 class Partition:
     """An immutable part of the state.
 
-    tenants: by name; as JSON until an entry changes the tenant.
-    keys: by id.
-    key_ids: by SHA-256 of the secret.
+    tenants: tenants by name; each as JSON until an entry changes it.
+    keys: keys by id.
+    key_ids: ids of keys by SHA-256 of the secret.
     shared: tenant and name of every shared adapter.
     admin_keys: ids of admins' keys that are valid and never expire.
     digest: SHA-256 of the partition's bytes in the store, None once it differs from them;
@@ -84,7 +84,7 @@ class CatalogState:
 
     Every method raises PartitionsNotRead if it needs an unread partition; `ask` of CatalogView or
     GatewayCatalogView reads the partition and asks again.
-    time: of the entry, Unix seconds.
+    time: time of entry `seq`, Unix seconds.
     """
 
     seq: int = 0
