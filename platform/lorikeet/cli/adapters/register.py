@@ -97,7 +97,12 @@ def _send(
     *,
     quiet: bool,
 ) -> tuple[str, str | None]:
-    """Pack a source into one file and upload it; return its digest, and its chat template's."""
+    """Pack a source into one file and upload it.
+
+    Returns the SHA-256 of the file, and that of the adapter's chat template or None.
+
+    about: tenant and base model, which the server checks before any byte is sent.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
