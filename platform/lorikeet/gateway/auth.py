@@ -112,6 +112,7 @@ class RequestAuthenticator:
     ) -> ResolvedModel:
         """Return the base model and adapter that `model` names for a tenant.
 
+        A name without a tenant is that of a base model, else of the tenant's own adapter.
         session: chooses between two versions that share an alias; None chooses the first.
 
         Raises UnknownModel, without distinguishing missing models from other tenants'; Unavailable
@@ -123,7 +124,8 @@ class RequestAuthenticator:
         def find(state: CatalogState) -> ResolvedModel:
             log = state
             if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
-                state = self._pushed.applied_to(state, model.partition("/")[0])
+                owner, named, _ = model.partition("/")
+                state = self._pushed.applied_to(state, owner if named else tenant)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
             is_recorded = state is log or _holds(log, ref)

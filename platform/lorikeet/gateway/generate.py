@@ -15,7 +15,7 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
@@ -25,7 +25,6 @@ from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     RunningUsage,
     StreamItem,
@@ -39,6 +38,7 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
@@ -265,7 +265,7 @@ def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObser
 
     hold: hold on these limits that admitted the request.
     """
-    if call.endpoint is Endpoint.COUNT_TOKENS:
+    if call.endpoint.counts:
         return CountObserver(hold)
     return RateLimitObserver(hold, call, base_model)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.error_shapes import ClientApi
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.services import Services
 
@@ -19,21 +19,32 @@ def model_routes(services: Services, authenticator: RequestAuthenticator) -> API
     """Return the routes that list a tenant's models and show one of them."""
     router = APIRouter(prefix="/v1/models")
 
+    def context_of(base_model: str, caller: Caller) -> int | None:
+        known = services.engines.max_context(base_model), caller.max_context
+        return min((tokens for tokens in known if tokens is not None), default=None)
+
     @router.get("")
     async def list_models(request: Request) -> dict[str, Any]:
-        tenant = await authenticator.tenant(request)
-        entries = [_base_entry(name) for name in services.base_models]
-        for record in await authenticator.visible_adapters(tenant.name):
-            entries += _adapter_entries(record)
+        caller = await authenticator.caller(request)
+        tenant = caller.tenant.name
+        records = await authenticator.visible_adapters(tenant)
+        # the tenant's own first and base models last, as some clients take the first model
+        ordered = sorted(records, key=lambda record: record.tenant != tenant)
+        entries = [entry for record in ordered for entry in _adapter_entries(record)]
+        entries += map(_base_entry, services.base_models)
+        lengths = {name: context_of(name, caller) for name in services.base_models}
+        for entry in entries:
+            entry["max_model_len"] = lengths.get(entry["parent"] or entry["id"])
         return _list(entries, client_api(request.scope))
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
-        tenant = await authenticator.tenant(request)
-        found = await authenticator.resolve_model(model, tenant.name)
+        caller = await authenticator.caller(request)
+        found = await authenticator.resolve_model(model, caller.tenant.name)
         entry = _base_entry(model)
         if (ref := found.adapter) is not None:
             entry = _entry(model, ref.tenant, found.created, found.base_model)
+        entry["max_model_len"] = context_of(found.base_model, caller)
         is_anthropics = client_api(request.scope) is ClientApi.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry
 
@@ -52,7 +63,9 @@ def _list(entries: list[dict[str, Any]], api: ClientApi) -> dict[str, Any]:
 def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
     created = datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
     named = {"type": "model", "id": entry["id"], "display_name": entry["id"]}
-    return named | {"created_at": created, "lifecycle": "active"}
+    length = entry["max_model_len"]
+    lengths = {"max_input_tokens": length, "max_tokens": length}
+    return named | {"created_at": created, "lifecycle": "active"} | lengths
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
