@@ -9,6 +9,7 @@ from starlette.requests import Request
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
@@ -174,12 +175,17 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place.
+    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place,
+    and the header's scheme may be Basic.
 
     Raises InvalidKey if the two headers have different keys.
     """
     authorization = request.headers.get("authorization")
-    api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
+    if scope is Scope.ADMIN:
+        return authorization
+    if authorization is not None:
+        authorization = as_bearer(authorization)
+    api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization
     if authorization is None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.error_responses import error_response, websocket_refusal
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,9 @@ class _KeyQueue(asyncio.Lock):
 def _key_of(scope: Scope) -> str:
     """Return the API key, read as gateway/auth.py does; empty if there is none."""
     first = dict(reversed(scope["headers"]))
-    key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
-    return key.decode("latin-1").strip()
+    authorization = as_bearer(first.get(b"authorization", b"").decode("latin-1"))
+    key = authorization.partition(" ")[2] or first.get(b"x-api-key", b"").decode("latin-1")
+    return key.strip()
 
 
 class UnreadAnswerMiddleware:
