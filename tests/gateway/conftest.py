@@ -17,8 +17,7 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.anthropic_format import token_count_body
+from lorikeet.answer_stream.answer import event_stream, token_count_body, whole_answer
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
@@ -277,9 +276,10 @@ class Played:
 async def repeat(call: Call) -> Items:
     """Replay an answer in which every choice is its prompt, word by word."""
     yield header(call)
-    if call.endpoint is Endpoint.COUNT_TOKENS:
+    if call.endpoint.counts:
         yield FinalUsage(0, 0, 0)
-        yield token_count_body(sum(len(m["content"].split()) for m in call.messages))
+        words = sum(len(m["content"].split()) for m in call.messages)
+        yield token_count_body(call.endpoint, words)
         return
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]

@@ -279,7 +279,7 @@ def test_fields_without_effect_are_accepted(gateway: Gateway) -> None:
         (chat(content=[{"type": "image_url"}]), "messages[0].content", "image_url"),  # type: ignore[arg-type]
         (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools[0]", "custom"),
         (chat(tools=[{"type": "web", "function": {"name": "f"}}]), "tools[0]", "web"),
-        (chat(tool_choice={"type": "allowed_tools"}), "tool_choice", "allowed_tools"),
+        (chat(tool_choice={"type": "custom"}), "tool_choice", "custom"),
     ],
 )
 def test_other_kinds_than_text_and_functions_are_refused_by_name(

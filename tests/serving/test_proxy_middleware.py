@@ -13,6 +13,7 @@ from ray.serve._private.http_util import (
     parse_session_id_header,
 )
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.serving import proxy_middleware
@@ -36,6 +37,22 @@ def answer(
             return await client.request(method, path, headers=encoded)  # type: ignore[arg-type]
 
     return asyncio.run(ask())
+
+
+def test_a_websocket_is_refused_by_426_before_serve_sees_it() -> None:
+    """Codex sends its requests over HTTP at once on 426, and after seven attempts otherwise."""
+
+    async def serve_fails(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("Serve was asked")
+
+    app: ASGIApp = serve_fails
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    with pytest.raises(WebSocketDenialResponse) as refused:
+        TestClient(app).websocket_connect("/v1/responses").__enter__()
+    assert refused.value.status_code == 426
+    assert refused.value.json()["error"]["code"] == "upgrade_required"
+    assert "HTTP" in refused.value.json()["error"]["message"]
 
 
 def serve_says(status: int, text: str, *headers: tuple[bytes, bytes]) -> ASGIApp:

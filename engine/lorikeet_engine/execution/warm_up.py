@@ -148,7 +148,7 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
     logprobs = LogprobReadback(logits, counts) if counts else None
     tokens = sampler.sample(logits, rows, ProcessedLogprobs(counts) if counts else None)
     if logprobs is not None:
-        logprobs.download(logits, tokens)
+        logprobs.download(logits, tokens, ranked=True)
     for row in rows:
         if row.slot is not None:
             row.slot.release()

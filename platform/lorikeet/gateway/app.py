@@ -21,6 +21,7 @@ from lorikeet.gateway.error_responses import (
     add_error_handlers,
     client_api,
     internal_error_response,
+    websocket_refusal,
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
@@ -169,7 +170,8 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Set the request's id and pass the request on to the application."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            app = websocket_refusal(scope) if scope["type"] == "websocket" else self._app
+            await app(scope, receive, send)
             return
         request_id = scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
         started = False

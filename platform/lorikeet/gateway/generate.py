@@ -15,7 +15,7 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
@@ -25,7 +25,6 @@ from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     RunningUsage,
     StreamItem,
@@ -40,6 +39,7 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
@@ -155,7 +155,7 @@ class GenerateEndpoint:
         """
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
-        if self._schema is CountTokensRequest:
+        if self._schema in (CountTokensRequest, InputTokensRequest):
             self._reads.count(caller.tenant.name, 1 + len(received) / _BYTES_OF_READ)
         hold.body_is_here()  # before a large body waits for its tenant's parse lock
         body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
@@ -272,7 +272,7 @@ def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObser
 
     hold: hold on these limits that admitted the request.
     """
-    if call.endpoint is Endpoint.COUNT_TOKENS:
+    if call.endpoint.counts:
         return CountObserver(hold)
     return RateLimitObserver(hold, call, base_model)
 

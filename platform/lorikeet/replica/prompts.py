@@ -30,12 +30,12 @@ _TEMPLATE_ERRORS = (
 )
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""Bytes for each token of the context up to which a text is tokenised without a length check.
+"""Bytes per token of the context up to which a text is tokenised without a length check.
 
 Such a text may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Characters of each part in the check of long texts, and tokens that a cut may add to a part."""
+"""Characters of a part in the length check of long texts, and limit on tokens that a cut adds."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -90,7 +90,7 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return whether thinking may come before the answer to a call, or has begun in a prompt.
+        """Return whether thinking may begin a call's answer, or has begun in its prompt.
 
         prompts: token ids of each prompt.
         """
@@ -152,7 +152,7 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _syntax(self) -> ToolSyntax | None:
-        """Return the model's syntax of tool calls; None if its template renders no tools."""
+        """Return the model's syntax of tool calls; None if its chat template renders no tools."""
         if self._tokenizer.chat_template is None:
             return None
         try:
@@ -227,14 +227,19 @@ class PromptEncoder:
         return str(text)
 
     def _xml_tools(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the tools under the name that SmolLM 3's template uses for them."""
+        """Return the tools as the template variable `xml_tools`, which SmolLM 3's template uses.
+
+        Returns {} without tools or for another template.
+        """
         if not tools or "xml_tools" not in self._variables:
             return {}
         return {"xml_tools": [tool["function"] for tool in tools]}
 
 
 def _processor_template(model: Path) -> str | None:
-    """Return the template in chat_template.json, as older vision-language folders have it."""
+    """Return the template in chat_template.json, a file of older vision-language models, or
+    None.
+    """
     file = model / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.exists() else None
 
@@ -253,6 +258,6 @@ def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
 
 
 def _names_in(templates: Sequence[str]) -> frozenset[str]:
-    """Return all names in chat templates."""
+    """Return all names, such as variables, that occur in chat templates."""
     lexed = (token for text in templates for token in Environment().lex(text))
     return frozenset(value for _, kind, value in lexed if kind == "name")

@@ -46,8 +46,8 @@ class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: the model's thinking before the answer.
-    tried_grammar: the request's grammar without thinking; None if the answer is unconstrained. The
-        sandbox tries this one, because after free text a grammar's cost does not show at once.
+    tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
+        a grammar's cost does not show at once. None if the answer is unconstrained.
     echoes: the prompts as the answer repeats them.
     """
 
@@ -113,7 +113,7 @@ class RequestBuilder:
     async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
         """Try a grammar in the sandbox; return the request with the queue time that remains.
 
-        Raises like GrammarSandbox.check.
+        Raises the errors of GrammarSandbox.check.
         """
         began_s = time.monotonic()
         await self._grammars.check(call, grammar)
@@ -159,11 +159,12 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return how many tokens each choice may have: the context less the longest prompt.
+    """Return the limit on each choice's tokens: the context without the longest prompt, at least 1.
 
-    The result is at least 1. Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the
-    context limit set for the tenant or key. The engine itself refuses what exceeds its own context.
+    Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the context limit set for the
+    tenant or key. The engine itself refuses a request that exceeds its own context.
 
+    prompts: token ids of each prompt.
     engine_context: the engine's longest sequence, tokens.
     """
     longest = max(map(len, prompts))
@@ -211,8 +212,8 @@ def check_echo(call: Call, echoes: PromptEchoes) -> None:
 def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     """Return the number of log probabilities of prompt tokens in an answer's body.
 
-    Raises InvalidInput if these do not fit one body together with those of the first token of each
-    choice.
+    Raises InvalidInput if the body cannot hold them together with the log probabilities of each
+    choice's first token.
     """
     logprobs, of_prompt = call.sampling.logprobs, call.prompt_logprobs
     each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
@@ -230,14 +231,13 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the number of tokens of each choice whose log probabilities fit one body.
+    """Return the number of tokens of each choice whose log probabilities fit into one body.
 
     The result is `limit` for a streamed chat or completion, and without logprobs. Raises
-    InvalidInput
-    if the request's max_tokens does not fit.
+    InvalidInput if the request's max_tokens does not fit.
 
     choices: number of choices.
-    limit: number of tokens of a choice that other limits allow.
+    limit: limit on each choice's tokens from other causes.
     prompt_logprobs: number of log probabilities of prompt tokens in the same body.
     """
     logprobs = call.sampling.logprobs

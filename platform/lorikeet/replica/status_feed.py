@@ -11,7 +11,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus
 
 FEED_S = 60.0
-"""Approximate seconds that a subscription lasts.
+"""Approximate seconds that a gateway's subscription lasts before the gateway renews it.
 
 A subscription that ends by itself never delays shutdown.
 """
@@ -24,7 +24,7 @@ _SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 class _Subscriber:
     """Subscription of one gateway to a replica's status.
 
-    moved: adapters' tiers that changed since the last update, by digest.
+    moved: new tiers, by digest, of the adapters whose tier changed since the last update.
     woken: set when the status has changed.
     """
 
@@ -71,9 +71,10 @@ class StatusFeed:
         return replace(self.update(), costs=self._status.costs)
 
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:
-        """Yield a snapshot of all adapters' tiers, then changes as they come, else heartbeats.
+        """Yield a snapshot of all adapters' tiers, then changes as they come, for `lasting_s`.
 
-        A slow subscriber gets fewer updates with more changes in each.
+        Without changes a heartbeat comes every HEARTBEAT_S. A slow subscriber gets fewer updates
+        with more changes in each.
         """
         subscriber = _Subscriber()
         self._subscribers.add(subscriber)

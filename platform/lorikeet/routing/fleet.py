@@ -98,7 +98,7 @@ class Fleet:
     ) -> None:
         """Apply a replica's status update.
 
-        age_s: age that its live stats may have, seconds.
+        age_s: assumed age of its live stats, seconds.
         """
         with self._lock:
             known = self._replicas.get(replica)
@@ -213,7 +213,7 @@ class Fleet:
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def has_in_flight(self, replica: str) -> bool:
-        """Return whether a request to this replica has not ended, even if the replica is gone."""
+        """Return whether any request to this replica has not ended, even if the replica is gone."""
         with self._lock:
             return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 

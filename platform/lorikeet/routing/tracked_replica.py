@@ -64,7 +64,7 @@ class InFlightRequest:
 
     @property
     def seen(self) -> int:
-        """`seen_tokens` of the uncached prompt tokens."""
+        """Sum of the tokens that each uncached prompt token attends to; see `seen_tokens`."""
         return seen_tokens(self.tokens, self.request.work.prompt_tokens - self.tokens)
 
     @property
@@ -98,7 +98,7 @@ class TrackedReplica:
     def apply(self, update: StatusUpdate, now_s: float, age_s: float) -> bool:
         """Apply a status update and return True; return False if a newer one came before.
 
-        age_s: age that the stats may have at now_s, seconds.
+        age_s: assumed age of the stats at now_s, seconds.
         """
         if self._update is not None and update.seq <= self._update.seq:
             return False
@@ -136,7 +136,7 @@ class TrackedReplica:
             self._ranks -= 0 if self.decoding[sent.request.digest] else sent.request.work.rank
 
     def pause_fetches(self, now_s: float) -> None:
-        """Expect no fetch of an adapter from the replica for FETCH_PAUSE_S, after one failed."""
+        """Make the replica rank last for adapters that it lacks, for FETCH_PAUSE_S from now."""
         self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
     def can_fetch(self, now_s: float) -> bool:
@@ -204,7 +204,7 @@ class TrackedReplica:
         )
 
     def _queue_share(self, tenant: str | None) -> float:
-        """Return the share of waiting tokens that is served before one more request of a tenant.
+        """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
         The engine serves the tenant that has had the fewest tokens. So of every other tenant's
         queue, about as many tokens go first as the tenant has waiting itself. Other gateways'

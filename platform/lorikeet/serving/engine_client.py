@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""Seconds without a new item, after its call has ended, until an answer counts as lost."""
+"""Seconds without a new item, once its call has ended, after which an answer counts as lost."""
 
 
 class ServeEngineClient:
@@ -247,9 +247,9 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """Return the record of one attempt.
+    """Return the record of one attempt, that is one replica's try at a request.
 
-    sent_s: when the call was sent, by time.monotonic.
+    sent_s: time when the call was sent, by time.monotonic.
     failure: error message; None: the replica has begun to answer.
     """
     decision, now_s = fleet.decision(request_id), time.monotonic()

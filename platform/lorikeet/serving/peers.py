@@ -23,7 +23,7 @@ class ServePeers(Peers):
 
     app: name of the Serve application.
     deployment: name of the gateways' deployment.
-    name: name of this gateway, which is asked too but gives its own poll no answer.
+    name: name of this gateway, which its own poll reaches too but gets no answer from.
     """
 
     def __init__(self, app: str, deployment: str, name: str) -> None:

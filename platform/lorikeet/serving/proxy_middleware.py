@@ -22,7 +22,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import InvalidInput, Unavailable
-from lorikeet.gateway.error_responses import error_response
+from lorikeet.gateway.error_responses import error_response, websocket_refusal
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED_S = 60.0
-"""Seconds that a client has to read a message, plus its size / _LEAST_BYTES_PER_S."""
+"""Seconds that a client has to read a message; each _LEAST_BYTES_PER_S bytes of it add one."""
 _LEAST_BYTES_PER_S = 2**16
 START_INTERVAL_S = 0.002
 """Minimum time in seconds between the starts of two requests with the same API key."""
 MAX_WAITING = 1000
-"""Most requests with one API key that wait to start; more are refused."""
+"""Maximum number of requests with one API key that wait to start; more are refused."""
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
@@ -60,6 +60,7 @@ def middlewares() -> list[Middleware]:
     protocol = BoundedHttpProtocol
     HTTP_PROTOCOLS["auto"] = f"{protocol.__module__}:{protocol.__qualname__}"
     return [
+        Middleware(NoWebSocketMiddleware),
         Middleware(KeyPacingMiddleware),
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
@@ -68,6 +69,18 @@ def middlewares() -> list[Middleware]:
         Middleware(NoReadAheadMiddleware, in_gateway=_is_gateway()),
         Middleware(HeaderEncodingMiddleware),
     ]
+
+
+class NoWebSocketMiddleware:
+    """Middleware that refuses WebSocket connections, before Serve forwards them to a gateway."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, unless it asks for a WebSocket."""
+        asks = scope["type"] == "websocket"
+        await (websocket_refusal(scope) if asks else self._app)(scope, receive, send)
 
 
 class KeyPacingMiddleware:

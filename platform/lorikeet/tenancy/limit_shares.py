@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
-"""Least share, as a fraction of the even share."""
+"""Smallest share of a gateway, as a fraction of the even share (1/N for N gateways)."""
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
@@ -35,9 +35,9 @@ class Subject(NamedTuple):
 
 
 class ShareClaim(NamedTuple):
-    """A gateway's statement on one subject.
+    """A gateway's demand for the limits of one tenant or key, and its claim to a part of them.
 
-    demand: recent and running requests.
+    demand: number of its running requests, plus recent ones, decayed.
     share: fraction of the limits that the gateway claims.
     running: running requests.
     """
@@ -146,7 +146,11 @@ class LimitShares:
         return max(0.0, now - since)
 
     def claim(self, now: float) -> GatewayClaims:
-        """Begin a round: return this gateway's claims, by its demand."""
+        """Begin a round: return this gateway's claims.
+
+        A claim is the share that the gateway's demand justifies, or its present share if that is
+        larger.
+        """
         self._forget(now)
         for subject, own in self._own.items():
             own.claimed = max(own.share, self._target(subject, own, now))
@@ -177,8 +181,7 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return the share of the subject's limits that this gateway's part of all demand
-        justifies.
+        """Return the share of a subject's limits that this gateway's part of all demand justifies.
 
         The result is at least FLOOR of the even share.
         """

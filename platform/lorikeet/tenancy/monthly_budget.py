@@ -28,7 +28,7 @@ class MonthlyBudget:
     Tokens that other gateways have settled since the last read are unknown here. Single event loop,
     except `read`, which runs in a thread. Every `now` is in Unix seconds.
     recorded: source of recorded usage; None if usage is not recorded.
-    unseen_s: seconds; a read may miss usage that was settled less than this long before it.
+    unseen_s: age in seconds up to which settled tokens may be missing from recorded usage.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:

@@ -14,7 +14,7 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor of max_requests: requests of one tenant whose bodies still arrive may take 1/2 of it."""
+"""Divisor of max_requests: one tenant's requests whose bodies still arrive may take 1/2 of it."""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -163,7 +163,8 @@ class RateLimiter:
     ) -> None:
         """Start without requests.
 
-        max_requests: most requests of all tenants that the gateway carries at once; None: no bound.
+        max_requests: limit on the requests of all tenants that the gateway carries at once; None:
+            no limit.
         clock: monotonic seconds.
         wall: Unix seconds.
         max_running: by base model, as QueueTimeEstimator takes it.
@@ -318,7 +319,10 @@ class RateLimitHold:
             limits.count_bytes(size, now)
 
     def reserve(self, tokens: int, base_model: str) -> None:
-        """Reserve tokens and begin to wait. Raises Overloaded, RateLimited."""
+        """Reserve tokens, and begin to wait for the first token.
+
+        Raises RateLimited beyond a token limit, Overloaded if the estimated queue time is too long.
+        """
         self._refuse_over_limits(0, tokens)
         now = self._limiter.clock()
         self._queue_time = self._limiter.queue_time(base_model)
@@ -403,7 +407,10 @@ def _changed(
     share: float,
     now: float,
 ) -> TokenBucket | None:
-    """Return the bucket with these values: changed, made if missing, None without a limit."""
+    """Return a token bucket with these values: `bucket` changed, or a new one if it is None.
+
+    Returns None if `per_min` is None: no limit.
+    """
     if per_min is None:
         return None
     if bucket is None:

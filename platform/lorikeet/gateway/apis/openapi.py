@@ -15,11 +15,14 @@ from lorikeet.error_shapes import MESSAGES
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
 
 _REF = "#/components/schemas/{model}"
-_REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
+_REQUESTS = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
+    *(MessagesRequest, CountTokensRequest),
+)
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
     "401": "The key is missing or unknown.",
@@ -107,6 +110,9 @@ def _generating() -> dict[str, Any]:
         "/v1/chat/completions": _generate("Answer a chat", "ChatRequest"),
         "/v1/completions": _generate("Continue prompts", "CompletionRequest"),
         "/v1/responses": _generate("Answer with a response", "ResponsesRequest"),
+        "/v1/responses/input_tokens": _generate(
+            "Count the tokens of a response's prompt", "InputTokensRequest", _JSON
+        ),
         MESSAGES: _generate("Answer with a message", "MessagesRequest", errors=messages),
         f"{MESSAGES}/count_tokens": _generate(
             "Count the tokens of a message's prompt", "CountTokensRequest", _JSON, messages

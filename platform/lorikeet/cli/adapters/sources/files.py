@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
-"""Any of these marks a folder as an adapter's. Shards are named in the index."""
+"""Files that mark a folder as an adapter's: any one suffices. The index names the shards."""
 MAX_SOURCE_BYTES = 8 << 30
 _MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
 _PICKLE = "adapter_model.bin"
