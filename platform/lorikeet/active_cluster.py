@@ -133,7 +133,10 @@ def _name_cluster(
 
 
 def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> None:
-    """Log a failed update of an object, with the remedy."""
+    """Log a failed update of a Kubernetes object; say what to do if the API cannot be reached.
+
+    path: the object, as in its URL.
+    """
     problem = f"{type(error).__name__}: {error}"
     if isinstance(error, httpx.ConnectTimeout):
         problem = (

@@ -245,6 +245,9 @@ class ReplayEngines:
         adapter = held(ref, Residency.GPU, 64, leases=2, pinned=True)
         return [ReplicaReport("r0", "tiny", status, (adapter,))]
 
+    def max_context(self, base_model: str) -> int | None:
+        return 4096 if base_model == "tiny" else None
+
     def ready(self) -> bool:
         return self.serves
 

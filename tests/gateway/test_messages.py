@@ -608,10 +608,12 @@ def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
 def test_models_are_listed_in_the_shape_of_the_clients_api(unchanged: Gateway) -> None:
     client = unchanged.anthropic()
     page = client.models.list()
-    assert [model.id for model in page] == ["tiny", "wider", MODEL]
+    assert [model.id for model in page] == [MODEL, "tiny", "wider"]
     assert not page.has_next_page()
+    assert [model.max_input_tokens for model in page] == [4096, 4096, None]
     model = client.models.retrieve(MODEL)
     assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert model.max_input_tokens == 4096
     assert model.created_at.timestamp() > 1_600_000_000
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("globex/nothing")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 
 import httpx
@@ -220,10 +221,11 @@ def test_requests_with_different_keys_do_not_wait_for_each_other(
     [
         [(b"authorization", b"Bearer   one ")],
         [(b"x-api-key", b"one")],
+        [(b"authorization", b"Basic " + b64encode(b"any:one"))],
         [(b"authorization", b"Bearer one"), (b"x-api-key", b"two")],
         [(b"authorization", b"Bearer one"), (b"authorization", b"Bearer two")],
     ],
-    ids=["spaces", "x-api-key", "both", "twice"],
+    ids=["spaces", "x-api-key", "basic", "both", "twice"],
 )
 def test_requests_with_a_key_start_an_interval_apart_in_either_header(as_well: Headers) -> None:
     began_s = time.monotonic()

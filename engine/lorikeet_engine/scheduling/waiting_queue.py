@@ -1,7 +1,7 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
 WaitingQueue keeps one queue per tenant. FairOrder merges the queues: the next sequence is always of
-the tenant with the least virtual counter (fairness.py).
+the tenant with the smallest virtual counter (fairness.py).
 """
 
 from bisect import bisect_left, insort
@@ -16,8 +16,8 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 class WaitingQueue:
     """Waiting sequences, in one queue per tenant.
 
-    A tenant's preempted sequences come first, then others by priority, then by arrival. One thread
-    changes the queue; any thread may count and iterate.
+    A tenant's preempted sequences come first; then its other sequences, by priority and then by
+    arrival. One thread changes the queue; any thread may count and iterate.
 
     counters: virtual token counters of the tenants.
     """
@@ -34,7 +34,7 @@ class WaitingQueue:
         return chain.from_iterable(map(list, list(self._queues.values())))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and count the tenant among the waiting ones."""
+        """Add a sequence to its tenant's queue, and the tenant to the waiting ones."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
@@ -78,16 +78,21 @@ class WaitingQueue:
         return FairOrder(queues, is_blocked, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Stop counting tenants as waiting that had no sequence to serve: they gain no credit."""
+        """Remove tenants that had no sequence to serve from the waiting ones, so that they gain no
+        credit.
+
+        counters: the tenants' counters.
+        """
         for counter in counters:
             self._counters.stop_waiting(counter)
 
 
 class FairOrder:
-    """Iterator over sequences in fair order; the tenant with the least counter is always next.
+    """Iterator over sequences in fair order: the next is of the tenant with the smallest counter.
 
-    Counters may change during the iteration. O(tenants) at first, then O(log tenants) for each
-    sequence.
+    Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
+    for
+    each sequence.
 
     queues: each tenant's sequences, in order; none is empty.
     is_blocked: returns whether to skip a sequence.

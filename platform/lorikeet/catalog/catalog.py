@@ -349,8 +349,9 @@ class AdapterCatalog:
         question: Callable[[CatalogState, CatalogState], T],
         **options: Unpack[PinOptions],
     ) -> T:
-        """Ask a question about the states before and after a pin, without making the pin.
+        """Answer a question about the states before and after a pin, without making the pin.
 
+        question: called with the state now and the state that the pin would produce.
         Raises the errors of `pin`.
         """
         now = self._clock()

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
@@ -108,6 +109,7 @@ class RequestAuthenticator:
     ) -> ResolvedModel:
         """Return the base model and adapter that `model` names for a tenant.
 
+        A name without a tenant is that of a base model, else of the tenant's own adapter.
         session: chooses between two versions that share an alias; None chooses the first.
 
         Raises UnknownModel, without distinguishing missing models from other tenants'; Unavailable
@@ -119,7 +121,8 @@ class RequestAuthenticator:
         def find(state: CatalogState) -> ResolvedModel:
             log = state
             if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
-                state = self._pushed.applied_to(state, model.partition("/")[0])
+                owner, named, _ = model.partition("/")
+                state = self._pushed.applied_to(state, owner if named else tenant)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
             is_recorded = state is log or _holds(log, ref)
@@ -168,12 +171,17 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place.
+    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place,
+    and the header's scheme may be Basic.
 
     Raises InvalidKey if the two headers have different keys.
     """
     authorization = request.headers.get("authorization")
-    api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
+    if scope is Scope.ADMIN:
+        return authorization
+    if authorization is not None:
+        authorization = as_bearer(authorization)
+    api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization
     if authorization is None:

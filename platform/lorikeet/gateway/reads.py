@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import Request
 
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.tenancy.read_limiter import ReadLimiter
 
 
@@ -19,13 +19,13 @@ class TenantReads:
         self._authenticator, self.limiter = authenticator, limiter
 
     @asynccontextmanager
-    async def admitted(self, request: Request, reads: float = 1.0) -> AsyncGenerator[str, None]:
-        """Count a request as running within the context; yield its tenant's name.
+    async def admitted(self, request: Request, reads: float = 1.0) -> AsyncGenerator[Caller, None]:
+        """Count a request as running within the context; yield its tenant and key.
 
         reads: cost of the request, as ReadLimiter.count takes it.
 
         Raises InvalidKey, Forbidden, Unavailable, RateLimited.
         """
-        tenant = (await self._authenticator.caller(request)).tenant.name
-        with self.limiter.reading(tenant, reads):
-            yield tenant
+        caller = await self._authenticator.caller(request)
+        with self.limiter.reading(caller.tenant.name, reads):
+            yield caller

@@ -88,7 +88,7 @@ class Replica:
         self._engine = EngineProcessClient(
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
-        self._feed = StatusFeed(self._engine.status)
+        self._feed = StatusFeed(self._engine.status, self._engine.info.max_context)
         self._pushed = PushedAdapters(
             settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
         )
@@ -128,7 +128,7 @@ class Replica:
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    ignored, status = encoder.ignored(call), self._feed.update()
+                    ignored, status = encoded.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
             yield None
@@ -157,7 +157,10 @@ class Replica:
             return _refuse(error)
 
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies of base-model matrices differ from the model's own."""
+        """Return the modules whose copied matrices differ from the base model's own.
+
+        copies: matrices of the base model that an adapter carries along.
+        """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:

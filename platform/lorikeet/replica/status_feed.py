@@ -35,12 +35,13 @@ class _Subscriber:
 class StatusFeed:
     """Feed of the engine's status to any number of subscribers. For one event loop."""
 
-    def __init__(self, status: EngineStatus) -> None:
+    def __init__(self, status: EngineStatus, max_context: int | None = None) -> None:
         """Begin with a first status of the engine.
 
         status: the first status, whose `moved` is ignored: `post` brings adapters' tiers.
+        max_context: most tokens of prompt plus output that the engine takes.
         """
-        self._status = status
+        self._status, self._max_context = status, max_context
         self._held: dict[str, Residency] = {}
         self._subscribers: set[_Subscriber] = set()
         self._seq = 0
@@ -67,8 +68,8 @@ class StatusFeed:
         return StatusUpdate(self._seq, self._status.live)
 
     def update_with_costs(self) -> StatusUpdate:
-        """Return the current live stats and the measured costs."""
-        return replace(self.update(), costs=self._status.costs)
+        """Return the current live stats, the measured costs and the longest context."""
+        return self._with_costs(self.update())
 
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:
         """Yield a snapshot of all adapters' tiers, then changes as they come, for `lasting_s`.
@@ -100,9 +101,12 @@ class StatusFeed:
             for _ in range(0, max(1, len(self._held)), _SNAPSHOT_PART)
         ]
         updates = [replace(self.update(), moved=part) for part in parts]
-        updates[0] = replace(updates[0], begins_snapshot=True, costs=self._status.costs)
+        updates[0] = replace(self._with_costs(updates[0]), begins_snapshot=True)
         updates[-1] = replace(updates[-1], ends_snapshot=True)
         return updates
+
+    def _with_costs(self, update: StatusUpdate) -> StatusUpdate:
+        return replace(update, costs=self._status.costs, max_context=self._max_context)
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:

@@ -78,6 +78,13 @@ class Fleet:
         """Replicas that are not lost; all replicas if all are lost."""
         return self._usable
 
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens of prompt plus output that all replicas take; None: no replica has told."""
+        with self._lock:
+            told = [replica.max_context for replica in self._replicas.values()]
+        return min((tokens for tokens in told if tokens is not None), default=None)
+
     def set_replicas(self, replicas: Iterable[str]) -> None:
         """Replace the list of existing replicas by Serve's."""
         with self._lock:

@@ -78,12 +78,14 @@ class TrackedReplica:
 
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
+    max_context: most tokens of prompt plus output, as reported; None: not reported yet.
     decoding: this gateway's decoding requests, by adapter digest.
     """
 
     def __init__(self, name: str, costs: CostCoefficients) -> None:
         self.name, self.costs = name, costs
         self.measured: MeasuredCosts | None = None
+        self.max_context: int | None = None
         self.decoding: Counter[str] = Counter()
         self._update: StatusUpdate | None = None  # the newest
         self._updated_s = 0.0
@@ -105,6 +107,8 @@ class TrackedReplica:
         self._update, self._updated_s = update, now_s
         if update.costs is not None:
             self.measured = update.costs
+        if update.max_context is not None:
+            self.max_context = update.max_context
         while self._unreported and (oldest := next(iter(self._unreported))).sent_s <= now_s - age_s:
             self._mark_reported(oldest)
         return True

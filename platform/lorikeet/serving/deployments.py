@@ -220,7 +220,7 @@ class Gateway:
             self._admin_listener = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """Answer another gateway's question."""
+        """Return the answer to another gateway's question; see `ServePeers.answer_peer`."""
         return await self._peers.answer_peer(asker, question, *arguments)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -125,8 +125,9 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies differ from the base model, as one replica finds.
+        """Let a replica return the modules whose copied matrices differ from the base model's.
 
+        copies: matrices of the base model that an adapter carries along.
         Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
         """
         try:
@@ -161,6 +162,13 @@ class ServeEngineClient:
     def ready(self) -> bool:
         """Return whether Serve has told this process of any replica of any base model."""
         return any(_fleet(handle).replicas for handle in self._handles.values())
+
+    def max_context(self, base_model: str) -> int | None:
+        """Return the most tokens of prompt plus output that all replicas of a base model take.
+
+        None: no replica has told this process.
+        """
+        return _fleet(self._handles[base_model]).max_context
 
     async def _answer(
         self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call

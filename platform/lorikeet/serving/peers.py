@@ -32,7 +32,12 @@ class ServePeers(Peers):
         self._handle: DeploymentHandle[Any] | None = None
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """Return this gateway's answer in a list, or an empty list if this gateway asked."""
+        """Return this gateway's answer in a list, or an empty list if this gateway asked.
+
+        asker: name of the gateway that asks.
+        question: name under which the question's handler is registered.
+        arguments: arguments of the handler.
+        """
         return [] if asker == self._name else [await self.answer(question, *arguments)]
 
     async def poll(self, question: str, *arguments: Any) -> Poll:

@@ -22,6 +22,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.errors import InvalidInput, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.error_responses import error_response, websocket_refusal
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 
@@ -123,8 +124,9 @@ class _KeyQueue(asyncio.Lock):
 def _key_of(scope: Scope) -> str:
     """Return the API key, read as gateway/auth.py does; empty if there is none."""
     first = dict(reversed(scope["headers"]))
-    key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
-    return key.decode("latin-1").strip()
+    authorization = as_bearer(first.get(b"authorization", b"").decode("latin-1"))
+    key = authorization.partition(" ")[2] or first.get(b"x-api-key", b"").decode("latin-1")
+    return key.strip()
 
 
 class UnreadAnswerMiddleware:

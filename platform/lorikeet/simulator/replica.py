@@ -129,7 +129,10 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """Handle the next event: a sequence's last token, or the end of a step."""
+        """Handle the next event: a sequence's last token, or the end of a step.
+
+        number: number of the scheduled event; an outdated one is ignored.
+        """
         if number != self._next_step:
             return  # rescheduled meanwhile
         self._advance(now_s)

@@ -162,8 +162,9 @@ class RateLimiter:
             no limit.
         clock: monotonic seconds.
         wall: Unix seconds.
-        max_running: by base model, as QueueTimeEstimator takes it.
-        max_queue_s: as QueueTimeEstimator takes it.
+        max_running: this gateway's part of the requests that the engines run at once, by base
+            model; no queue time is estimated for absent ones.
+        max_queue_s: longest allowed estimate of the wait for a first token; None: no limit.
         """
         self.clock, self.wall = clock, wall
         self.budget = budget

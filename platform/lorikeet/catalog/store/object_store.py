@@ -97,10 +97,9 @@ class PartStore(Protocol):
 class ObjectStore(Protocol):
     """Objects under keys such as log/000000000001.json; writes are atomic.
 
-    A key must not be the folder of another key (a and a/b).
-    Every method may be called from many threads and processes at once, and raises StoreError,
-    which names the remedy, when the store fails. Reads are consistent: a read sees every write
-    that ended before the read began.
+    A key must not be the folder of another key (a and a/b). Every method may be called from many
+    threads and processes at once. If the store fails it raises StoreError, whose message says what
+    to do. Reads are consistent: a read sees every write that ended before the read began.
     """
 
     @property

@@ -388,7 +388,7 @@ def _is_conflict(error: ClientError) -> bool:
 
 
 def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
-    """Translate S3's answer about a key into an error that names the remedy.
+    """Translate S3's answer about a key into an error that says what to do.
 
     url: the store's URL.
     """

@@ -19,8 +19,8 @@ def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:
 
     @router.get("/{request_id}")
     async def why(request: Request, request_id: str) -> dict[str, Any]:
-        async with reads.admitted(request, _READS) as tenant:
-            return await request_log.find(request_id, tenant)
+        async with reads.admitted(request, _READS) as caller:
+            return await request_log.find(request_id, caller.tenant.name)
 
     return router
 

@@ -10,6 +10,7 @@ from lorikeet_engine.adapter_format import (
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
+    pickled_weights,
     refuse_added_tokens,
     shard_names,
 )
@@ -19,7 +20,6 @@ KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
 """Files that mark a folder as an adapter's: any one suffices. The index names the shards."""
 MAX_SOURCE_BYTES = 8 << 30
 _MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
-_PICKLE = "adapter_model.bin"
 
 
 def adapter_files(
@@ -47,9 +47,10 @@ def adapter_files(
         except AdapterRejected as error:
             raise InvalidInput(f"{source}: {error.message}") from error
         return _checked(source, sizes, (CONFIG_FILE, INDEX_FILE, *shards))
-    if CONFIG_FILE in sizes and _PICKLE in sizes:
+    pickles = pickled_weights(sizes)
+    if CONFIG_FILE in sizes and pickles:
         raise InvalidInput(
-            f"{source} has its weights in {_PICKLE}, a pickle, which can run code when it is "
+            f"{source} has its weights in {pickles[0]}, a pickle, which can run code when it is "
             "opened: download it and make safetensors of it with `lorikeet convert`"
         )
     return _checked(source, sizes, (CONFIG_FILE, WEIGHTS_FILE))
