@@ -78,7 +78,7 @@ class RequestAuthenticator:
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
-        """Return a generate request's tenant and key.
+        """Return the tenant and key of a request that generates or reads.
 
         Raises InvalidKey, Forbidden, Unavailable.
         """
@@ -96,10 +96,6 @@ class RequestAuthenticator:
             allowed = ", ".join(key.adapters)
             raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
         return caller
-
-    async def tenant(self, request: Request) -> TenantRecord:
-        """Return the tenant of a request's key. Raises InvalidKey, Forbidden, Unavailable."""
-        return (await self.caller(request)).tenant
 
     async def admin(self, request: Request) -> None:
         """Set request.state.key to an admin's key. Raises InvalidKey, Forbidden, Unavailable.
