@@ -371,6 +371,14 @@ class TestPlaces:
     def test_a_fault_is_named_by_its_innermost_place(self, sandbox, schema, path):
         assert f"at {path}" in refusal_of(sandbox, schema)
 
+    def test_a_format_beside_tools_is_named_by_its_field(self, sandbox):
+        use = ToolUse((tool("f", GOOD),))
+        answer = Format(json.dumps(BAD), param="text.format")
+        call = replace(CALL, tools=use, format=answer)
+        error = refusal(sandbox, call, schema_grammar(json.dumps(BAD)))
+        assert error.param == "text.format"
+        assert error.message.startswith("the JSON schema of text.format cannot be followed: at $.")
+
     def test_a_schema_that_costs_too_much_is_named(self, sandbox):
         large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
         use = ToolUse((tool("f", GOOD), tool("g", large)), ("f", "g"))
