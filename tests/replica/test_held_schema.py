@@ -147,6 +147,23 @@ OF_TOOLS = {
         "definitions": {"a": {"type": "string"}, "b": {"type": "null"}},
         "oneOf": [{"$ref": "#/definitions/a"}, {"$ref": "#/definitions/b"}],
     },
+    "a Notion parent, with options that overlap": {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"page_id": {"type": "string", "format": "uuid"}},
+                "required": ["page_id"],
+            },
+            {
+                "type": "object",
+                "properties": {"type": {"const": "workspace"}},
+                "required": ["type"],
+            },
+        ]
+    },
+    "an expression or one of some words": {
+        "oneOf": [{"enum": ["HTTP", "HTTPS"]}, {"type": "string", "pattern": r"^\[[^\[]*\]$"}]
+    },
     "a reference into an option": {
         "type": "array",
         "items": {
@@ -199,7 +216,8 @@ VALUES = st.recursive(
 TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 BOUNDS = ["minLength", "maxLength", "minimum", "maximum", "minItems", "maxItems", "minProperties"]
 LEAVES = (
-    st.booleans()
+    st.sampled_from([{"type": "string", "pattern": "^a"}, {"pattern": "^b$"}, {"format": "date"}])
+    | st.booleans()
     | st.fixed_dictionaries({"type": st.sampled_from(TYPES)})
     | st.fixed_dictionaries({"type": st.lists(st.sampled_from(TYPES), min_size=1, unique=True)})
     | st.fixed_dictionaries({"enum": st.lists(LITERALS, max_size=3)})

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import regex
+
 from lorikeet.replica.grammars.patterns import other_texts
 
 _FRACTION = "fraction"
@@ -16,6 +18,7 @@ _TYPES = frozenset(
     {"null", "boolean", "integer", _FRACTION, "string", "array", "object"},
 )
 _MOST_DEPTH = 24
+_MATCH_S = 0.01
 
 
 class Inexpressible(Exception):
@@ -131,15 +134,40 @@ class SchemaLogic:
             if isinstance(value, bool):  # of draft 4
                 raise Inexpressible
             return _BOUNDS[keyword](value)
-        return []  # an annotation
+        return []  # a description, as `format` is
 
     def _values_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """Return True if both list values of which none is the same, or if one lists values of
+        which none matches the other's pattern.
+        """
         ours, theirs = _values(one), _values(other)
-        if ours is None or theirs is None:
+        if ours is not None and theirs is not None:
+            texts, others = _texts(ours), _texts(theirs)
+            self._pay_for(*texts, *others)
+            return not texts & others
+        return any(
+            values is not None and self._none_match(values, schema.get("pattern"))
+            for values, schema in ((ours, other), (theirs, one))
+        )
+
+    def _none_match(self, values: list[Any], pattern: object) -> bool:
+        """Return True if the values are texts that do not match a pattern for sure.
+
+        Only ASCII is tried: languages differ in the classes of other characters.
+        """
+        if not isinstance(pattern, str):
             return False
-        texts, others = _texts(ours), _texts(theirs)
-        self._pay_for(*texts, *others)
-        return not texts & others
+        self._steps -= 4 * len(values)
+        texts = [value for value in values if isinstance(value, str) and value.isascii()]
+        try:
+            return len(texts) == len(values) and not any(
+                regex.search(pattern, text, timeout=_MATCH_S) for text in texts
+            )
+        except regex.error:
+            return False
+        except TimeoutError:
+            self._steps = 0
+            raise Inexpressible from None
 
     def _target(self, ref: str) -> Any:
         try:
@@ -261,7 +289,7 @@ _BOUNDS: Mapping[str, Callable[[Any], list[Any]]] = {
 _UNNEGATABLE = frozenset(
     {
         "additionalItems", "additionalProperties", "contains", "dependencies", "dependentRequired",
-        "dependentSchemas", "format", "if", "items", "multipleOf", "not", "oneOf", "pattern",
+        "dependentSchemas", "if", "items", "multipleOf", "not", "oneOf", "pattern",
         "patternProperties", "prefixItems", "propertyNames", "unevaluatedItems",
         "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
     }
