@@ -351,14 +351,15 @@ def test_recorded_usage_is_read_though_the_systems_clock_went_back() -> None:
     limiter = RateLimiter(LimitShares("g0", 1, clock()), budget, None, clock, wall)
     tenant = TenantRecord("acme", 0.0, Limits(tokens_per_month=100))
     key = KeyRecord("k1", "acme", frozenset(), "", 0.0)
-    for _ in range(2):
-        hold = limiter.check(tenant, key)
-        hold.reserve(60, "base")
-        hold.settle(60)
-        hold.release()
-        budget.was_read(clock())  # too early to include these tokens
-        wall.now -= 3600.0
-        clock.now += 60.0
+    hold = limiter.check(tenant, key)
+    hold.reserve(120, "base")
+    hold.settle(120)
+    hold.release()
+    budget.was_read(clock())  # too early to include these tokens
+    wall.now -= 3600.0
+    clock.now += 3700.0
     with pytest.raises(InsufficientQuota):
         limiter.check(tenant, key)
     assert budget.due(clock())
+    budget.was_read(clock())
+    limiter.check(tenant, key)
