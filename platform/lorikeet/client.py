@@ -7,6 +7,7 @@ choices = lorikeet.sample(version, prompt_ids, n=8, max_tokens=64)
 
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,9 @@ class Client:
                 _save(weights, config, folder)
             else:
                 folder = Path(weights)
-            path = _path(name, write_blob(folder, blob))
+            path = _path(
+                name, write_blob(folder, blob, lambda said: warnings.warn(said, stacklevel=3))
+            )
             wanted: dict[str, object] = {
                 "wait": wait,
                 "timeout_s": f"{timeout_s:g}",

@@ -97,13 +97,13 @@ class CatalogState:
         """Return the version that `model` names for a tenant: its own adapter's or a shared one's.
 
         model: owner/name, owner/name@alias, owner/name@version or owner/name@digest; without @,
-            the alias prod.
+            the alias prod; without an owner, the tenant.
         session: key of the request's session, for aliases with a share; see AdapterRecord.select.
         Raises UnknownModel, with the same message for absent, retired, misspelt and other tenants'
         models.
         """
         path, at, selector = model.partition("@")
-        owner, _, name = path.partition("/")
+        owner, name = path.split("/", 1) if "/" in path else (tenant, path)
         selector = selector if at else DEFAULT_ALIAS
         if is_selector(selector) and self._may_use(tenant, owner, name):
             record = self.find(owner, name)

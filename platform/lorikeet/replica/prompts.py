@@ -36,6 +36,8 @@ Such a text may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
 """Characters of a part in the length check of long texts, and limit on tokens that a cut adds."""
+_HERE = "[the answer goes on here]"
+"""Mark in a rendered prompt, where only a client's own last message could have it, too."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -191,14 +193,30 @@ class PromptEncoder:
         how = {"add_generation_prompt": call.generation_prompt}
         if not call.continue_final:
             return self._render(call.messages, tools, **how, **known)
-        try:
-            return self._render(call.messages, tools, continue_final_message=True, **how, **known)
-        except InvalidInput as error:  # the original message quotes the prompt
+        return self._render_begun(call.messages, tools, **how, **known)
+
+    def _render_begun(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        **arguments: Any,
+    ) -> str:
+        """Return the prompt until the end of the last message, which the answer continues.
+
+        A mark behind the last message keeps templates from trimming the whitespace at its end,
+        which transformers' continue_final_message loses.
+        """
+        *past, last = messages
+        whole: str = last["content"]
+        said = "" if whole.isspace() else whole
+        text = self._render([*past, {**last, "content": said + _HERE}], tools, **arguments)
+        prompt, here, _ = text.rpartition(_HERE)
+        if not here or not prompt.endswith(said.lstrip()):
             raise InvalidInput(
-                "the chat template refuses these messages, or changes the last one, which then "
-                "cannot be continued",
+                "the chat template changes the last message, which then cannot be continued",
                 param="continue_final_message",
-            ) from error
+            )
+        return prompt + whole[len(said) :]
 
     def _render(
         self,

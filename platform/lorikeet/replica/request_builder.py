@@ -13,11 +13,12 @@ from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.reasoning import CLOSES, Thinking
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.sandbox import GrammarSandbox
+from lorikeet.replica.grammars.schema_faults import ignored_keywords
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
@@ -49,12 +50,14 @@ class EncodedCall:
     tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
         a grammar's cost does not show at once. None if the answer is unconstrained.
     echoes: the prompts as the answer repeats them.
+    ignored: names of fields and of schemas' keywords that have no effect on the answer.
     """
 
     request: Request
     thinking: Thinking
     tried_grammar: str | None
     echoes: PromptEchoes
+    ignored: tuple[str, ...]
 
 
 class RequestBuilder:
@@ -137,6 +140,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     prompt_logprobs = count_prompt_logprobs(call, prompts)
     limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
+    check_begun_answer(call, thinking)
     tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is not None and thinking is not Thinking.NEVER:
         grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
@@ -155,7 +159,26 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, tried_grammar, echoes)
+    ignored = encoder.ignored(call)
+    if grammar is not None:
+        ignored += ignored_keywords(call)
+    return EncodedCall(request, thinking, tried_grammar, echoes, ignored)
+
+
+def check_begun_answer(call: Call, thinking: Thinking) -> None:
+    """Raise InvalidInput if an answer that continues a message is to have a format.
+
+    A grammar describes whole answers, so the format would begin anew behind the message.
+    """
+    if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
+        return
+    if call.messages[-1]["content"].rpartition(CLOSES)[2].strip():
+        param = call.format.param
+        raise InvalidInput(
+            f"{param}: an answer that continues the assistant's last message cannot be held to a "
+            "format: leave out that message or the format",
+            param=param,
+        )
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
