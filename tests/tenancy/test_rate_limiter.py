@@ -4,10 +4,11 @@ from contextlib import suppress
 
 import pytest
 
-from lorikeet.catalog.records import Limits
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
+from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
-from lorikeet.tenancy.rate_limiter import RateLimitHold
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 from tests.tenancy.gateways import Clock, Gateway, agree, settled
 
 NONE = Limits()
@@ -335,3 +336,30 @@ def test_recorded_usage_is_read_only_while_a_tenant_has_a_budget(clock: Clock) -
     budget.check("acme", 10, clock())
     assert not budget.due(clock() + 1)
     assert budget.due(clock() + 60)
+
+
+def test_recorded_usage_is_read_though_the_systems_clock_went_back() -> None:
+    class Nothing:
+        def of(self, tenant: str) -> int:
+            return 0
+
+        def refresh(self) -> None:
+            pass
+
+    clock, wall = Clock(), Clock(1e9)
+    budget = MonthlyBudget(Nothing(), unseen_s=3600.0)
+    limiter = RateLimiter(LimitShares("g0", 1, clock()), budget, None, clock, wall)
+    tenant = TenantRecord("acme", 0.0, Limits(tokens_per_month=100))
+    key = KeyRecord("k1", "acme", frozenset(), "", 0.0)
+    hold = limiter.check(tenant, key)
+    hold.reserve(120, "base")
+    hold.settle(120)
+    hold.release()
+    budget.was_read(clock())  # too early to include these tokens
+    wall.now -= 3600.0
+    clock.now += 3700.0
+    with pytest.raises(InsufficientQuota):
+        limiter.check(tenant, key)
+    assert budget.due(clock())
+    budget.was_read(clock())
+    limiter.check(tenant, key)

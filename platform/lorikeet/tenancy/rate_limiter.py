@@ -355,7 +355,7 @@ class RateLimitHold:
             for limits in self._limits:
                 limits.note_duration(now - self._begun_s)
         if self._tenant.limits.tokens_per_month is not None:
-            self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
+            self._limiter.budget.settle(self._tenant.name, self._tokens, now)
 
     def limit_statuses(self) -> list[LimitStatus]:
         """Return the tighter one of the tenant's and the key's limits, for each kind per minute."""

@@ -120,7 +120,10 @@ class PushRequest(NamedTuple):
         """
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
-        return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
+        left_s, keep = query.lifetime_s, query.keep
+        return PushedVersion(
+            tenant, self.name, facts, query.alias, now, expires, keep, left_s=left_s
+        )
 
 
 class Progress(NamedTuple):
