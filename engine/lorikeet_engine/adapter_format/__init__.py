@@ -60,6 +60,7 @@ from lorikeet_engine.adapter_format.saved_weights import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
+    pickled_weights,
     refuse_added_tokens,
     shard_names,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "is_nf4",
     "is_nf4_copy",
     "last_part",
+    "pickled_weights",
     "quantized_linears",
     "read_config",
     "read_json",

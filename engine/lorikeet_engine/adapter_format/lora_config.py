@@ -14,7 +14,7 @@ from typing import Any
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
 from lorikeet_engine.adapter_format.header import parse_json_object
 from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
-from lorikeet_engine.adapter_format.tensor_names import canonical_module
+from lorikeet_engine.adapter_format.tensor_names import canonical_module, is_of_vision
 from lorikeet_engine.errors import AdapterRejected
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -38,6 +38,7 @@ _UNDERSTOOD = frozenset(
         "trainable_token_indices",
     }
 )
+# Options that change only the training, and notes of trainers, which PEFT ignores.
 _WITHOUT_EFFECT = frozenset(
     {
         "task_type",
@@ -54,27 +55,42 @@ _WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
         "runtime_config",
         "quantization_config",  # of the base model during training
-        "unsloth_version",
+        "velora_config",  # compresses activations for the backward pass
+        "monteclora_config",  # samples around A, in training alone
+        "fan_in_fan_out",  # PEFT applies it to Conv1D alone, which no served base model has
         "merge_weights",  # until PEFT 0.2: merge for evaluation
+        "transformers_version",
+        # modelscope/ms-swift 3602360, swift/tuners/lora.py: LoRA+'s learning rates, and dtypes
+        "lora_dtype",
+        "lorap_lr_ratio",
+        "lorap_emb_lr",
+        # axolotl-ai-cloud/axolotl 067b021, integrations/kernels/merge_aware_callback.py
+        "nvfp4_merge_aware",
     }
 )
+# Unsloth's version, method and precision of training; ms-swift's type; what Python classes keep.
+_NOTES = ("unsloth_", "swift_", "_")
+_BIASES = ("none", "all", "lora_only", False, None)
 _REASONS = {
     "use_dora": "DoRA also rescales the base model's outputs, which the kernels do not support; "
     "train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
-    "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
     "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
     "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
     "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
+    "use_qa_lora": "QA-LoRA pools the layers' inputs; train with use_qa_lora=False",
+    "enable_lora": "it adapts parts of a fused linear, as PEFT 0.2 did; train a plain LoRA",
     "arrow_config": "routing between adapters is not supported; register each adapter",
     "kasa_config": "KaSA changes the base model; train a plain LoRA",
-    "velora_config": "VeLoRA saves training state among the weights; train a plain LoRA",
-    "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
 }
+_UNKNOWN = (
+    "this option is not known: PEFT or another trainer may compute something else with it. If it "
+    "is only a note of the trainer, remove it from adapter_config.json"
+)
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -157,12 +173,15 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
+    Trained biases and modules of the decoder are refused by the names of their tensors: PEFT takes
+    the options for base models without such parts, too.
+
     raw: PEFT's config.
     """
     if raw.get("peft_type") != "LORA":
         raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
-    if raw.get("bias", "none") != "none":
-        raise _bad("biases are not supported; train with bias='none'", "bias", raw["bias"])
+    if raw.get("bias") not in _BIASES:
+        raise _bad("want none, all or lora_only", "bias", raw["bias"])
     if raw.get("finetuning_type", "lora") != "lora":
         raise _bad("only LoRA can be served", "finetuning_type", raw["finetuning_type"])
     init = raw.get("init_lora_weights", True)
@@ -173,10 +192,15 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
             "the adapter would change nothing; give the alpha of the training", "lora_alpha", 0
         )
     for key, value in raw.items():
-        if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:
-            raise _bad(
-                _REASONS.get(key, "this option is not supported; train without it"), key, value
-            )
+        known = key in _UNDERSTOOD | _WITHOUT_EFFECT or key.startswith(_NOTES)
+        if value and not known and not _is_of_vision_alone(key, value):
+            raise _bad(_REASONS.get(key, _UNKNOWN), key, value)
+
+
+def _is_of_vision_alone(key: str, value: Any) -> bool:
+    """Whether an option saves whole modules of a vision part alone, whose tensors are left out."""
+    names = value if isinstance(value, list) else [None]
+    return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)
 
 
 def _checked(**raw: Any) -> LoraConfig:

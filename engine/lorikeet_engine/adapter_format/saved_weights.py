@@ -1,6 +1,10 @@
-"""Reads the weights in a trainer's folder: one safetensors file, or shards with an index."""
+"""Reads the weights in a trainer's folder: one safetensors file, or shards with an index.
 
-from collections.abc import Container, Iterator, Sequence
+Pickles are found by name, and never opened.
+"""
+
+import re
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +23,13 @@ from lorikeet_engine.errors import AdapterRejected
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _NEW_TOKENS = ("new_embeddings.safetensors", "new_embeddings.bin")
+_PICKLE = re.compile(r"[^/]*\.(?:bin|pt|pth|pkl)")
+_PICKLED_WEIGHTS = [
+    re.compile(rf"{stem}{shard}\.(?:bin|pt|pth|pkl)")
+    for stem in ("adapter_model", "pytorch_model")
+    for shard in ("", r"-\d{5}-of-\d{5}")
+]
+_TRAINING_STATE = re.compile(r"(?:training_args|optimizer|scheduler|scaler|r(?:ng|andom)_state)")
 _MAX_SHARDS = 100
 # Larger than for blobs, since a folder is read by its owner. Qwen3-30B-A3B has 36,864 matrices of
 # single experts, whose names take 7 MB; in a blob they are 288.
@@ -121,6 +132,22 @@ def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
     return tensors
 
 
+def pickled_weights(names: Collection[str]) -> list[str]:
+    """Return the pickles in a folder that hold an adapter's weights: one file, or all shards.
+
+    PEFT wrote adapter_model.bin; DeepSpeed's and accelerate's checkpoints have pytorch_model.bin or
+    its shards. A pickle of another name counts if it is the only one beside a trainer's state.
+    Empty without such files.
+
+    names: names of the files in the folder.
+    """
+    for pattern in _PICKLED_WEIGHTS:
+        if found := sorted(filter(pattern.fullmatch, names)):
+            return found
+    others = [n for n in names if _PICKLE.fullmatch(n) and not _TRAINING_STATE.match(n)]
+    return others if len(others) == 1 else []
+
+
 def shard_names(index: bytes) -> list[str]:
     """Return the names of the files in an index of shards; they are in the index's folder.
 
@@ -151,8 +178,7 @@ def _files(folder: Path) -> list[Path]:
             if not shard.is_file():
                 raise _bad(f"{folder} has no {shard.name}, which {INDEX_FILE} names", shard.name)
         return shards
-    pickles = [p.name for ending in ("bin", "pt", "pth", "pkl") for p in folder.glob(f"*.{ending}")]
-    if pickles:
+    if pickles := pickled_weights([path.name for path in folder.iterdir()]):
         raise _bad(
             f"{pickles[0]} is a pickle, which can run code when it is opened: save the adapter as "
             "safetensors with save_pretrained(..., safe_serialization=True), or let `lorikeet "

@@ -35,6 +35,13 @@ _COPY = re.compile(
     r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
     r"(?:\.base_layer)?\.weight"
 )
+# Parts of vision-language models that see images: encoders, and projectors to hidden states.
+_VISION = re.compile(
+    r"(?:base_model\.model\.)?(?:model\.){0,2}(?:visual|vision_tower|vision_model"
+    r"|multi_modal_projector|mm_projector|mlp1)(?:\.|$)"
+)
+# Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
+_TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
 _SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
@@ -77,6 +84,19 @@ def copied_module(name: str) -> str | None:
     """
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
     return match[1] if match else None
+
+
+def is_of_vision(name: str) -> bool:
+    """Whether a trainer's tensor or module is of the vision part of a vision-language model.
+
+    Answers to texts do not depend on this part.
+    """
+    return _VISION.match(_WRAPPERS.sub("", name)) is not None
+
+
+def is_training_state(name: str) -> bool:
+    """Whether a trainer's tensor is state of a training method, which answers do not depend on."""
+    return _TRAINING_STATE.search(name) is not None
 
 
 def token_rows_module(name: str) -> str | None:

@@ -108,7 +108,7 @@ class PromptScores:
             logits = logits_of(hidden[rows], heads)
             piece = slice(at, at := at + len(rows))
             logprobs = LogprobReadback(logits, dict(enumerate(counts[piece])))
-            logprobs.download(logits, device_tokens[piece])
+            logprobs.download(logits, device_tokens[piece], ranked=True)
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:

@@ -47,9 +47,9 @@ _ANSWERS = 100
 class SchedulerLimits:
     """Limits of one step.
 
-    tokens: most tokens.
-    sequences: most sequences.
-    adapters: most distinct adapters.
+    tokens: maximum number of tokens.
+    sequences: maximum number of sequences.
+    adapters: maximum number of distinct adapters.
     """
 
     tokens: int
@@ -63,7 +63,7 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: prompt tokens in the chunks whose log probabilities are wanted.
+    scored: prompt tokens in the chunks that score the token after them, for prompt_logprobs.
     """
 
     chunks: list[Chunk]
@@ -72,10 +72,10 @@ class StepPlan:
 
 
 class Throughput:
-    """Work that a busy engine does per second, and the mean length of answers.
+    """Running means of an engine's throughput under load, and of the length of answers.
 
     Work is in the cost units of fairness.py. Only time in which the engine was saturated is
-    measured. Before that, cost_per_s is the predicted one of full batches of decodes.
+    measured. Before that, cost_per_s is predicted from full batches of decodes.
 
     saturated: whether sequences wait only because the last planned step has no capacity left.
     answer_tokens: mean length of answers, in tokens.
@@ -96,7 +96,7 @@ class Throughput:
     def add(self, cost: float) -> None:
         """Add work that the current step gives to the device.
 
-        cost: cost of the work, in the units of fairness.py.
+        cost: cost of the work, in the cost units of fairness.py.
         """
         self._step_cost += cost
 
@@ -129,7 +129,7 @@ class Scheduler:
 
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
-    counters: counts the sequences that begin and are preempted.
+    counters: counts the sequences that begin and those that are preempted.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """Estimate the seconds that a new request with these parameters would wait. Any thread.
+        """Estimate the seconds that a new request with these parameters would wait.
 
-        The estimate is 0 unless the engine is saturated.
+        The estimate is 0 unless the engine is saturated. Any thread may call this.
         """
         if not self._throughput.saturated:
             return 0.0
@@ -196,7 +196,8 @@ class Scheduler:
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
-        step_budget: bounds Σ rank of the step's adapters, and the prompt tokens in steps with
+        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens in
+        steps with
             decodes; None for no bounds.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
@@ -217,7 +218,9 @@ class Scheduler:
         """Record that a step with these chunks was launched. The next plan builds on it.
 
         chunks: chunks in the order of the batch.
-        forced: by row of the step's logits, tokens that must follow the sampled token.
+        forced: by row of the step's logits, forced tokens: those that the grammar requires after
+        the token
+            sampled from this row.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -276,7 +279,7 @@ class Scheduler:
         self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence; preempt some where KV pages are too few.
+        """Return a chunk of each decoding sequence; preempt sequences where KV pages are too few.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -316,7 +319,7 @@ class Scheduler:
         active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.
         budget: prompt tokens that the step may still compute.
-        step_budget: bounds Σ rank of the step's adapters; None for no bound.
+        step_budget: bounds the sum of the ranks of the step's adapters; None for no bound.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
@@ -404,11 +407,11 @@ class Scheduler:
         return chunks
 
     def _prompt_chunk(self, turn: Turn, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """Return the next chunk of the prompt whose turn it is, and charge its tenant.
+        """Return the next chunk of the prompt whose turn it is, as a list, and charge its tenant.
 
         The list is empty if the budget or the KV pages do not suffice.
 
-        spare: number of other sequences for which a free page in each group must be left.
+        spare: number of other sequences, for each of which one free page per group must be left.
         """
         sequence = turn.sequence
         end = self._cache.reach(sequence.kv, sequence.length, spare)

@@ -1,7 +1,7 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
 WaitingQueue keeps one queue per tenant. FairOrder merges the tenants: the next sequence is always
-of the tenant with the least virtual counter (fairness.py). Between its own sequences, own_order.py
+of the tenant with the smallest virtual counter (fairness.py). Between its own sequences, own_order.py
 decides.
 """
 
@@ -34,7 +34,7 @@ class WaitingQueue:
         return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and count the tenant among the waiting ones."""
+        """Add a sequence to its tenant's queue, and the tenant to the waiting ones."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         queue = self._queues.get(counter) or OwnQueue()
@@ -79,16 +79,20 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Stop counting tenants as waiting that had no sequence to serve: they gain no credit."""
+        """Remove tenants that had no sequence to serve from the waiting ones, so that they gain no
+        credit.
+
+        counters: the tenants' counters.
+        """
         for counter in counters:
             self._counters.stop_waiting(counter)
 
 
 class FairOrder:
-    """Iterator over sequences in fair order; the tenant with the least counter is always next.
+    """Iterator over sequences in fair order: the next is of the tenant with the smallest counter.
 
-    Counters may change during the iteration. O(tenants) at first, then O(log tenants) for each
-    sequence.
+    Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
+    for each sequence.
 
     own_orders: each tenant's sequences, in order.
     first: sequence that precedes all others, unless it has finished.

@@ -248,6 +248,12 @@ def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> by
     return json_body(call, choices, usage)
 
 
+def token_count_body(endpoint: Endpoint, tokens: int) -> bytes:
+    """Return the JSON body that answers a request to count tokens."""
+    kind = b'"object":"response.input_tokens",' if endpoint is Endpoint.INPUT_TOKENS else b""
+    return b'{%s"input_tokens":%d}' % (kind, tokens)
+
+
 def refusal_of(error: EngineError) -> Refusal:
     """Return the HTTP API's refusal for an exception of the engine."""
     fields = error.fields

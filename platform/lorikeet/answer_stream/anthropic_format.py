@@ -157,11 +157,6 @@ def failed_message_event(call: Call, code: str, message: str) -> bytes:
     return b"event: error\ndata: " + body + b"\n\n"
 
 
-def token_count_body(tokens: int) -> bytes:
-    """Return the JSON body that answers a request to count tokens."""
-    return b'{"input_tokens":%d}' % tokens
-
-
 def _stop_reason(call: Call, finish: Ending, stop: str | None, usage: FinalUsage) -> str:
     if stop is not None:
         return "stop_sequence"

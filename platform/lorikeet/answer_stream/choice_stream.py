@@ -193,7 +193,9 @@ def open_choice(
         hidden = (hidden or vocabulary.special).union(call.sampling.stop_token_ids)
     echo = echoes.texts[index] if call.echo else None
     text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
-    logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
+    logprob_vocabulary = None
+    if call.sampling.logprobs is not None:
+        logprob_vocabulary = vocabulary.by_id if call.tokens_as_ids else vocabulary
     return ChoiceStream(
         text,
         parser,

@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from copy import copy
+from functools import cached_property, lru_cache
 
 import regex
 from tokenizers import Tokenizer, decoders
@@ -45,6 +46,15 @@ class Vocabulary:
         self.special = frozenset(i for i, token in self._added.items() if token.special)
         self.added = {str(token.content): i for i, token in self._added.items()}
         self.named = lru_cache(_KEPT_NAMES)(self._named)
+
+    @cached_property
+    def by_id(self) -> "Vocabulary":
+        """Copy of the vocabulary that names tokens by their ids: "token_id:17", as in vLLM."""
+        other = copy(self)
+        other.named = lru_cache(_KEPT_NAMES)(
+            lambda token: NamedToken(f"token_id:{token}", self.bytes_of(token))
+        )
+        return other
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
         """Return the ids of all special tokens except those whose text is in `shown`."""

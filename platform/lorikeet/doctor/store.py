@@ -10,7 +10,10 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.errors import ObjectExists, StoreError
 
 _SKEW_S = 5.0
-"""Keys and pins expire by the gateways' clocks, garbage collection goes by the store's."""
+"""Difference in seconds between the store's clock and this machine's from which to warn.
+
+Keys and pins expire by the gateways' clocks, garbage collection goes by the store's.
+"""
 _MOST_SKEW_S = 300.0
 _OTHER_STORE = (
     "use a store that honours If-None-Match: * on PUT: Amazon S3, Ceph's radosgw, MinIO, or a "

@@ -104,6 +104,13 @@ class EngineClient(Protocol):
         """
         ...
 
+    def max_context(self, base_model: str) -> int | None:
+        """Return the most tokens of prompt plus output that all replicas of a base model take.
+
+        None: not known yet.
+        """
+        ...
+
 
 async def no_pages() -> Sequence[bytes]:
     """Return no metrics pages: the default for a gateway without other processes to ask."""

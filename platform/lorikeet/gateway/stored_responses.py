@@ -20,7 +20,7 @@ from lorikeet.errors import (
 )
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.responses_items import REFERENCE, InputItem, StoredItems, turn_of
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
@@ -57,8 +57,9 @@ class StoredResponses:
 
     def stores(self, body: ApiRequest) -> bool:
         """Return whether the answer to a request will be stored."""
-        on = self._store is not None
-        return on and isinstance(body, ResponsesRequest) and body.store is not False
+        if self._store is None or not isinstance(body, ResponsesRequest):
+            return False
+        return body.store is not False and not isinstance(body, InputTokensRequest)
 
     async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
         """Return the stored items that a tenant's request refers to.

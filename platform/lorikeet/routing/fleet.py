@@ -78,6 +78,13 @@ class Fleet:
         """Replicas that are not lost; all replicas if all are lost."""
         return self._usable
 
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens of prompt plus output that all replicas take; None: no replica has told."""
+        with self._lock:
+            told = [replica.max_context for replica in self._replicas.values()]
+        return min((tokens for tokens in told if tokens is not None), default=None)
+
     def set_replicas(self, replicas: Iterable[str]) -> None:
         """Replace the list of existing replicas by Serve's."""
         with self._lock:
@@ -98,7 +105,7 @@ class Fleet:
     ) -> None:
         """Apply a replica's status update.
 
-        age_s: age that its live stats may have, seconds.
+        age_s: assumed age of its live stats, seconds.
         """
         with self._lock:
             known = self._replicas.get(replica)
@@ -213,7 +220,7 @@ class Fleet:
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def has_in_flight(self, replica: str) -> bool:
-        """Return whether a request to this replica has not ended, even if the replica is gone."""
+        """Return whether any request to this replica has not ended, even if the replica is gone."""
         with self._lock:
             return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""Seconds without a new item, after its call has ended, until an answer counts as lost."""
+"""Seconds without a new item, once its call has ended, after which an answer counts as lost."""
 
 
 class ServeEngineClient:
@@ -125,8 +125,9 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies differ from the base model, as one replica finds.
+        """Let a replica return the modules whose copied matrices differ from the base model's.
 
+        copies: matrices of the base model that an adapter carries along.
         Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
         """
         try:
@@ -161,6 +162,13 @@ class ServeEngineClient:
     def ready(self) -> bool:
         """Return whether Serve has told this process of any replica of any base model."""
         return any(_fleet(handle).replicas for handle in self._handles.values())
+
+    def max_context(self, base_model: str) -> int | None:
+        """Return the most tokens of prompt plus output that all replicas of a base model take.
+
+        None: no replica has told this process.
+        """
+        return _fleet(self._handles[base_model]).max_context
 
     async def _answer(
         self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
@@ -247,9 +255,9 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """Return the record of one attempt.
+    """Return the record of one attempt, that is one replica's try at a request.
 
-    sent_s: when the call was sent, by time.monotonic.
+    sent_s: time when the call was sent, by time.monotonic.
     failure: error message; None: the replica has begun to answer.
     """
     decision, now_s = fleet.decision(request_id), time.monotonic()

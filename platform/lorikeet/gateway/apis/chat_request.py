@@ -76,17 +76,19 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
-    def check_continuation(self, last_role: str) -> None:
+    def check_continuation(self, last: Message) -> None:
         """Raise a validation error (body.misfit) if continue_final_message cannot be followed.
 
-        last_role: role of the last message, which must be the assistant's to be continued.
+        last: the last message, which must be a text of the assistant to be continued.
         """
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
             raise misfit("continue_final_message", "want add_generation_prompt to be false with it")
-        if last_role != "assistant":
+        if last.role != "assistant":
             raise misfit("continue_final_message", "want the last message to be the assistant's")
+        if last.tool_calls or last.function_call is not None:
+            raise misfit("continue_final_message", "want no calls in the last message with it")
 
     def generation_prompt(self) -> bool:
         """Return whether the chat template ends the prompt with the beginning of the assistant's
@@ -150,7 +152,7 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         check_answered(self.messages)
         check_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
         check_functions(self.functions, self.function_call, self.tools)
-        self.check_continuation(self.messages[-1].role)
+        self.check_continuation(self.messages[-1])
         has_format = self.response_format is not None and self.response_format.type != "text"
         self.check_one_format(*["response_format"] * has_format)
         return self

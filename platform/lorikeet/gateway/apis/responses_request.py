@@ -7,16 +7,18 @@ refused with the field's name.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
+from lorikeet.gateway.apis.api_request import CallContext, SampledRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
 from lorikeet.gateway.apis.chat_request import ChatRequest, IgnoredFields
 from lorikeet.gateway.apis.fields import INT32
+from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
 from lorikeet.gateway.apis.responses_items import (
     InputItem,
     check_outputs,
@@ -25,15 +27,15 @@ from lorikeet.gateway.apis.responses_items import (
 from lorikeet.gateway.apis.responses_tools import (
     ResponseToolChoice,
     ResponseTools,
+    chat_choice,
     chat_tools,
-    left_out,
     repeated,
 )
 from lorikeet.gateway.apis.tools import (
     JsonSchema,
-    NamedTool,
     ResponseFormat,
     check_choice,
+    left_out,
     refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
@@ -116,12 +118,14 @@ def _parse_include(value: object) -> object:
     return value
 
 
-class ResponsesRequest(IgnoredFields, OpenAIRequest):
+class ResponsesRequest(IgnoredFields, SampledRequest):
     """Request of POST /v1/responses. Without max_output_tokens only the context limits an
     answer.
     """
 
+    limit_name: ClassVar[str] = "max_output_tokens"
     no_ops: ClassVar[NoOps] = {
+        **SAMPLING_NO_OPS,
         "background": (False,),
         "context_management": ([],),
         "truncation": ("disabled",),
@@ -164,8 +168,13 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             raise misfit("top_logprobs", f"want {_LOGPROBS} in include with it")
         tools = chat_tools(self.tools)
         # OpenAI's clients send parallel_tool_calls even without tools
-        check_choice(tools, self._chat_choice(), self.parallel_tool_calls if tools else None)
+        parallel = self.parallel_tool_calls if tools else None
+        check_choice(tools, chat_choice(self.tool_choice, tools), parallel)
         return self
+
+    def output_limit(self) -> int | None:
+        """Return max_output_tokens; None: only the model's context limits the answer."""
+        return self.max_output_tokens
 
     def to_call(self, context: CallContext) -> Call:
         """Return a chat's Call for a replica, to be answered in the format of /v1/responses.
@@ -193,7 +202,9 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
 
         items: stored conversation that the request continues, then its input.
         """
+        tools = chat_tools(self.tools)
         return ChatRequest.unchecked(
+            **self.sampled(),
             model=self.model,
             messages=messages_of(self.instructions, items),
             max_completion_tokens=self.max_output_tokens,
@@ -202,18 +213,13 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             logprobs=_LOGPROBS in self.include,
             top_logprobs=self.top_logprobs,
             response_format=self.text.format.for_chat(),
-            tools=chat_tools(self.tools),
-            tool_choice=self._chat_choice(),
+            tools=tools,
+            tool_choice=chat_choice(self.tool_choice, tools),
             parallel_tool_calls=self.parallel_tool_calls,
             stream=self.stream,
             reasoning_effort=self.reasoning.effort,
             verbosity=self.text.verbosity,
         )
-
-    def _chat_choice(self) -> str | NamedTool | None:
-        if not isinstance(self.tool_choice, dict):
-            return self.tool_choice
-        return NamedTool(type="function", function={"name": self.tool_choice["name"]})
 
     def repeated(self, stored: bool) -> bytes:
         """Return the JSON members of the answer that repeat fields of the request, without outer
@@ -244,3 +250,24 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             "user": self.user,
         }
         return dump(members)[1:-1]
+
+
+class InputTokensRequest(ResponsesRequest):
+    """Request of POST /v1/responses/input_tokens. Fields that are not part of the prompt have no
+    effect.
+    """
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the Call for a replica. It has no adapter, because counting tokens needs none.
+
+        Raises InvalidInput as ResponsesRequest.to_call.
+        """
+        call = super().to_call(context)
+        return replace(
+            call,
+            endpoint=Endpoint.INPUT_TOKENS,
+            max_tokens=0,
+            adapter=None,
+            stream=False,
+            work=call.work._replace(rank=0, adapter_bytes=0),
+        )
