@@ -55,8 +55,8 @@ class StepCosts:
     lora_s: seconds once for a step with adapters.
     rank_s: seconds for each rank of the distinct adapters that decode.
     lora_token_s: seconds for each prompt token with an adapter.
-    step_tokens: most tokens of a step.
-    max_running: most sequences of a step.
+    step_tokens: maximum number of tokens in a step.
+    max_running: maximum number of sequences in a step.
     """
 
     # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 ms with 256. Up to 128

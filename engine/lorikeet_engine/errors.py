@@ -7,6 +7,7 @@ EngineError
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass of this request's step raised
 ├── NotFinite            the logits of this request overflowed
+│   └── AdapterOverflows because of its adapter's weights
 ├── DeviceLost           the device is unusable until a new process starts
 ├── ShapeError           tensors given to an operator do not fit together
 ├── ModelError           a base model's folder that cannot be loaded
@@ -75,13 +76,21 @@ class StepFailed(EngineError):
 
 
 class NotFinite(EngineError):
-    """Logits of a request that are not numbers: its adapter's weights overflow."""
+    """Logits of a request that are not numbers: the base model or its adapter overflows."""
 
     @classmethod
     def under(cls, adapter: object) -> "NotFinite":
         """Return the error of a request to an adapter; None stands for the base model alone."""
-        source = "the base model" if adapter is None else f"adapter {adapter}"
-        return cls(f"the logits of {source} are not finite: it overflows")
+        if adapter is None:
+            return cls("the logits of the base model are not finite: it overflows")
+        return AdapterOverflows(
+            f"the logits of adapter {adapter} are not finite: its weights are too large for this "
+            "prompt: train it at a lower learning rate or scaling, and register it again"
+        )
+
+
+class AdapterOverflows(NotFinite):
+    """Logits of a request that are not numbers because of its adapter's weights."""
 
 
 class DeviceLost(EngineError):

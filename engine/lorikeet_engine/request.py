@@ -37,7 +37,7 @@ class SamplingParams:
 
     Filters apply after temperature, in the order top_k, top_p, min_p.
 
-    max_tokens: most tokens of the output.
+    max_tokens: maximum number of output tokens.
     min_tokens: length of the output before which stop tokens are not sampled.
     temperature: 0 is greedy.
     top_p: keeps the likeliest tokens that together have this probability.

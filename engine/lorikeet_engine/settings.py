@@ -31,9 +31,9 @@ class EngineSettings:
     kv_bytes: size of the KV cache: bytes, or a MemoryShare of the memory that all other parts of
         serving leave free on the device.
     max_context: most tokens of prompt plus output; None for as many as model and KV cache allow.
-    max_batch_tokens: most tokens of one step.
-    max_running: most sequences of one step.
-    max_batch_adapters: most distinct adapters of one step.
+    max_batch_tokens: maximum number of tokens in one step.
+    max_running: maximum number of sequences in one step.
+    max_batch_adapters: maximum number of distinct adapters in one step.
     adapter_gpu_bytes: size of the adapters' memory on the GPU: bytes, or a MemoryShare of the
         memory that the base model's weights leave free on the device.
     inter_token_goal_s: most seconds that a step with decodes should take. Bounds Σ rank of its

@@ -73,6 +73,8 @@ ERRORS: Mapping[str, ErrorKind] = {
     "conflict": ErrorKind(409, _REQUEST, "conflict_error"),
     "request_too_large": ErrorKind(413, _REQUEST, "request_too_large"),
     "invalid_adapter": ErrorKind(422, _REQUEST, _REQUEST),
+    # 422, since the adapter's weights are at fault: it must not count as a failure of the service.
+    "adapter_overflows": ErrorKind(422, _REQUEST, _REQUEST),
     "upgrade_required": ErrorKind(426, _REQUEST, _REQUEST),
     "rate_limit_exceeded": ErrorKind(429, _RATE, _RATE),
     "insufficient_quota": ErrorKind(429, "insufficient_quota", _RATE),
@@ -98,6 +100,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.AdapterError: "adapter_load_failed",
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
+    engine.AdapterOverflows: "adapter_overflows",
 }
 """Error codes of the engine's error classes. A subclass that is not listed has its base class's
 code.

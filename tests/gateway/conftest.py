@@ -24,6 +24,7 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -113,7 +114,9 @@ def leaving(gateway: "Gateway", method: str, path: str, key: str, body: bytes) -
 def listening(app: Any) -> Iterator[str]:
     """Run a server for an ASGI application; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, http=BoundedHttpProtocol, log_config=None, timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

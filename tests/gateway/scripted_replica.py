@@ -61,7 +61,7 @@ class ScriptedReplica:
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
             known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
             answer = Answer(call, prompts, *known)
-            yield AnswerHeader("replica-7", None, None, ignored=encoder.ignored(call))
+            yield AnswerHeader("replica-7", None, None, ignored=encoded.ignored)
             if call.sampling.prompt_logprobs is not None:
                 for index, ids in enumerate(prompts):
                     top = ((ids[0], -0.5),)

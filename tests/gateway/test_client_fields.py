@@ -42,6 +42,28 @@ def test_a_templates_variables_reach_it_and_others_are_named(
     assert "x-lorikeet-ignored" not in plain.headers
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+def test_formats_that_a_schema_only_describes_are_named(
+    gateway: Gateway, replica: ScriptedReplica, path: str
+) -> None:
+    schema = {"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"}
+    gateway.engines.replay = replica.writes('"abc"')
+    fields: dict[str, Any]
+    if path == CHAT:
+        form: dict[str, Any] = {"name": "x", "schema": schema}
+        fields = chat("tiny", response_format={"type": "json_schema", "json_schema": form})
+    elif path == "/v1/responses":
+        form = {"type": "json_schema", "name": "x", "schema": schema}
+        fields = {"model": "tiny", "input": "hi", "text": {"format": form}}
+    else:
+        form = {"type": "json_schema", "schema": schema}
+        fields = {"model": "tiny", "messages": [TURN], "max_tokens": 9}
+        fields["output_config"] = {"format": form}
+    answer = gateway.post(path, fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-lorikeet-ignored"] == "format:nanoid"
+
+
 def test_a_template_variable_of_a_wrong_type_is_a_bad_request(
     gateway: Gateway, tmp_path: Path
 ) -> None:

@@ -264,6 +264,22 @@ def test_models_are_listed_with_their_context_length_the_tenants_own_first(
         assert shown["max_model_len"] == 1000
 
 
+def test_a_key_may_come_as_the_password_in_the_services_url(gateway: Gateway) -> None:
+    """TRL's VLLMClient has a setting for the URL and none for a key."""
+
+    def status(path: str, key: str) -> int:
+        host = gateway.url.removeprefix("http://")
+        return httpx.get(f"http://any:{key}@{host}{path}").status_code
+
+    assert status("/v1/models", gateway.keys["acme"]) == 200
+    assert status("/v1/models", "lk_made-up") == 401
+    assert status("/v1/models", "") == 401
+    assert status("/admin/v1/tenants", gateway.admin_key) == 401
+    for coded in ("x", "/w=="):
+        headers = {"authorization": f"Basic {coded}"}
+        assert httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code == 401
+
+
 def test_request_ids_are_the_servers_own(gateway: Gateway) -> None:
     key = {"authorization": f"Bearer {gateway.keys['acme']}", "x-request-id": "mine"}
     answer = httpx.get(f"{gateway.url}/v1/models", headers=key)

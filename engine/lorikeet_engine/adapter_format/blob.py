@@ -123,7 +123,7 @@ def trained_on(blob: Path) -> str | None:
     """Return the name of the base model that a blob's adapter was trained on.
 
     "" if the blob's config names none; None if the file is not a blob.
-    Raises AdapterRejected.
+    Raises AdapterRejected if the header or the config is bad.
     """
     config = read_header(blob).metadata.get(METADATA_KEY)
     return None if config is None else LoraConfig.from_json(config).base_model_name_or_path

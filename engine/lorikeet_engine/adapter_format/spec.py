@@ -35,8 +35,8 @@ ALIGNMENT = 16
 class AdapterLimits:
     """Limits that an operator sets for adapters.
 
-    max_rank: largest rank of any linear.
-    max_bytes: largest size of a blob.
+    max_rank: maximum LoRA rank of any linear.
+    max_bytes: maximum size of a blob.
     """
 
     max_rank: int
@@ -79,7 +79,7 @@ class LinearLora:
     experts: int = 1
 
     def matrix(self, side: str) -> str:
-        """Return how error messages name one of the linear's two matrices.
+        """Return the name of one of the linear's two matrices, for error messages.
 
         side: A or B.
         """

@@ -49,7 +49,9 @@ class BuildRunner:
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit into a rank's memory and agree on the least count."""
+    """Command to count the KV pages that fit into a rank's memory and agree on the smallest
+    count.
+    """
 
 
 class OneRank:
@@ -65,7 +67,7 @@ class OneRank:
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers that the ranks pass to this method."""
+        """Return the smallest of the numbers that the ranks pass to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
@@ -86,7 +88,9 @@ class OneRank:
 
 
 class LeadingRank(OneRank):
-    """First rank of an engine with tensor parallelism; starts and leads the others."""
+    """Leader of an engine with tensor parallelism: starts the other ranks' processes and commands
+    them.
+    """
 
     group: RankGroup
     followers: Followers
@@ -122,7 +126,9 @@ class LeadingRank(OneRank):
             raise
 
     def least(self, number: int) -> int:
-        """Wait until each rank has given a number, and return the least. Raises DeviceLost."""
+        """Wait until each rank has given a number; return the smallest. Raises DeviceLost if a rank
+        is gone.
+        """
         with _in_reach():
             return self.group.minimum((number,))[0]
 

@@ -208,7 +208,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:
-    """Yield `first`, twice that, and so on below `most`, then `most`."""
+    """Yield `first`, twice that, four times that, and so on below `most`; then `most`."""
     while first < most:
         yield first
         first *= 2

@@ -30,7 +30,7 @@ _IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 class ModelConfig:
     """Sizes of a decoder, and the properties in which model families differ.
 
-    max_context: most tokens of a sequence.
+    max_context: maximum number of tokens of a sequence.
     ropes: each layer's rotary embedding; None: none.
     windows: number of tokens that each layer's queries attend to, themselves included; None: all.
     kv_groups: which layers share KV pages.
@@ -78,8 +78,9 @@ class ModelConfig:
 
         Raises ModelError, whose `field` is the key at fault.
 
-        max_context: most tokens of a sequence, if fewer than the model has position embeddings for;
-            None: as many as these.
+        max_context: limit on the tokens of a sequence, if lower than the number of the model's
+        position
+            embeddings; None: that number.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -243,7 +244,7 @@ def _windows(
 
     raw: content of config.json.
     sliding: whether each layer has a sliding window, from _sliding_layers.
-    context: most tokens of a sequence.
+    context: maximum number of tokens of a sequence.
     """
     if not any(sliding) or raw["sliding_window"] is None:
         return (None,) * len(sliding)

@@ -36,7 +36,7 @@ Measured on two H200s (docs/benchmarks.md).
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
 MOST_SENT_BYTES = 1 << 20
-"""Most bytes that a rank sends for one sum by row exchange.
+"""Limit on the bytes that a rank sends for one sum by row exchange.
 
 Measured on two H200s (docs/log.md).
 """

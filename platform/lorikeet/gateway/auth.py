@@ -9,6 +9,7 @@ from starlette.requests import Request
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
@@ -77,7 +78,7 @@ class RequestAuthenticator:
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
-        """Return a generate request's tenant and key.
+        """Return the tenant and key of a request that generates or reads.
 
         Raises InvalidKey, Forbidden, Unavailable.
         """
@@ -95,10 +96,6 @@ class RequestAuthenticator:
             allowed = ", ".join(key.adapters)
             raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
         return caller
-
-    async def tenant(self, request: Request) -> TenantRecord:
-        """Return the tenant of a request's key. Raises InvalidKey, Forbidden, Unavailable."""
-        return (await self.caller(request)).tenant
 
     async def admin(self, request: Request) -> None:
         """Set request.state.key to an admin's key. Raises InvalidKey, Forbidden, Unavailable.
@@ -174,12 +171,17 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place.
+    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place,
+    and the header's scheme may be Basic.
 
     Raises InvalidKey if the two headers have different keys.
     """
     authorization = request.headers.get("authorization")
-    api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
+    if scope is Scope.ADMIN:
+        return authorization
+    if authorization is not None:
+        authorization = as_bearer(authorization)
+    api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization
     if authorization is None:

@@ -32,6 +32,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_headers
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet_engine.request import SchedulingParams
 
 SCHEMAS: Mapping[str, type[ApiRequest]] = {
@@ -56,6 +57,8 @@ loaded.
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
 """Tokens reserved in the rate limits for each choice of a request without a limit of its own."""
+_BYTES_OF_READ = 16 * 2**10
+"""Bytes of a request that only counts tokens that count as one read of its tenant."""
 
 
 def generate_routes(
@@ -64,6 +67,7 @@ def generate_routes(
     rate_limiter: RateLimiter,
     request_log: RequestLog,
     stored: StoredResponses,
+    reads: ReadLimiter,
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, without FastAPI.
 
@@ -75,7 +79,7 @@ def generate_routes(
         Route(
             path,
             GenerateEndpoint(
-                schema, services, authenticator, rate_limiter, request_log, stored, bodies
+                schema, services, authenticator, rate_limiter, request_log, stored, reads, bodies
             ),
             methods=["POST"],
         )
@@ -94,10 +98,11 @@ class GenerateEndpoint:
         rate_limiter: RateLimiter,
         request_log: RequestLog,
         stored: StoredResponses,
+        reads: ReadLimiter,
         bodies: LargeBodies,
     ) -> None:
         self._schema, self._services, self._stored = schema, services, stored
-        self._bodies = bodies
+        self._reads, self._bodies = reads, bodies
         self._authenticator, self._rate_limiter, self._request_log = (
             authenticator,
             rate_limiter,
@@ -150,6 +155,8 @@ class GenerateEndpoint:
         """
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
+        if self._schema in (CountTokensRequest, InputTokensRequest):
+            self._reads.count(caller.tenant.name, 1 + len(received) / _BYTES_OF_READ)
         hold.body_is_here()  # before a large body waits for its tenant's parse lock
         body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)

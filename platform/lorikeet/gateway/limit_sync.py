@@ -60,7 +60,7 @@ class LimitSync:
     async def _read_usage(self) -> NoReturn:
         budget = self._rate_limiter.budget
         while True:
-            began = time.time()
+            began = time.monotonic()
             if budget.due(began):
                 try:
                     await asyncio.to_thread(budget.read)

@@ -20,6 +20,7 @@ from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting, Overloaded
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers, error_response
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.routes.health import LIVENESS, READINESS
 from lorikeet.retry_after import FULL_GATEWAY_S
 
@@ -99,6 +100,8 @@ class AdminListener:
             uvicorn.Config(
                 app,
                 lifespan="off",  # the application runs already
+                http=BoundedHttpProtocol,
+                ws="none",
                 access_log=False,
                 log_config=None,
                 log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt

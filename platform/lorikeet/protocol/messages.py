@@ -181,7 +181,8 @@ class AnswerHeader:
     status: the replica's status as it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
     header.
-    ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    ignored: names of template_args unknown to the chat template, the call's `left_out`, and
+        keywords of its schemas that the answer is not held to.
     """
 
     replica: str

@@ -128,7 +128,7 @@ class Replica:
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    ignored, status = encoder.ignored(call), self._feed.update()
+                    ignored, status = encoded.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
             yield None

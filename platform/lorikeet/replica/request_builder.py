@@ -18,6 +18,7 @@ from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.sandbox import GrammarSandbox
+from lorikeet.replica.grammars.schema_faults import ignored_keywords
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
@@ -49,12 +50,14 @@ class EncodedCall:
     tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
         a grammar's cost does not show at once. None if the answer is unconstrained.
     echoes: the prompts as the answer repeats them.
+    ignored: names of fields and of schemas' keywords that have no effect on the answer.
     """
 
     request: Request
     thinking: Thinking
     tried_grammar: str | None
     echoes: PromptEchoes
+    ignored: tuple[str, ...]
 
 
 class RequestBuilder:
@@ -156,7 +159,10 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, tried_grammar, echoes)
+    ignored = encoder.ignored(call)
+    if grammar is not None:
+        ignored += ignored_keywords(call)
+    return EncodedCall(request, thinking, tried_grammar, echoes, ignored)
 
 
 def check_begun_answer(call: Call, thinking: Thinking) -> None:

@@ -7,6 +7,7 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 import asyncio
 import logging
 import math
+import uuid
 from collections.abc import Awaitable
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -17,10 +18,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
 
 from lorikeet.error_shapes import openai_error_body
-from lorikeet.errors import Unavailable
+from lorikeet.errors import InvalidInput, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.error_responses import error_response, websocket_refusal
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +40,26 @@ MAX_WAITING = 1000
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
+_DECODED = frozenset(
+    (
+        b"x-session-id",
+        b"serve-multiplexed-model-id",
+        b"x-request-timeout-seconds",
+        b"x-request-disconnect-disabled",
+        b"traceparent",
+        b"tracestate",
+    )
+)
+"""Headers that Serve decodes, `_` and `-` alike, besides those that RequestIdMiddleware drops."""
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged."""
+    """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged.
+
+    Serve calls this before it starts uvicorn, whose default protocol becomes BoundedHttpProtocol.
+    """
+    protocol = BoundedHttpProtocol
+    HTTP_PROTOCOLS["auto"] = f"{protocol.__module__}:{protocol.__qualname__}"
     return [
         Middleware(NoWebSocketMiddleware),
         Middleware(KeyPacingMiddleware),
@@ -48,6 +68,7 @@ def middlewares() -> list[Middleware]:
         Middleware(UnavailableMiddleware),
         Middleware(HiddenRoutesMiddleware),
         Middleware(NoReadAheadMiddleware, in_gateway=_is_gateway()),
+        Middleware(HeaderEncodingMiddleware),
     ]
 
 
@@ -103,8 +124,9 @@ class _KeyQueue(asyncio.Lock):
 def _key_of(scope: Scope) -> str:
     """Return the API key, read as gateway/auth.py does; empty if there is none."""
     first = dict(reversed(scope["headers"]))
-    key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
-    return key.decode("latin-1").strip()
+    authorization = as_bearer(first.get(b"authorization", b"").decode("latin-1"))
+    key = authorization.partition(" ")[2] or first.get(b"x-api-key", b"").decode("latin-1")
+    return key.strip()
 
 
 class UnreadAnswerMiddleware:
@@ -262,6 +284,38 @@ class HiddenRoutesMiddleware:
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
             app = JSONResponse(openai_error_body("not_found", f"there is no {_ROUTES} here"), 404)
         await app(scope, receive, send)
+
+
+class HeaderEncodingMiddleware:
+    """Middleware that refuses a header that Serve would decode, but that is no UTF-8, by a 400.
+
+    Serve fails on such a header before the gateway sees the request, by a 500 in plain text.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; answer 400 if a header that Serve decodes is no UTF-8."""
+        app = self._app
+        if scope["type"] == "http" and (name := _undecodable(scope)) is not None:
+            request_id = uuid.uuid4().hex
+            error = InvalidInput(f"{name}: want text in UTF-8, best in ASCII", param=name)
+            refusal = error_response(error, {**scope, "state": {"request_id": request_id}})
+            refusal.headers["x-request-id"] = request_id
+            app = refusal
+        await app(scope, receive, send)
+
+
+def _undecodable(scope: Scope) -> str | None:
+    """Return the name of the first header that Serve cannot decode; None if there is none."""
+    for name, value in scope["headers"]:
+        if not value.isascii() and name.replace(b"_", b"-") in _DECODED:
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                return str(name, "latin-1")
+    return None
 
 
 class NoReadAheadMiddleware:

@@ -11,6 +11,7 @@ gateway that is silent, but not known to be gone, keeps its share; the others ca
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -114,6 +115,7 @@ class LimitShares:
         self._started = now
         self._agreed: float | None = None
         self._own: dict[Subject, LimitShare] = {}
+        self._running = Counter[Subject]()  # of subjects without limits too: one may get a limit
         self._peers: dict[str, _Peer] = {}
 
     def share_of(self, subject: Subject, now: float) -> LimitShare:
@@ -125,8 +127,24 @@ class LimitShares:
         own = self._own.get(subject)
         if own is None:
             share = self.even() if self.settled_s(now) else self.least()
-            own = self._own[subject] = LimitShare(share, share, now)
+            own = self._own[subject] = LimitShare(share, share, now, self._running[subject])
         return own
+
+    def begin(self, subject: Subject) -> None:
+        """Count a request of a subject, with limits or without, that begins."""
+        self._count_running(subject, 1)
+
+    def end(self, subject: Subject) -> None:
+        """Count a request of a subject that has ended."""
+        self._count_running(subject, -1)
+
+    def _count_running(self, subject: Subject, change: int) -> None:
+        self._running[subject] += change
+        own = self._own.get(subject)
+        if own is not None:
+            own.running = self._running[subject]
+        if not self._running[subject]:
+            del self._running[subject]
 
     def even(self) -> float:
         """Return the equal share per gateway: 1/N."""

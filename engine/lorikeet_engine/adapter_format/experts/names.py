@@ -33,7 +33,9 @@ def experts_of(module: str) -> str:
 
 
 def modern(module: str) -> str:
-    """Replace Mixtral's old names in a module's name by the current ones."""
+    """Replace Mixtral's old names (block_sparse_moe, w1, w3, w2) in a module's name by the current
+    ones.
+    """
     module = module.replace(_OLD_BLOCK, _BLOCK)
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module

@@ -9,8 +9,8 @@ from typing import Any
 class Width(StrEnum):
     """Width of a linear's input or output, named by a key of config.json.
 
-    The width consists of as many equal pieces as that key says, such as attention heads. Tensor
-    parallel ranks divide it between pieces.
+    The width consists of equal pieces, such as attention heads; the key holds their number. Tensor
+    parallel ranks divide the width between pieces.
     """
 
     HIDDEN = "hidden_size"

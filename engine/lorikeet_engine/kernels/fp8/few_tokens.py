@@ -38,9 +38,10 @@ _BLOCK_TOKENS = 128  # at most, of one program
 class ProductConfig:
     """Launch parameters of an FP8 product.
 
-    block_out, block_in: outputs and inputs of the block of the weight that a program multiplies at
+    block_out, block_in: size, in outputs and inputs, of the weight tile that a program multiplies
+    at
         once.
-    split: number of programs that share the inputs of an output.
+    split: number of programs among which the inputs of each output are divided (split-K).
     """
 
     block_out: int

@@ -84,7 +84,7 @@ class ExpandConfig:
 class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
-    tokens: most tokens of a tile.
+    tokens: maximum number of tokens of a tile.
     lora_sms: pairs of a least sum of ranks and a number of multiprocessors; see sms_for_lora.
     """
 

@@ -1,5 +1,7 @@
 """GET /v1/openapi.json: document of the tenants' API, with the schemas that parse requests."""
 
+import asyncio
+import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -7,14 +9,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from lorikeet.error_shapes import MESSAGES
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.reads import TenantReads
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
@@ -39,16 +41,22 @@ _JSON = {"application/json": _OBJECT}
 _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
-def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
+def openapi_routes(reads: TenantReads) -> APIRouter:
     """Return the route GET /v1/openapi.json, for callers with a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
-    async def openapi(request: Request) -> JSONResponse:
-        await authenticator.tenant(request)
-        return JSONResponse(document())
+    async def openapi(request: Request) -> Response:
+        async with reads.admitted(request):
+            text = await asyncio.to_thread(_document_json)  # made at the first request
+            return Response(text, media_type="application/json")
 
     return router
+
+
+@cache
+def _document_json() -> bytes:
+    return json.dumps(document(), separators=(",", ":")).encode()
 
 
 @cache

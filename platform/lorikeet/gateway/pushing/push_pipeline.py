@@ -51,6 +51,7 @@ class Push:
     folder: folder of the blob, removed when the push ends.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
+    ends_s: end of the version's lifetime, in seconds of time.monotonic(); None: none.
     failure: error that ended the push; None if none did.
     """
 
@@ -61,8 +62,16 @@ class Push:
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: LorikeetError | None = None
         self.begun_s = time.monotonic()
+        self.set_lifetime(version.left_s)
         self.delivered_s: float | None = None
         self.ready_s: float | None = None
+
+    def set_lifetime(self, left_s: float | None) -> None:
+        """Set the end of the version's lifetime, which jumps of the system's clock do not move.
+
+        left_s: seconds from now; None: no end.
+        """
+        self.ends_s = None if left_s is None else time.monotonic() + left_s
 
     def note_stages(self, trace: RequestTrace) -> None:
         """Record in a request's trace the stages of the push that are completed: deliver and
@@ -162,6 +171,8 @@ class PushPipeline:
             return held
         now = replace(held.version, alias=self.pushed.alias_of(held.version))
         if (joined := now.joined(version)) != now:
+            if joined.expires != held.version.expires:
+                held.set_lifetime(version.left_s)
             held.version = joined
             held.ready.clear()
         return held
@@ -229,11 +240,12 @@ class PushPipeline:
         Return False at once for a version without a lifetime, which is to become durable, and when
         another push of the same blob removes the lifetime.
         """
-        while (expires := push.version.expires) is not None:
+        while push.ends_s is not None:
             gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
             with suppress(PartitionsNotRead):
                 gone = gone or push.version.retired(self._catalog_view.state)
-            if gone or time.time() >= expires:
+            if gone or time.monotonic() >= push.ends_s:
+                self.pushed.remove(push.version.key)
                 return True
             await asyncio.sleep(_AGAIN_S)
         return False
@@ -261,6 +273,7 @@ class PushPipeline:
         push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
         now = known.joined(version) if known else version
+        now = replace(now, left_s=push.ends_s and push.ends_s - time.monotonic())
         poll = await self._services.peers.ask(_QUESTION, (now,))
         if poll.silent or push.version is not version:
             return False

@@ -35,6 +35,9 @@ class PushedVersion:
     alias: alias to move to this version, besides the aliases that an adapter's first version gets.
     created: Unix seconds.
     expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log.
+        Only for display and comparison: gateways end the lifetime by left_s.
+    left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
+        is None.
     keep: number of the adapter's newest expiring versions to keep, this one included.
     seq: last log entry that the receiving gateway had read when the push began; None: not begun.
     """
@@ -47,6 +50,7 @@ class PushedVersion:
     expires: float | None = None
     keep: int | None = None
     seq: int | None = None
+    left_s: float | None = None
 
     @property
     def key(self) -> Key:
@@ -71,7 +75,7 @@ class PushedVersion:
         if again.alias not in (None, self.alias) and again.created > self.created:
             version = replace(version, alias=again.alias, created=again.created)
         if self.expires is not None and (again.expires is None or again.expires > self.expires):
-            version = replace(version, expires=again.expires, keep=again.keep)
+            version = replace(version, expires=again.expires, keep=again.keep, left_s=again.left_s)
         return version
 
 
@@ -102,7 +106,9 @@ class PushedVersions:
         self._until_s: dict[Key, float] = {}
         self._carried = set[Key]()
         self._alias_was: dict[Key, str | None] = {}  # digest that the alias had in the log before
-        self._claims: dict[tuple[str, str, str], _Claim] = {}  # by tenant, name and alias
+        # by tenant, name and alias, in the order in which they are forgotten
+        self._claims: dict[tuple[str, str, str], _Claim] = {}
+        self._ends_s: dict[Key, float] = {}  # ends of lifetimes, on the clock
         self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
 
     def __len__(self) -> int:
@@ -116,7 +122,11 @@ class PushedVersions:
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
         version = known.joined(version) if known else version
-        version = replace(version, alias=self._claim(version))
+        if known is None or known.expires != version.expires:
+            self._ends_s.pop(version.key, None)
+            if version.left_s is not None:
+                self._ends_s[version.key] = self._clock() + version.left_s
+        version = replace(version, alias=self._claim(version), left_s=None)
         if version == known:
             return
         if known is None or known.alias != version.alias:
@@ -156,6 +166,7 @@ class PushedVersions:
         """Forget the pushed version with this key, if any."""
         self._until_s.pop(key, None)
         self._alias_was.pop(key, None)
+        self._ends_s.pop(key, None)
         if self._held.pop(key, None) is not None:
             self._seen.pop(key[0], None)
 
@@ -165,9 +176,9 @@ class PushedVersions:
         Forgets versions that the state contains already, and expired ones. Raises
         PartitionsNotRead, for the tenant's own partition only.
         """
-        now_s, now = self._clock(), time.time()
-        for key, version in list(self._held.items()):
-            expired = version.expires is not None and version.expires <= now
+        now_s = self._clock()
+        for key in list(self._held):
+            expired = self._ends_s.get(key, now_s + 1) <= now_s
             untold = key not in self._carried and self._until_s[key] < now_s
             if expired or untold:
                 self.remove(key)
@@ -195,7 +206,7 @@ class PushedVersions:
             else:
                 landed.add(digest)
                 self._end_claim(version)
-                for table in (self._held, self._until_s, self._alias_was):
+                for table in (self._held, self._until_s, self._alias_was, self._ends_s):
                     table.pop(version.key, None)
         return state
 
@@ -225,10 +236,11 @@ class PushedVersions:
         """
         alias = self._claimed(version)
         if alias is not None:
-            now_s = self._clock()
-            self._claims = {at: each for at, each in self._claims.items() if each.until_s > now_s}
-            claim = _Claim(version.created, now_s + _CLAIMED_S)
-            self._claims[version.tenant, version.name, alias] = claim
+            now_s, at = self._clock(), (version.tenant, version.name, alias)
+            self._claims.pop(at, None)
+            self._claims[at] = _Claim(version.created, now_s + _CLAIMED_S)
+            while self._claims[oldest := next(iter(self._claims))].until_s <= now_s:
+                del self._claims[oldest]
         return alias
 
     def _claimed(self, version: PushedVersion) -> str | None:

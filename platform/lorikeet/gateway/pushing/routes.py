@@ -33,6 +33,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
 
@@ -119,7 +120,10 @@ class PushRequest(NamedTuple):
         """
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
-        return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
+        left_s, keep = query.lifetime_s, query.keep
+        return PushedVersion(
+            tenant, self.name, facts, query.alias, now, expires, keep, left_s=left_s
+        )
 
 
 class Progress(NamedTuple):
@@ -218,11 +222,12 @@ class PushEndpoints:
         catalog_view: GatewayCatalogView,
         registration: Registration,
         pipeline: PushPipeline,
+        reads: ReadLimiter,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
-        self._pipeline = pipeline
+        self._pipeline, self._reads = pipeline, reads
         self._check_locks = WeakValueDictionary[str, asyncio.Lock]()
         self._waiting = Counter[str]()  # by tenant
 
@@ -238,6 +243,7 @@ class PushEndpoints:
         Idempotent.
         """
         async with self._admitted(request, name, digest) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
             check_name(name, "name")
             check_digest(digest)
             query.check()
@@ -261,7 +267,8 @@ class PushEndpoints:
         async with self._admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
-            progress = await self._progress(tenant, name, digest)
+            with self._reads.reading(tenant):
+                progress = await self._progress(tenant, name, digest)
             if progress is None:
                 raise NotFound(
                     f"there is no version {digest[:64]} of {tenant}/{name}, or it was lost before "

@@ -1,21 +1,29 @@
 """GET /v1/models: the models that a tenant may use, in the shape of its client's API."""
 
+import asyncio
+import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
+from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
+_ADAPTERS_OF_READ = 200
+"""Listed adapters that count as one more read of their tenant."""
 
 
-def model_routes(services: Services, authenticator: RequestAuthenticator) -> APIRouter:
+def model_routes(
+    services: Services, authenticator: RequestAuthenticator, reads: TenantReads
+) -> APIRouter:
     """Return the routes that list a tenant's models and show one of them."""
     router = APIRouter(prefix="/v1/models")
 
@@ -24,23 +32,29 @@ def model_routes(services: Services, authenticator: RequestAuthenticator) -> API
         return min((tokens for tokens in known if tokens is not None), default=None)
 
     @router.get("")
-    async def list_models(request: Request) -> dict[str, Any]:
-        caller = await authenticator.caller(request)
-        tenant = caller.tenant.name
-        records = await authenticator.visible_adapters(tenant)
-        # the tenant's own first and base models last, as some clients take the first model
-        ordered = sorted(records, key=lambda record: record.tenant != tenant)
-        entries = [entry for record in ordered for entry in _adapter_entries(record)]
-        entries += map(_base_entry, services.base_models)
-        lengths = {name: context_of(name, caller) for name in services.base_models}
-        for entry in entries:
-            entry["max_model_len"] = lengths.get(entry["parent"] or entry["id"])
-        return _list(entries, client_api(request.scope))
+    async def list_models(request: Request) -> Response:
+        def text(caller: Caller, adapters: Sequence[AdapterRecord]) -> bytes:
+            tenant = caller.tenant.name
+            # the tenant's own first and base models last, as some clients take the first model
+            ordered = sorted(adapters, key=lambda record: record.tenant != tenant)
+            entries = [entry for record in ordered for entry in _adapter_entries(record)]
+            entries += map(_base_entry, services.base_models)
+            lengths = {name: context_of(name, caller) for name in services.base_models}
+            for entry in entries:
+                entry["max_model_len"] = lengths.get(entry["parent"] or entry["id"])
+            return json.dumps(_list(entries, client_api(request.scope))).encode()
+
+        async with reads.admitted(request) as caller:
+            tenant = caller.tenant.name
+            adapters = await authenticator.visible_adapters(tenant)
+            reads.limiter.count(tenant, len(adapters) / _ADAPTERS_OF_READ)
+            listed = await asyncio.to_thread(text, caller, adapters)  # 10,000 take 0.1 s
+        return Response(listed, media_type="application/json")
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
-        caller = await authenticator.caller(request)
-        found = await authenticator.resolve_model(model, caller.tenant.name)
+        async with reads.admitted(request) as caller:
+            found = await authenticator.resolve_model(model, caller.tenant.name)
         entry = _base_entry(model)
         if (ref := found.adapter) is not None:
             entry = _entry(model, ref.tenant, found.created, found.base_model)

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, FormatKind
-from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.held_schema import held_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -40,7 +40,7 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
         if not isinstance(parsed, dict):
             raise ValueError("want an object")
         # last, so that it replaces the schema's own layout, which might not be JSON's
-        held = {**without_noop_keywords(parsed or _ANY_OBJECT), "x-guidance": LAYOUT}
+        held = {**held_schema(parsed or _ANY_OBJECT).schema, "x-guidance": LAYOUT}
         return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
         raise _too_deep(param) from error
@@ -62,7 +62,7 @@ def format_rule(answer: Format) -> str:
     match answer.kind:
         case FormatKind.JSON_SCHEMA:
             try:
-                schema = without_noop_keywords(json.loads(answer.text) or _ANY_OBJECT)
+                schema = held_schema(json.loads(answer.text) or _ANY_OBJECT).schema
             except RecursionError as error:
                 raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"

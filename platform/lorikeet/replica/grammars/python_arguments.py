@@ -54,6 +54,8 @@ class ArgumentRules:
         unsupported = part.keys() & _UNSUPPORTED
         if not (isinstance(others, bool) or others == {}):
             unsupported |= {"additionalProperties"}
+        if "patternProperties" in unsupported:
+            unsupported |= {"propertyNames"}  # which is held as patternProperties
         if unsupported:
             raise _invalid(
                 f"{', '.join(sorted(unsupported))} on all arguments of a Python call cannot be "

@@ -5,21 +5,28 @@ dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.
 """
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Format
+from lorikeet.replica.grammars.format_grammar import LAYOUT
 from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammars.schema_faults import answer_schemas, find_fault, in_own_words
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
@@ -33,6 +40,10 @@ _TRIED_TOKENS = 2
 Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
+_FIND_FAULT = "\0"
+"""Mark before a JSON schema whose fault is asked for, among grammars."""
+_FIND_CPU_S = 0.3
+"""CPU time after which no narrower place of a fault is looked for."""
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
@@ -53,23 +64,33 @@ class GrammarSandbox:
         Raises EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
         waited longer than the call allows, or if the machine is too busy to try it.
         """
+        problem = await self._tried(call, grammar)
+        if problem is None:
+            return
+        for each in answer_schemas(call):  # which of them, and where in it
+            if found := await self._tried(call, _FIND_FAULT + json.dumps(each.schema)):
+                raise InvalidInput(
+                    f"the JSON schema of {each.place} cannot be followed: {found}", param=each.param
+                )
+        of_tools = call.tools is not None and (call.tools.forced or call.format is None)
+        answer = Format("", param="tools") if of_tools else call.format or Format("")
+        raise InvalidInput(
+            f"the {answer.kind.value} of {answer.param} cannot be followed: {problem}",
+            param=answer.param,
+        )
+
+    async def _tried(self, call: Call, text: str) -> str | None:
+        """Return the problem of a grammar or schema. Raises EngineOverloaded as `check` does."""
         max_queue_s = call.scheduling.max_queue_s
         try:
             async with asyncio.timeout(max_queue_s):
-                problem = await asyncio.wrap_future(self._trials.result(grammar, call.tenant))
+                return await asyncio.wrap_future(self._trials.result(text, call.tenant))
         except TimeoutError:
             raise EngineOverloaded(
                 "this replica could not try the request's JSON schema within the "
                 f"{max_queue_s:g} s that it may wait: send it again, or use fewer schemas at once",
                 retry_after_s=max_queue_s,  # by then the waiting ones were tried or gave up
             ) from None
-        if problem is not None:
-            of_tools = call.tools is not None and (call.tools.forced or call.format is None)
-            answer = Format("", param="tools") if of_tools else call.format or Format("")
-            raise InvalidInput(
-                f"the {answer.kind.value} of {answer.param} cannot be followed: {problem}",
-                param=answer.param,
-            )
 
     def close(self) -> None:
         """End the sandbox's process. Safe to call twice."""
@@ -139,7 +160,10 @@ def _serve(connection_fd: int, model: Path) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # CPU time; the signal kills this process
-        problem = _try(grammars, grammar)
+        if grammar.startswith(_FIND_FAULT):
+            problem = _fault(grammars, json.loads(grammar.removeprefix(_FIND_FAULT)))
+        else:
+            problem = _try(grammars, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(problem)
 
@@ -160,8 +184,22 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
             if matcher.must_end:
                 break
     except InvalidRequest as error:
-        return error.message
+        return in_own_words(error.message)
     return None
+
+
+def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
+    """Return the place of a schema's fault and its problem; None if there is none."""
+    began_s = time.process_time()
+
+    def problem(held: Mapping[str, Any]) -> str | None:
+        if time.process_time() - began_s > _FIND_CPU_S:
+            return None
+        text = json.dumps({**held, "x-guidance": LAYOUT})
+        return _try(grammars, LLMatcher.grammar_from_json_schema(text))
+
+    fault = find_fault(schema, problem)
+    return None if fault is None else f"at {fault.path}: {fault.reason}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
-from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -114,7 +114,10 @@ def _call(
         call = f"call_{index}"
         if syntax.style is CallStyle.PYTHON:
             rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
-            rules += python_arguments(f"{call}_arguments", schema)
+            try:
+                rules += python_arguments(f"{call}_arguments", schema)
+            except InvalidInput as error:
+                raise InvalidInput(f"the tool {name}: {error.message}", param="tools") from error
             continue
         head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
         rules += [
@@ -133,9 +136,11 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
             f"the parameters of {function['name']}: want an object as their type", param="tools"
         )
     try:
-        held = without_noop_keywords(parameters)
+        held = held_schema(parameters).schema
     except RecursionError as error:
-        raise InvalidInput("a function's parameters: nested too deeply", param="tools") from error
+        raise InvalidInput(
+            f"the parameters of {function['name']}: nested too deeply", param="tools"
+        ) from error
     return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
 
 

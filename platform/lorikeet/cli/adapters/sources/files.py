@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from lorikeet.chat_template import TEMPLATE_FILES
+from lorikeet.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILES
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
@@ -19,7 +19,6 @@ from lorikeet_engine.errors import AdapterRejected
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
 """Files that mark a folder as an adapter's: any one suffices. The index names the shards."""
 MAX_SOURCE_BYTES = 8 << 30
-_MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
 
 
 def adapter_files(
@@ -64,7 +63,7 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
     beside = (name for name in TEMPLATE_FILES if name in sizes)
-    return (*names, *(name for name in beside if sizes[name] <= _MOST_TEMPLATE_BYTES))
+    return (*names, *(name for name in beside if sizes[name] <= MAX_TEMPLATE_BYTES))
 
 
 def _instead(sizes: Mapping[str, int]) -> str:
