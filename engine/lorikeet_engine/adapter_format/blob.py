@@ -74,8 +74,9 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
     rows = _take_rows(tensors)
     tokens = trained_tokens(raw, rows)
-    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw)
-    config = LoraConfig.from_peft(raw, pairs)
+    doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
+    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
+    config = LoraConfig.from_peft(raw, pairs, doubt)
     modules, config = stack_experts(_in_blobs(pairs), config)
     named: dict[str, Stored] = {token_rows_name(m): tensor for m, tensor in rows.items()}
     for module, sides in modules.items():

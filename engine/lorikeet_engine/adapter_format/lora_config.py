@@ -7,14 +7,22 @@ is packed: a reader of a blob looks names up, and never runs untrusted expressio
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
+from lorikeet_engine.adapter_format.families import EMBEDDINGS
 from lorikeet_engine.adapter_format.header import parse_json_object
-from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
-from lorikeet_engine.adapter_format.tensor_names import canonical_module, is_of_vision
+from lorikeet_engine.adapter_format.peft_release import (
+    LOST_BIASES,
+    SAVED_BIASES,
+    SCALED_EMBEDDINGS,
+    is_before,
+    training_release,
+)
+from lorikeet_engine.adapter_format.targets import check_targets, resolve_patterns
+from lorikeet_engine.adapter_format.tensor_names import canonical_module, is_of_vision, is_outer
 from lorikeet_engine.errors import AdapterRejected
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -91,6 +99,7 @@ _UNKNOWN = (
     "this option is not known: PEFT or another trainer may compute something else with it. If it "
     "is only a note of the trainer, remove it from adapter_config.json"
 )
+_OPTIONAL = {"families", "lost_biases", "unscaled_embeddings"}
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -105,6 +114,10 @@ class LoraConfig:
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
     families: families of base models in which every targeted linear has weights; None: all families
         that have the linears with weights.
+    unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
+        whose own module scales.
+    lost_biases: the adapter was trained with biases of its linears, where the base model has any,
+        and they were not saved.
     """
 
     base_model_name_or_path: str
@@ -115,21 +128,29 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float]
     peft_type: str = "LORA"
     families: Sequence[str] | None = None
+    unscaled_embeddings: bool = False
+    lost_biases: bool = False
 
     @classmethod
-    def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
+    def from_peft(
+        cls,
+        raw: Mapping[str, Any],
+        modules: Iterable[str],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> "LoraConfig":
         """Parse PEFT's config for the modules that have weights.
 
         raw: PEFT's config, which refuse_unsupported has accepted.
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
             rank_pattern and alpha_pattern are their canonical names.
+        warn: called with a sentence if releases of PEFT read the config differently, and the config
+            does not show which one trained.
         Raises AdapterRejected.
         """
         modules = sorted(modules)
         with Expressions() as run:
             families = check_targets(raw, modules, run)
-            ranks = resolve_pattern(raw, "rank_pattern", modules, run)
-            alphas = resolve_pattern(raw, "alpha_pattern", modules, run)
+            ranks, alphas = resolve_patterns(raw, modules, run, warn)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         return _checked(
             base_model_name_or_path=raw.get("base_model_name_or_path") or "",
@@ -139,6 +160,8 @@ class LoraConfig:
             rank_pattern={canonical_module(m): rank for m, rank in ranks.items() if rank != r},
             alpha_pattern={canonical_module(m): a for m, a in alphas.items() if a != alpha},
             families=families,
+            unscaled_embeddings=_is_unscaled(raw, modules, warn),
+            lost_biases=_has_lost_biases(raw, warn),
         )
 
     @classmethod
@@ -146,8 +169,8 @@ class LoraConfig:
         """Parse the JSON of the config in a blob's metadata. Raises AdapterRejected."""
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
-        if set(raw) | {"families"} != names:
-            odd = sorted((set(raw) | {"families"}) ^ names)
+        if set(raw) | _OPTIONAL != names:
+            odd = sorted((set(raw) | _OPTIONAL) ^ names)
             raise AdapterRejected(
                 f"the blob's config has other keys than expected: {reprlib.repr(odd)}", field=odd[0]
             )
@@ -156,8 +179,9 @@ class LoraConfig:
     def to_json(self) -> str:
         """Return the config as canonical JSON: equal configs give equal texts."""
         named = asdict(self)
-        if self.families is None:
-            del named["families"]
+        for key in _OPTIONAL:
+            if not named[key]:
+                del named[key]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     def rank(self, module: str) -> int:
@@ -197,6 +221,36 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise _bad(_REASONS.get(key, _UNKNOWN), key, value)
 
 
+def _is_unscaled(
+    raw: Mapping[str, Any], modules: Iterable[str], warn: Callable[[str], object]
+) -> bool:
+    """Whether a PEFT that left out the scale of embeddings has trained adapters of embeddings."""
+    adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
+    if not adapts and not raw.get("trainable_token_indices"):
+        return False
+    base = raw.get("base_model_name_or_path")
+    if training_release(raw) is None and isinstance(base, str) and "gemma" in base.lower():
+        warn(
+            "PEFT before 0.18 adds LoRA to Gemma 3's embeddings without their scale, and "
+            "adapter_config.json does not show which release trained: served as the newest "
+            "computes it; set peft_version to the release that trained"
+        )
+    return is_before(raw, SCALED_EMBEDDINGS)
+
+
+def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
+    """Whether a PEFT that does not save the biases of bias="lora_only" may have trained some."""
+    release = training_release(raw)
+    saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
+    if raw.get("bias") != "lora_only" or saves:
+        return False
+    warn(
+        "PEFT before 0.21 does not save the biases that bias='lora_only' trains: answers are those "
+        "of the training only if no adapted linear of the base model has a bias"
+    )
+    return True
+
+
 def _is_of_vision_alone(key: str, value: Any) -> bool:
     """Whether an option saves whole modules of a vision part alone, whose tensors are left out."""
     names = value if isinstance(value, list) else [None]
@@ -219,6 +273,9 @@ def _checked(**raw: Any) -> LoraConfig:
         isinstance(families, list | tuple) and all(isinstance(each, str) for each in families)
     ):
         raise _bad("want names of families", "families", families)
+    for key in ("lost_biases", "unscaled_embeddings"):
+        if not isinstance(raw.get(key, False), bool):
+            raise _bad("want true or false", key, raw[key])
     raw["families"] = None if families is None else tuple(families)
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
