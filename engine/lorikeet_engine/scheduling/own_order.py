@@ -104,11 +104,11 @@ def own_order(
 
     oldest, shortest = following(None, by_age), following(None, by_cost)
     while oldest is not None:
-        overtaken = shortest is not None and shortest is not oldest
-        if overtaken and counter.overtaking >= shortest.cost.next_chunk:
-            turn = Turn(shortest, overtakes=True)
+        shorter = shortest if shortest is not oldest else None
+        if shorter is not None and counter.overtaking >= shorter.cost.next_chunk:
+            turn = Turn(shorter, overtakes=True)
         else:
-            turn = Turn(oldest, overtaken=overtaken)
+            turn = Turn(oldest, overtaken=shorter is not None)
         yield turn
         served.add(turn.sequence)
         oldest, shortest = following(oldest, by_age), following(shortest, by_cost)

@@ -1,8 +1,8 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
 WaitingQueue keeps one queue per tenant. FairOrder merges the tenants: the next sequence is always
-of the tenant with the smallest virtual counter (fairness.py). Between its own sequences, own_order.py
-decides.
+of the tenant with the smallest virtual counter (fairness.py). Between its own sequences,
+own_order.py decides.
 """
 
 from collections.abc import Callable, Iterable, Iterator
