@@ -261,6 +261,11 @@ class ResponseBuffers:
             if buffer.replica == replica:
                 buffer.fail(error)
 
+    def fail_call(self, request_id: str, error: BaseException) -> None:
+        """Fail the answer of one open call; ignore a call that is closed."""
+        if buffer := self._open.get(request_id):
+            buffer.fail(error)
+
     def awaits(self, replica: str) -> bool:
         """Return True if a call is open whose answer comes from the replica."""
         return any(buffer.replica == replica for buffer in self._open.values())

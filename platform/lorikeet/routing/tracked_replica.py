@@ -113,6 +113,10 @@ class TrackedReplica:
             self._mark_reported(oldest)
         return True
 
+    def status_age_s(self, now_s: float) -> float:
+        """Return the seconds since the last status update; infinity before the first."""
+        return now_s - self._updated_s if self._update is not None else math.inf
+
     def add(self, sent: InFlightRequest) -> None:
         """Count a request that is sent to the replica."""
         self._unreported[sent] = None

@@ -46,6 +46,8 @@ _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
 """Seconds without a new item, once its call has ended, after which an answer counts as lost."""
+_SILENCE_CHECK_S = 1.0
+"""Seconds between two looks for silent replicas."""
 
 
 class ServeEngineClient:
@@ -74,7 +76,8 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
         The call is sent again, up to _ATTEMPTS times in all,
-        - if its replica is lost before the first byte of the answer: to any other replica;
+        - if its replica is lost, or silent (see Fleet.take_silent), before the first byte of the
+          answer: to any other replica;
         - if its replica cannot load the adapter: to a replica that already has the adapter, or to
           any replica if the cause was a full disk.
 
@@ -232,6 +235,24 @@ class ServeEngineClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())
+            tasks.create_task(_leave_silent_replicas(fleet, buffers))
+
+
+async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
+    """Fail the calls without a first byte at silent replicas, so that each is sent to another."""
+    while True:
+        began_s = time.monotonic()
+        await asyncio.sleep(_SILENCE_CHECK_S)
+        if time.monotonic() - began_s > 2 * _SILENCE_CHECK_S:
+            continue  # this event loop was late, and has yet to read the replicas' updates
+        for replica, request_ids in fleet.take_silent().items():
+            if request_ids:
+                log.warning(
+                    "replica_sends_no_status",
+                    extra={"replica": replica, "moved_requests": len(request_ids)},
+                )
+            for request_id in request_ids:
+                buffers.fail_call(request_id, Unavailable("the replica sends no status"))
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
