@@ -41,6 +41,8 @@ class VirtualCounter:
     value: cost of the work done for the tenant, divided by its weight.
     open: number of the tenant's sequences that have not finished.
     backlog: expected cost of the tenant's waiting sequences.
+    overtaking: cost of the work that the tenant's shorter prompts may get before its oldest one
+        (own_order.py).
     """
 
     tenant: str
@@ -48,6 +50,7 @@ class VirtualCounter:
     value: float = 0.0
     open: int = 0
     backlog: float = 0.0
+    overtaking: float = 0.0
 
     def charge(self, cost: float) -> None:
         """Add the cost of work done for the tenant."""
@@ -62,11 +65,25 @@ class SequenceCost:
     expected: estimate of the total cost.
     charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
         tokens before them are included.
+    to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
+        sequence an estimate, made when the sequence was queued.
+    next_chunk: part of to_compute that fits into one step.
     """
 
     counter: VirtualCounter
     expected: float
     charged_tokens: int = 0
+    to_compute: float = 0.0
+    next_chunk: float = 0.0
+
+    def set_tokens_to_compute(self, costs: StepCosts, begin: int, end: int) -> None:
+        """Set the cost of the tokens to compute before the next token is sampled.
+
+        begin: number of tokens that are computed or cached.
+        end: number of tokens that must be computed.
+        """
+        self.to_compute = prompt_cost(costs, begin, end)
+        self.next_chunk = prompt_cost(costs, begin, min(end, begin + costs.step_tokens))
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
         """Charge the tenant for computing prompt tokens `begin` to `end`; return their cost.

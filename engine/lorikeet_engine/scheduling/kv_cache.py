@@ -212,6 +212,14 @@ class KVCache(PagePool):
         self._unwritten.update(keys[hit:])
         return True
 
+    def expected_hit(self, kv: SequencePages) -> int:
+        """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
+
+        Exact for one group of layers, of which prefixes are evicted from their ends.
+        """
+        keys, pages = kv.shareable_keys(), self._pages_of[0]
+        return self.page_size * bisect_left(keys, True, key=lambda key: key not in pages)
+
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute a page that another is about to write.
 

@@ -21,6 +21,7 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.own_order import Turn
 from lorikeet_engine.scheduling.preemption import (
     furthest_ahead_last,
     may_begin,
@@ -29,7 +30,7 @@ from lorikeet_engine.scheduling.preemption import (
 from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
 from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.scheduling.waiting_queue import WaitingQueue
+from lorikeet_engine.scheduling.waiting_queue import WaitingQueue, prefilling_in_fair_order
 
 # A plan begins no more sequences once the begun ones have this many KV pages, cached ones included:
 # allocating them takes some ms.
@@ -160,7 +161,7 @@ class Scheduler:
         counter = self._tenants.open_sequence(params.tenant, params.weight)
         prompt = prompt_cost(self._costs, 0, sequence.prompt_length)
         sequence.cost = SequenceCost(counter, prompt + OUTPUT_TOKEN * answer)
-        self.waiting.add(sequence)
+        self._queue(sequence)
         self.request_adapter(sequence)
         counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
@@ -204,6 +205,8 @@ class Scheduler:
         decodes = self._schedule_decodes(active)
         budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
+        for sequence in prefilling:
+            sequence.cost.set_tokens_to_compute(self._costs, sequence.kv.computed, sequence.length)
         prefills = self._schedule_prefills(active, prefilling, budget, step_budget)
         chunks = [*decodes, *prefills.chunks]
         if not chunks:
@@ -332,8 +335,8 @@ class Scheduler:
             failed = admission.failed
             served = {chunk.sequence for chunk in chunks}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
-        for sequence in prefilling:
-            chunks += self._prompt_chunk(sequence, budget, len(active))
+        for turn in prefilling_in_fair_order(prefilling):
+            chunks += self._prompt_chunk(turn, budget, len(active))
         return _Prefills(chunks, failed, saturated)
 
     def _prefill_in_fair_order(
@@ -353,7 +356,8 @@ class Scheduler:
         served: set[VirtualCounter] = set()  # tenants served, or not only for want of capacity
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
-        for sequence in order:
+        for turn in order:
+            sequence = turn.sequence
             if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
                     break  # just preempted: its last token comes with the step in flight
@@ -370,7 +374,7 @@ class Scheduler:
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += sum(map(len, sequence.kv.pages))
-            chunks += self._prompt_chunk(sequence, budget, active + len(begun))
+            chunks += self._prompt_chunk(turn, budget, active + len(begun))
             if not budget or pages > _PAGES_PER_PLAN:
                 break
         else:
@@ -397,24 +401,26 @@ class Scheduler:
         chunks: list[Chunk] = []
         while prefilling and not chunks and self._all_is_read():
             for sequence in prefilling:
-                chunks += self._prompt_chunk(sequence, budget, 0)
+                chunks += self._prompt_chunk(Turn(sequence), budget, 0)
             if not chunks:
                 self._preempt(prefilling.pop())
         return chunks
 
-    def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """Return the next chunk of a prompt, as a list, and charge its tenant.
+    def _prompt_chunk(self, turn: Turn, budget: PromptBudget, spare: int) -> list[Chunk]:
+        """Return the next chunk of the prompt whose turn it is, as a list, and charge its tenant.
 
         The list is empty if the budget or the KV pages do not suffice.
 
         spare: number of other sequences, for each of which one free page per group must be left.
         """
+        sequence = turn.sequence
         end = self._cache.reach(sequence.kv, sequence.length, spare)
         if not budget.fits(sequence, end):
             return []
         chunk = budget.take(sequence, end)
         grown = self._cache.grow(sequence.kv, chunk.end)
         assert grown, "a chunk without KV pages"
+        turn.computed(prompt_cost(self._costs, chunk.start, chunk.end))
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
@@ -439,6 +445,11 @@ class Scheduler:
         sequence.timings.preemptions += 1
         self._counters.preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        cached = self._cache.expected_hit(sequence.kv)
+        sequence.cost.set_tokens_to_compute(self._costs, cached, sequence.length)
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
