@@ -28,7 +28,7 @@ def answer(
     headers: Mapping[str, str | bytes] = {"x-request-id": "mine"},
 ) -> httpx.Response:
     """Return the answer of an application behind the middleware."""
-    for middleware in reversed(middlewares()):
+    for middleware in middlewares():  # the last is outermost, as Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
 
     async def ask() -> httpx.Response:
@@ -47,7 +47,7 @@ def test_a_websocket_is_refused_by_426_before_serve_sees_it() -> None:
         raise AssertionError("Serve was asked")
 
     app: ASGIApp = serve_fails
-    for middleware in reversed(middlewares()):
+    for middleware in middlewares():  # the last is outermost, as Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     with pytest.raises(WebSocketDenialResponse) as refused:
         TestClient(app).websocket_connect("/v1/responses").__enter__()

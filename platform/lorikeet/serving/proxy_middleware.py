@@ -54,7 +54,7 @@ _DECODED = frozenset(
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged.
+    """Return the middleware for Serve, innermost first. Gateways' answers pass unchanged.
 
     Serve calls this before it starts uvicorn, whose default protocol becomes BoundedHttpProtocol.
     """
