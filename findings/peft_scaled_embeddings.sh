@@ -56,7 +56,7 @@ for name, options in {
 PYTHON
 cd "$folder"
 for version in 0.17.1 0.18.1; do
-    PYTHONPATH="$folder/$version" HF_HUB_OFFLINE=1 venv/bin/python run.py "$version"
+    PYTHONPATH="$folder/$version" HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore venv/bin/python run.py "$version"
 done
 venv/bin/python - <<'PYTHON'
 import torch
