@@ -28,7 +28,7 @@ _REFUSALS = {
 class ResolvedModel(NamedTuple):
     """Base model and adapter that a request's `model` names.
 
-    rank: largest rank of the adapter; 0 for a base model.
+    rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
     image_bytes: the adapter's size on a GPU; 0 for a base model.
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
     trained_on: as VersionRecord.trained_on; None for a base model.
@@ -110,10 +110,12 @@ class RequestAuthenticator:
         """Return the base model and adapter that `model` names for a tenant.
 
         A name without a tenant is that of a base model, else of the tenant's own adapter.
-        session: chooses between two versions that share an alias; None chooses the first.
+        session: name of the session; chooses between two versions that share an alias. None chooses
+            the first.
 
-        Raises UnknownModel, without distinguishing missing models from other tenants'; Unavailable
-        if the base model is not served here, or if the name is unknown and the catalog unreachable.
+        Raises UnknownModel, without distinguishing missing models from other tenants' models;
+        Unavailable if the base model is not served here, or if the name is unknown and the catalog
+        unreachable.
         """
         if model in self._base_models:
             return ResolvedModel(model)
@@ -139,9 +141,10 @@ class RequestAuthenticator:
         return found
 
     async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
-        """Return the adapters that a tenant may use, including pushed versions not yet in the log.
+        """Return the adapters that a tenant may use, including pushed versions not yet in the
+        catalog's log.
 
-        Raises Unavailable.
+        Raises Unavailable if the catalog cannot be read.
         """
         return await self._catalog_view.ask(
             lambda state: self._pushed.applied_to(state, tenant).visible_to(tenant)
@@ -171,10 +174,11 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place,
-    and the header's scheme may be Basic.
+    """Return a request's Authorization header; None without one.
 
-    Raises InvalidKey if the two headers have different keys.
+    On tenants' routes a Basic header is returned as the Bearer header of its password, and
+    x-api-key may stand in the header's place. Raises InvalidKey if Authorization and x-api-key have
+    different keys.
     """
     authorization = request.headers.get("authorization")
     if scope is Scope.ADMIN:

@@ -27,7 +27,7 @@ CREATED = 201
 ACCEPTED = 202
 
 _LONGEST_RETRY_S = 60
-"""Longest Retry-After, in seconds, that clients should wait out by themselves.
+"""Maximum Retry-After, in seconds, that clients should wait out by themselves.
 
 With a longer one, x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at
 once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic 2.14).
@@ -51,14 +51,16 @@ _ENDPOINTS = {
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
-"""Advice in the 404 of missing endpoints that clients may call, by the part of the path after
-/v1.
+"""Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
+the path after /v1.
 """
 _LIKE_IDS = {
     "/v1/responses/compact": ": conversations are not compacted here, send the turns that the model"
     " is to see, or ask the model itself for a summary of earlier ones",
 }
-"""Advice in the 404 of missing endpoints that look like an id of another one."""
+"""Advice in the 404 for missing endpoints whose path looks like that of an object with an id, by
+path.
+"""
 
 
 _RESPONSES_PARAMS = {
@@ -76,11 +78,15 @@ _PARAMS = {
         "continue_final_message": "messages",
     },
 }
-"""Field names of each endpoint, by the names that replicas and engines use for the same fields."""
+"""Field names of each endpoint, by the names that replicas and engines use in errors for the same
+fields.
+"""
 
 
 class Refused(LorikeetError):
-    """A replica's Refusal as an exception, with `param` named as the client's endpoint names it."""
+    """A replica's Refusal as an exception, whose `param` is the field's name at the client's
+    endpoint.
+    """
 
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
         param = refusal.param
@@ -91,8 +97,9 @@ class Refused(LorikeetError):
 
 
 def client_api(scope: Scope) -> ClientApi:
-    """Return the API whose clients send such a request, judged by path and header
-    anthropic-version.
+    """Return the API (OpenAI's or Anthropic's) whose client sent a request.
+
+    The path and the header anthropic-version show it.
     """
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ClientApi.ANTHROPIC
@@ -184,7 +191,7 @@ def _response(
 
 
 def _instead_of(path: str) -> str:
-    """Return advice on which path to use in place of one that does not exist."""
+    """Return advice on the right path, to append to the 404 for a path that does not exist."""
     first, _, rest = path.strip("/").partition("/")
     if first != "v1":
         known = first and first in _ENDPOINTS

@@ -56,9 +56,13 @@ loaded.
 """
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens reserved in the rate limits for each choice of a request without a limit of its own."""
+"""Tokens that the rate limits reserve for each choice of a request that does not limit its
+length.
+"""
 _BYTES_OF_READ = 16 * 2**10
-"""Bytes of a request that only counts tokens that count as one read of its tenant."""
+"""Bytes of a token-counting request's body that cost one more read in its tenant's limit of
+reads.
+"""
 
 
 def generate_routes(
@@ -69,7 +73,7 @@ def generate_routes(
     stored: StoredResponses,
     reads: ReadLimiter,
 ) -> list[Route]:
-    """Return a Starlette route for each path that generates, without FastAPI.
+    """Return a Starlette route for each path that generates, bypassing FastAPI.
 
     FastAPI's resolution of dependencies, though there are none, would take a quarter of the
     gateway's time on a request.
@@ -149,7 +153,7 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
-        hold: hold on the limits that admitted the request.
+        hold: the request's place in the rate limits that admitted it.
 
         Only requests of /v1/responses read or save stored responses.
         """
@@ -190,12 +194,13 @@ class GenerateEndpoint:
 
 
 class RateLimitObserver(RequestObserver):
-    """Observer that reserves a call's tokens in the rate limits, and finally charges those it used.
+    """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
+    used.
 
     Complete answer: the tokens of FinalUsage are charged.
-    Failure before the first bytes: none.
-    Client disconnected or replica lost during the answer: the larger of the reservation, and the
-    prompt plus the tokens of the last RunningUsage.
+    Failure before the first bytes: no tokens are charged.
+    Client disconnected or replica lost during the answer: the larger of two numbers is charged,
+        the reserved tokens, or the prompt's tokens plus those of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -206,8 +211,9 @@ class RateLimitObserver(RequestObserver):
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
-        """Reserve the call's tokens. Raises RateLimited or Overloaded, having released the limits'
-        hold.
+        """Reserve the call's tokens.
+
+        Raises RateLimited or Overloaded, after releasing the call's place in the limits.
         """
         try:
             self._hold.reserve(self._reserved, self._base_model)
@@ -216,8 +222,8 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the call's hold on concurrency, and give back reserved tokens that it did not
-        use.
+        """Return reserved tokens that the call did not use, and its place in the limit on
+        concurrent requests.
         """
         if not self._settled:
             failed = isinstance(error, Exception) and not self._answered
@@ -238,15 +244,15 @@ class RateLimitObserver(RequestObserver):
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
     def on_first_bytes(self) -> Headers:
-        """Return the status of the rate limits as headers."""
+        """Return the state of the tenant's and key's rate limits as response headers."""
         self._answered = True
         self._hold.first_token()
         return _limit_headers(self._hold)
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. Of the rate limits only those of requests apply
-    to it.
+    """Observer of a call that only counts tokens. It is subject to limits on requests but not on
+    tokens.
     """
 
     def __init__(self, hold: RateLimitHold) -> None:
@@ -256,21 +262,21 @@ class CountObserver(RequestObserver):
         """Reserve no tokens."""
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the call's hold on concurrency."""
+        """Release the call's place in the limit on concurrent requests."""
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
         """Ignore the item."""
 
     def on_first_bytes(self) -> Headers:
-        """Return the status of the rate limits as headers."""
+        """Return the state of the tenant's and key's rate limits as response headers."""
         return _limit_headers(self._hold)
 
 
 def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
     """Return the observer that charges a call to the rate limits of its tenant and key.
 
-    hold: hold on these limits that admitted the request.
+    hold: the call's place in these limits, which admitted it.
     """
     if call.endpoint.counts:
         return CountObserver(hold)
@@ -283,7 +289,10 @@ def _limit_headers(hold: RateLimitHold) -> Headers:
 
 
 def _max_load_s(header: str | None) -> float | None:
-    """Return the seconds in LOAD_HEADER's value; None without the header. Raises InvalidInput."""
+    """Return the seconds in LOAD_HEADER's value; None without the header.
+
+    Raises InvalidInput unless the value is an integer from 0 to _LONGEST_LOAD_MS.
+    """
     if header is None:
         return None
     if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:

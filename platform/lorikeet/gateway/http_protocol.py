@@ -1,7 +1,7 @@
-"""HTTP protocol of both listeners: uvicorn's, with bounds on a request ahead of the application.
+"""HTTP protocol of both listeners: uvicorn's, with limits that apply before the application runs.
 
-The application bounds bodies by size and time (body.py). It cannot bound what the server's parser
-takes before or without it: header lines, the parts of a chunked body, and connections on which no
+The application limits bodies by size and time (body.py). It cannot limit what the server's parser
+accepts before or without it: header lines, the parts of a chunked body, and connections on which no
 request arrives. Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin
 listener from listeners.py.
 """
@@ -26,28 +26,37 @@ HEAD_S = 20.0
 """Seconds within which a request's headers must arrive, from the connection's start or from the
 first byte after the previous request."""
 MAX_HEAD_BYTES = 64 * 2**10
-"""Most bytes of a request outside its body: request line, headers, trailers, chunk sizes. A body
-allows for 1/16 of its bytes more."""
+"""Limit on the bytes of a request outside its body: request line, headers, trailers, chunk sizes. A
+body adds 1/16 of its own bytes to the limit.
+"""
 MAX_HEADERS = 256
-"""Most header and trailer lines of a request."""
+"""Maximum number of header and trailer lines of a request."""
 MAX_PARTS = 2048
-"""Most parts of a body that arrives in small parts, plus one for each _PART_BYTES of the body. A
-part is a chunk, or what one packet brings of it: the parser takes a microsecond for each of any
-size."""
+"""Limit on the parts of a request's body, raised by one for each _PART_BYTES of the body. A part is
+a
+chunk, or the piece of a chunk that one packet brings: the parser takes a microsecond for
+    each part
+of any size.
+"""
 _PART_BYTES = 256
 MAX_PIPELINED = 8
-"""Most requests of a connection that wait for the answer to an earlier one."""
+"""Maximum number of requests of one connection that wait until an earlier one is answered."""
 _FREE_READS, _READ_PAUSE_S = 64, 0.01
-"""Reads of less than _SMALL_BYTES of one request after which the connection is read less often, and
-the pause after each further read."""
+"""Slowing of clients that send a request in tiny pieces: number of reads below _SMALL_BYTES that a
+request may need at full speed, and the pause in seconds after each further read.
+"""
 _SMALL_BYTES = 16 * 2**10
 _FEED_BYTES = 64 * 2**10  # the parser gets at most so much between two checks
 LINGER_S = 30.0
-"""Seconds for which a connection is kept, after an answer that was sent before its request's end,
-while the client still sends: closing it at once would destroy the answer (nginx's
-lingering_close)."""
+"""Seconds for which a connection stays open after an answer that was sent before its request had
+wholly arrived. Closing it while the client still sends would destroy the answer (nginx's
+lingering_close).
+"""
 _MAX_REST_BYTES = 64 * 2**10
-"""Largest body that is read to its end behind its answer, so that the connection can be reused."""
+"""Maximum size of a body that is read to its end after an early answer, so that the connection can
+be
+reused.
+"""
 _HEAD_TOO_LARGE = (
     f"the request's headers, or its chunks beside their data, are larger than {MAX_HEAD_BYTES} "
     "bytes, the limit here"
@@ -55,7 +64,7 @@ _HEAD_TOO_LARGE = (
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Connection of a client, closed once a request exceeds the bounds above."""
+    """Connection of a client, closed once a request exceeds the limits above."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -65,17 +74,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the client HEAD_S for its first request."""
+        """Start the timer: the client has HEAD_S for the headers of its first request."""
         super().connection_made(transport)
         self._set_timer(HEAD_S, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer of a connection that has ended."""
         self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data in pieces; refuse a request that exceeds a bound."""
+        """Parse received data in pieces; refuse a request that exceeds a limit."""
         if self._lingers:
             self._rest_before_next_read()
             return
@@ -101,7 +110,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._rest_before_next_read()
 
     def on_message_begin(self) -> None:
-        """Count a new request's bytes from here."""
+        """Reset the counters of bytes, parts and small reads for a new request.
+
+        Raises an error, which refuses the request, if too many requests of the connection wait.
+        """
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(InvalidInput(f"more than {MAX_PIPELINED} requests in a pipeline"))
         self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
@@ -109,14 +121,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header or a trailer."""
+        """Accept a header or trailer. Raises an error, which refuses the request, if there are too
+        many.
+        """
         if len(self.headers) >= MAX_HEADERS:
             problem = f"the request has more than {MAX_HEADERS} headers, the limit here"
             raise self._refused(RequestTooLarge(problem))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin the request's answer, which closes the connection if it comes before the body."""
+        """Begin to answer the request. An answer sent before the body has arrived may close the
+        connection.
+        """
         self._in_head = False
         self._cancel_timer()
         before = self.cycle
@@ -126,7 +142,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.send = partial(self._send, cycle, cycle.send)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Count a part of the body."""
+        """Count a part of the body. Raises an error, which refuses the request, if there are too
+        many.
+        """
         self._body_parts += 1
         self._body_bytes += len(body)
         if self._body_parts > MAX_PARTS + self._body_bytes // _PART_BYTES:
@@ -138,14 +156,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that the body has arrived, also behind its answer."""
+        """Record that the whole body has arrived, even if the request was already answered."""
         super().on_message_complete()
         if self.cycle is not None and self.cycle.more_body:
             self.cycle.more_body = False
             self._cancel_timer()
 
     def on_response_complete(self) -> None:
-        """Serve the next request of the connection, or close it if this one's body is missing."""
+        """Serve the connection's next request. If the body of this one is still missing, limit the
+        wait for it or close the connection.
+        """
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -155,12 +175,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._set_timer(HEAD_S, self._close)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser or a bound refuses."""
+        """Refuse a request that the parser cannot read or that exceeds a limit."""
         self._refuse(self._refusal or InvalidInput(msg))
 
     async def _send(self, cycle: RequestResponseCycle, send: Any, message: dict[str, Any]) -> None:
-        """Send a message of an answer; an answer before a large body's end says that the
-        connection ends.
+        """Send a message of an answer. If a large body is still arriving, the answer's headers say
+        that the
+        connection will close.
         """
         if message["type"] == "http.response.start" and cycle.more_body:
             self._closes = cycle.waiting_for_100_continue or not _is_small(cycle)
@@ -184,12 +205,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.transport.get_protocol() is self
 
     def _refused(self, error: LorikeetError) -> LorikeetError:
-        """Return an error for the parser to stop at; send_400_response sends it."""
+        """Return an error to raise in the parser's callback; send_400_response then sends it."""
         self._refusal = error
         return error
 
     def _refuse(self, error: LorikeetError) -> None:
-        """Answer a request by an error, unless its answer has begun, and end the connection."""
+        """Answer a request with an error, unless its answer has begun, and close the connection."""
         started = not self._is_idle() and self.cycle.response_started
         if self._is_idle() or not (started or self.pipeline or self._in_head):
             body = json.dumps(openai_error_body(error.code, error.message, error.param)).encode()
@@ -207,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close the connection when the client has read its answer, or after LINGER_S.
 
-        Until then, what the client sends is dropped.
+        Until then, data from the client is dropped.
         """
         self._lingers = True
         self._unset_keepalive_if_required()
@@ -225,7 +246,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def _on_late_head(self) -> None:
-        """Close a connection whose client has not sent a whole head in time."""
+        """Close a connection whose client did not send all headers in time."""
         self._timer = None
         if self._in_head and self._is_idle():
             self._refuse(RequestTimeout(f"the headers did not arrive within {HEAD_S:g} s"))
@@ -247,7 +268,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _is_small(cycle: RequestResponseCycle) -> bool:
-    """Return whether a request's body is declared so small that it may follow its answer."""
+    """Return whether a request's declared body is small enough to be read after an early answer."""
     for name, value in cycle.scope["headers"]:
         if name == b"content-length":
             return int(value) <= _MAX_REST_BYTES

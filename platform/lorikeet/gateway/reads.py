@@ -1,4 +1,6 @@
-"""Admission of a tenant's requests that generate nothing: models, usage, explained requests."""
+"""Admission of a tenant's requests that generate nothing (reads): models, usage, explained
+requests.
+"""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -10,7 +12,7 @@ from lorikeet.tenancy.read_limiter import ReadLimiter
 
 
 class TenantReads:
-    """Check of key and limits that each of a tenant's reads passes.
+    """Check of key and read limit that each read of a tenant has to pass.
 
     limiter: counter of further reads, if a request turns out to cost more than one.
     """
@@ -22,7 +24,7 @@ class TenantReads:
     async def admitted(self, request: Request, reads: float = 1.0) -> AsyncGenerator[Caller, None]:
         """Count a request as running within the context; yield its tenant and key.
 
-        reads: cost of the request, as ReadLimiter.count takes it.
+        reads: cost of the request in the tenant's limit of reads, as ReadLimiter.count takes it.
 
         Raises InvalidKey, Forbidden, Unavailable, RateLimited.
         """

@@ -29,7 +29,7 @@ Items = AsyncGenerator[StreamItem, None]
 BeforeEnd = Callable[[bytes], Awaitable[bytes]]
 """Function that gets an answer's last bytes before they are sent, and returns the bytes to send.
 
-The last bytes are the whole body, or the complete events that a stream has after its FinalUsage.
+The last bytes are a whole JSON body, or the complete events that a stream has after its FinalUsage.
 """
 
 EVENT_END = b"\n\n"

@@ -47,7 +47,7 @@ Texts = Annotated[
 
 
 class ToolReferenceParam(TypedDict):
-    """Name of a tool that a search of the client's has found."""
+    """Name of a tool that a tool of the client's, one that searches for tools, has found."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -56,14 +56,14 @@ class ToolReferenceParam(TypedDict):
 class ResultContent(NamedTuple):
     """Content of a tool's result.
 
-    references: names of tools that the model may call from then on.
+    references: names of tools that the result found; the model may call them from then on.
     """
 
     text: str
     references: tuple[str, ...] = ()
 
     def shown(self) -> str:
-        """Return the text that the model gets."""
+        """Return the text that the model gets, with a line that lists the tools it can now call."""
         found = f"You can now call {', '.join(self.references)}." if self.references else ""
         return "\n".join(filter(None, (self.text, found)))
 
@@ -84,7 +84,9 @@ def _parse_result(value: object) -> ResultContent:
 
 
 class NamedChange(TypedDict):
-    """Name of a tool that is offered, or no longer offered, from then on."""
+    """Name of a tool in a tool_addition or tool_removal: the model may call it from then on, or no
+    longer.
+    """
 
     type: Literal["tool_reference"]
     name: str
@@ -105,12 +107,14 @@ def _check_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageBlock(Body):
-    """Content block of a message: text, a tool call, a tool's result, thinking of an earlier
-    answer, or a tool that is offered, or no longer offered, from then on.
+    """Content block of a message: text, a tool call, a tool's result, or thinking of an earlier
+    answer.
 
-    tool: name of this tool.
+    It may also say that a tool is offered from then on (tool_addition) or no longer (tool_removal).
+
+    tool: name of the tool that is added or removed.
     is_error: whether the tool failed; puts "Error: " before its result, because chat templates
-    cannot mark a result as failed.
+        cannot mark a result as failed.
     """
 
     dropped: ClassVar[Collection[str]] = {
@@ -152,8 +156,8 @@ class MessageBlock(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse an unsupported type of block by the type's name, before its fields are refused as
-        unknown.
+        """Refuse an unsupported block type with an error that names it, instead of one about its
+        unknown fields.
         """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), _KINDS, "want text, tool_use and tool_result")
@@ -179,7 +183,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "tool_addition": ({"tool"}, set()),
     "tool_removal": ({"tool"}, set()),
 }
-"""Fields that a block of each type must have, and further fields that it may have."""
+"""Field names of each block type: those that a block must have, then those that it may have."""
 _ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking", "tool")
 _OF_ROLE = {
     "user": {"text", "tool_result", "tool_addition", "tool_removal"},
@@ -214,7 +218,7 @@ class MessageTurn(Body):
 
 
 def check_turns(turns: Sequence[MessageTurn]) -> None:
-    """Raise a validation error (body.misfit) unless the messages are a valid conversation.
+    """Raise a validation error (body.misfit) unless the messages form a valid conversation.
 
     At least one message is a user's. Every tool_result answers an earlier tool_use. The last
     message has no tool_use and, if it is the assistant's, does not end with whitespace.
@@ -289,7 +293,7 @@ class _Draft:
     tool_call_id: str | None = None
 
     def add(self, more: "_Draft") -> None:
-        """Append the texts, thinking and calls of the next message, which has the same role."""
+        """Append the texts, thinking and calls of `more`, the next message of the same role."""
         between = ["\n\n"] if self.texts and more.texts else []
         self.texts += between + more.texts
         self.thoughts += more.thoughts

@@ -1,8 +1,7 @@
-"""Requests of POST /v1/messages and /v1/messages/count_tokens, and conversion to the Call of a
-chat.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens, converted to the Call of a chat.
 
-Anthropic's own tools are left out beside tools of the client. Requests that need a container or
-stored messages are refused with the field's name.
+Tools that Anthropic defines are left out if the request also has tools of the client. Requests that
+need a container or stored messages are refused with the field's name.
 """
 
 from collections.abc import Collection
@@ -41,7 +40,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
 
 _MAX_DECLARED = 1024
-"""Most tools of a request, deferred ones included."""
+"""Maximum number of tools of a request, including deferred ones."""
 _SEARCH = "tool_search_tool_"
 _CALLED_BY_CLIENTS = (
     "want custom tools, with a name and an input_schema; this service runs no tools of its own"
@@ -239,11 +238,11 @@ class PromptRequest(ApiRequest):
     def _chat_tools(self) -> list[Tool]:
         """Return the tools that the model gets, as in a chat request of OpenAI's API.
 
-        Deferred tools are among them once the messages name them; all are if Anthropic's search is
-        to find them, which is not served.
+        A tool with defer_loading is included once the messages name it. If the request also has
+        Anthropic's search for tools, which is not served, all deferred tools are included.
 
         Raises a validation error: body.misfit for too many tools, body.unsupported if no tool is
-        served.
+            served.
         """
         custom = [tool for tool in self.tools if isinstance(tool, CustomTool)]
         if not custom:
@@ -261,8 +260,8 @@ class PromptRequest(ApiRequest):
         return None
 
     def _as_chat(self, **sampling: Any) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
-        checked.
+        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        valid.
 
         If the last message is the assistant's, the answer continues it.
 
@@ -291,9 +290,10 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return chat template variables that the request leaves unset, with their defaults.
+        """Return variables for the chat template that the request leaves unset, with their
+        defaults.
 
-        They are for templates that read them.
+        Only templates that read them are affected.
         """
         return {"enable_thinking": False} if self.thinking is None else {}
 

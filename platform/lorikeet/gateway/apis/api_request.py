@@ -57,7 +57,7 @@ class CallContext(NamedTuple):
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return the work that the request makes for a replica.
+        """Return the amount of work that the request makes for a replica.
 
         sequences: number of sequences to generate for it.
         """
@@ -75,7 +75,9 @@ class ApiRequest(Body):
 
     @abstractmethod
     def session(self) -> str | None:
-        """Return the name of the request's session; None if the body names none."""
+        """Return the name that the body gives to its session (e.g. its `user`); None if it gives
+        none.
+        """
 
 
 class OpenAIRequest(ApiRequest):
@@ -99,7 +101,7 @@ class OpenAIRequest(ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return `user`, which names the request's session; None without one."""
+        """Return `user`, which names the request's session; None if it is absent."""
         return self.user
 
 
@@ -149,8 +151,9 @@ class SampledRequest(OpenAIRequest):
 
     @abstractmethod
     def output_limit(self) -> int | None:
-        """Return the most tokens that one choice may have; None: only the model's context limits
-        it.
+        """Return the maximum number of tokens of one choice.
+
+        None: a choice may fill the rest of the model's context.
         """
 
     def sampled(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ _SAMPLED = SampledRequest.model_fields.keys() - OpenAIRequest.model_fields.keys(
 
 
 class GenerateRequest(StructuredFields, SampledRequest):
-    """Fields common to chats and completions, with vLLM's for structured outputs
+    """Fields common to chats and completions, including vLLM's for structured outputs
     (StructuredFields).
     """
 
@@ -180,15 +183,15 @@ class GenerateRequest(StructuredFields, SampledRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """Return max_tokens; None: only the model's context limits a choice."""
+        """Return max_tokens; None: a choice may fill the rest of the model's context."""
         return self.max_tokens
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Return the number of most likely tokens to report at each step; None: no logprobs."""
+        """Return the number of most likely tokens to report at each position; None: no logprobs."""
 
     def echoed_logprobs(self) -> int | None:
-        """Return the number of most likely tokens to report at each token of an echoed prompt.
+        """Return the number of most likely tokens to report at each position of an echoed prompt.
 
         None: the prompt is not echoed, or no logprobs are requested.
         """
@@ -243,7 +246,7 @@ class GenerateRequest(StructuredFields, SampledRequest):
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
     """Return the number of tokens of a prompt, a text or token ids.
 
-    For a text it is estimated from the length, as a gateway has no tokenizer.
+    For a text the number is estimated from its length, as a gateway has no tokenizer.
     """
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN

@@ -204,7 +204,7 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 def _responses(answer: Mapping[str, Any], others: Mapping[str, str]) -> dict[str, Any]:
     """Return the responses of an operation, by HTTP status.
 
-    answer: content of a 200, by media type.
+    answer: content of the response with status 200, by media type.
     others: descriptions of the responses with other statuses, all of which are JSON.
     """
     described = {status: {"description": text, "content": _JSON} for status, text in others.items()}

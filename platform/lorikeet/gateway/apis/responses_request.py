@@ -1,9 +1,8 @@
-"""Requests of POST /v1/responses: conversion to the Call of a chat, and fields repeated in the
-answer.
+"""Requests of POST /v1/responses: conversion to the Call of a chat.
 
-gateway/stored_responses.py decides whether an answer is stored and reads the conversation that it
-continues. Requests for background answers, or for OpenAI's own tools without any function, are
-refused with the field's name.
+Also lists the request's fields that an answer repeats. gateway/stored_responses.py decides whether
+an answer is stored and reads the conversation that it continues. Requests for background answers,
+or for OpenAI's own tools without any function, are refused with the field's name.
 """
 
 from collections.abc import Collection, Sequence
@@ -119,8 +118,8 @@ def _parse_include(value: object) -> object:
 
 
 class ResponsesRequest(IgnoredFields, SampledRequest):
-    """Request of POST /v1/responses. Without max_output_tokens only the context limits an
-    answer.
+    """Request of POST /v1/responses. Without max_output_tokens an answer may fill the rest of the
+    context.
     """
 
     limit_name: ClassVar[str] = "max_output_tokens"
@@ -173,7 +172,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """Return max_output_tokens; None: only the model's context limits the answer."""
+        """Return max_output_tokens; None: an answer may fill the rest of the model's context."""
         return self.max_output_tokens
 
     def to_call(self, context: CallContext) -> Call:
@@ -197,8 +196,8 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         )
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
-        checked.
+        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        valid.
 
         items: stored conversation that the request continues, then its input.
         """
@@ -222,10 +221,10 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         )
 
     def repeated(self, stored: bool) -> bytes:
-        """Return the JSON members of the answer that repeat fields of the request, without outer
+        """Return the fields of the request that its answer repeats, as JSON members without outer
         braces.
 
-        stored: the answer's member `store`.
+        stored: value of the answer's member `store`.
         """
         members = {
             "background": False,

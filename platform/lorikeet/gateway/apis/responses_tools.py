@@ -1,4 +1,6 @@
-"""Tools of /v1/responses: functions, on their own or in namespaces. Other tools are left out."""
+"""Tools of /v1/responses: functions, on their own or in namespaces. The model does not get other
+tools.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,9 +27,9 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function: namespace.name, or only its name.
+    """Return the name by which the model knows a function: namespace.name, or name alone.
 
-    Neither a namespace's nor a function's own name has a dot.
+    Neither a namespace's nor a function's own name contains a dot.
     """
     return name if namespace is None else f"{namespace}.{name}"
 
@@ -96,7 +98,7 @@ class AllowedTool(TypedDict):
 
 
 class AllowedChoice(TypedDict):
-    """Choice of several of the tools: the model gets no others.
+    """Restriction to some of the request's tools: the model does not get the others.
 
     mode: `required`: the model must call one of them.
     """
@@ -131,7 +133,9 @@ def _parse_choice(value: object) -> str | FunctionChoice | AllowedChoice:
 
 
 def _allowed(tools: Sequence[object]) -> Iterator[AllowedTool]:
-    """Yield the functions and namespaces among allowed tools; others are not offered anyway."""
+    """Yield the functions and namespaces among allowed tools. Tools of other types are never
+    offered.
+    """
     for tool in tools:
         match tool:
             case {"type": "function" | "namespace" as kind, "name": str(name)}:

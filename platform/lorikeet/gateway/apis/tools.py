@@ -15,7 +15,9 @@ from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
-"""Most characters of the JSON text of all tools together, and of a response format's schema."""
+"""Maximum length, in characters, of the JSON text of all tools together, and of a response format's
+schema.
+"""
 
 FUNCTIONS_ALONE = "functions are the only tools here"
 
@@ -54,8 +56,8 @@ class Tool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse an unsupported type of tool by the type's name, before its fields are refused as
-        unknown.
+        """Refuse an unsupported tool type with an error that names it, instead of one about its
+        unknown fields.
         """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
@@ -63,7 +65,8 @@ class Tool(Body):
 
 
 class OtherTool(Body):
-    """Tool of OpenAI's or Anthropic's that is not served, such as web_search, and is left out.
+    """Tool that OpenAI or Anthropic defines, such as web_search, and that is not served: the model
+    does not get it.
 
     It is accepted only together with at least one tool that is served.
     """
@@ -84,7 +87,7 @@ def check_no_others(tools: Sequence[object], instead: str) -> None:
 
 
 def left_out(tools: Sequence[object]) -> tuple[str, ...]:
-    """Return the types of the tools that are not served, which the model does not get."""
+    """Return the types of the tools that are not served and hence withheld from the model."""
     return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
@@ -109,14 +112,14 @@ class NamedTools(TypedDict):
 
 
 class AllowedToolsParam(TypedDict):
-    """Choice of several of the tools, as a request says it."""
+    """Restriction to some of the request's tools, in the JSON form of a request."""
 
     type: Literal["allowed_tools"]
     allowed_tools: NamedTools
 
 
 class AllowedTools(NamedTuple):
-    """Choice of several of the tools: the model gets no others.
+    """Restriction to some of the request's tools: the model does not get the others.
 
     names: names of these tools.
     required: the model must call one of them.
@@ -189,11 +192,10 @@ FunctionCall = Annotated[
 def check_functions(
     functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
 ) -> None:
-    """Raise a validation error (body.misfit) unless `functions` and `function_call` are consistent.
+    """Raise a validation error (body.misfit) unless a chat's deprecated fields fit each other.
 
-    These are the deprecated fields of a chat.
-
-    choice: parsed value of function_call.
+    functions: value of the field `functions`.
+    choice: parsed value of `function_call`.
     tools: must be empty if there are functions.
     """
     if functions and tools:

@@ -1,8 +1,8 @@
-"""Versions that replicas have and the catalog's log does not have yet.
+"""Pushed versions: those that replicas have but the catalog's log does not have yet.
 
-Every gateway knows them: the gateway that received a push announces it to the other gateways
-repeatedly, until the log has the version. If the announcements of another gateway's version stop,
-the version is forgotten.
+Every gateway knows them: the gateway that received a push announces it to the other
+    gateways repeatedly, until the log has the version. If the announcements of another
+    gateway's version stop, the version is forgotten.
 """
 
 import time
@@ -20,8 +20,8 @@ FORGOTTEN_S = 20.0
 eight seconds on an overloaded machine.
 """
 _CLAIMED_S = 3600.0
-"""Seconds for which it is remembered which push last moved an alias: an earlier push of the alias
-may wait for the store as long.
+"""Seconds for which a gateway remembers the latest push that moved an alias. An earlier push of the
+same alias may wait that long for the store, and must not move the alias back.
 """
 
 Key = tuple[str, str, str]
@@ -32,14 +32,16 @@ Key = tuple[str, str, str]
 class PushedVersion:
     """Version that was pushed with a publish key.
 
-    alias: alias to move to this version, besides the aliases that an adapter's first version gets.
+    alias: alias to move to this version, besides the aliases that an adapter's first version
+        gets.
     created: Unix seconds.
     expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log.
         Only for display and comparison: gateways end the lifetime by left_s.
-    left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
-        is None.
-    keep: number of the adapter's newest expiring versions to keep, this one included.
-    seq: last log entry that the receiving gateway had read when the push began; None: not begun.
+    left_s: seconds of the lifetime left when the version was pushed or announced; None if
+        `expires` is None.
+    keep: number of the adapter's expiring versions to keep, newest first, this one included.
+    seq: number of the last entry of the catalog's log that the receiving gateway had read when
+        the push began; None: not begun.
     """
 
     tenant: str
@@ -85,7 +87,7 @@ class _Claim:
 
     created: creation of the pushed version, Unix seconds.
     until_s: time at which the record is forgotten, on the clock of PushedVersions.
-    is_over: whether the catalog's log has moved the alias since.
+    is_over: whether the catalog's log has moved the alias since the push.
     """
 
     created: float
@@ -94,10 +96,10 @@ class _Claim:
 
 
 class PushedVersions:
-    """Pushed versions not yet in the catalog's log, and catalog states extended by them.
+    """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
-    Their version numbers are provisional: another version may be recorded first. An alias that an
-    admin moves meanwhile stays where the log has it. For use in one event loop.
+    Their version numbers are provisional: another version may be recorded first. If an admin
+        moves an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,7 +143,9 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version without announcements, because its push is in this gateway's pipeline."""
+        """Keep a version even without announcements, because its push is in this gateway's
+        pipeline.
+        """
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
@@ -155,9 +159,9 @@ class PushedVersions:
         return self._held.get(key)
 
     def alias_of(self, version: PushedVersion) -> str | None:
-        """Return the alias that a version may move; None without one, or if a later push moved it.
+        """Return the alias that a version may move.
 
-        May be called from any thread.
+        None: it has no alias, or a later push has moved that alias. May be called from any thread.
         """
         held = self._held.get(version.key)
         return self._claimed(version if held is None or held.created < version.created else held)
@@ -213,10 +217,11 @@ class PushedVersions:
     def _with_alias(
         self, version: PushedVersion, log: CatalogState, landed: Collection[str | None]
     ) -> PushedVersion:
-        """Return the version, without its alias if the catalog's log has moved that alias.
+        """Return the version; without its alias if the catalog's log has meanwhile moved that
+        alias.
 
-        landed: digests of earlier pushes that the log contains now; their moves of the alias do not
-            count.
+        landed: digests of earlier pushes that the log contains now; moves of the alias to these do
+            not count.
         """
         if version.alias is None:
             return version
@@ -264,9 +269,11 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Return `held` without surplus versions of the newest version's adapter.
+    """Return `held` without those expiring versions of one adapter that exceed its `keep`.
 
-    Of its versions that expire, the newest ones stay, as many as `keep` of the newest of them says.
+    newest: latest announced version, which names the adapter.
+
+    The newest expiring versions stay; their number is the `keep` of the newest of them.
     """
     passing = [
         each

@@ -44,22 +44,25 @@ Wait = Literal["none", "ready", "durable"]
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Least size of a blob that is announced to replicas before it has arrived. A smaller blob is
-packed before an announcement would arrive."""
+"""Size in bytes from which a blob is announced to replicas before it has arrived. A smaller blob is
+packed before an announcement would arrive.
+"""
 _MOST_WAITING = 16
-"""Most requests of one tenant that wait for a push's state at once on one gateway, because each
-occupies one of the gateway's requests."""
+"""Maximum number of requests of one tenant that wait for a push's state at once on one gateway,
+because
+each occupies one of the requests that the gateway runs at once.
+"""
 
 
 class PushQuery(BaseModel):
-    """Query parameters of a push. Unknown ones are refused: a misspelt lifetime_s would make a
-    version durable.
+    """Query parameters of a push. Unknown parameters are refused: if lifetime_s were misspelt and
+    ignored, the version would become durable.
 
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     wait: state that the response waits for, at most timeout_s seconds.
     lifetime_s: seconds until the version expires; with it, the version never becomes durable.
-    keep: number of the adapter's newest expiring versions to keep; only with lifetime_s.
+    keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -86,7 +89,7 @@ class AdmittedPusher(NamedTuple):
     """Publisher whose request passed the checks of key and limits.
 
     caller: tenant and key.
-    hold: the request's hold on the limits of tenant and key.
+    hold: the request's place in the rate limits of tenant and key.
     trace: record of the request.
     """
 
@@ -99,7 +102,7 @@ class PushRequest(NamedTuple):
     """Request to push a version.
 
     name: name of the adapter.
-    digest: SHA-256 that the body has to have.
+    digest: SHA-256 that the body must have.
     """
 
     pusher: AdmittedPusher
@@ -240,7 +243,8 @@ class PushEndpoints:
         query: Annotated[PushQuery, Query()],
     ) -> Json:
         """Push the request's body, a blob with the given SHA-256, as a version of an adapter.
-        Idempotent.
+
+        Repeating the request has no further effect (idempotent).
         """
         async with self._admitted(request, name, digest) as pusher:
             self._reads.count(pusher.caller.tenant.name)
@@ -278,7 +282,9 @@ class PushEndpoints:
             return progress_json(progress)
 
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
-        """Receive and check a blob, and begin its push. Raises LorikeetError."""
+        """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
+        refused.
+        """
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
             check_base_model(push_request.query.base_model, self._services.base_models)
@@ -331,7 +337,9 @@ class PushEndpoints:
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
-        """Announce a large blob to replicas while it arrives, if its base model is known by now."""
+        """Announce a large blob to replicas while it arrives, if the base model is known before its
+        arrival.
+        """
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
         if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
@@ -399,7 +407,7 @@ class PushEndpoints:
 
 
 def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
-    """Log a push with a lifetime to the gateway's own log, as the catalog's log never records
+    """Log a push with a lifetime to the gateway's own log, since the catalog's log never records
     it.
     """
     about = {

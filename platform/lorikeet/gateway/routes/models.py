@@ -18,7 +18,7 @@ from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
 _ADAPTERS_OF_READ = 200
-"""Listed adapters that count as one more read of their tenant."""
+"""Number of listed adapters that cost one more read in the tenant's limit of reads."""
 
 
 def model_routes(

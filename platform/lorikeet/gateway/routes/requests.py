@@ -1,5 +1,6 @@
-"""Explained requests: GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id} for
-all.
+"""Explanations of requests: GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id}
+for
+any.
 """
 
 from typing import Any
@@ -10,7 +11,9 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
 _READS = 5
-"""Cost of an explanation in reads of its tenant: all gateways are asked for an unknown request."""
+"""Cost of an explanation in the tenant's limit of reads: all gateways are asked for an unknown
+request.
+"""
 
 
 def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:

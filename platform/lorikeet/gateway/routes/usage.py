@@ -22,14 +22,15 @@ from lorikeet.usage.summary import GroupBy, rows
 First = Annotated[date | None, Query(alias="from")]
 _AT_ONCE = 2
 _DAYS_OF_READ = 2
-"""Days of a report that count as one read of its tenant."""
+"""Number of days in a report that cost one more read in the tenant's limit of reads."""
 
 Json = dict[str, Any]
 
 
 class UsageReports:
-    """Reports of usage. They are read in threads of their own, a few at once. For use in one event
-    loop.
+    """Reports of usage, read from the store in threads of their own, a few at once.
+
+    For use in one event loop.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -44,12 +45,14 @@ class UsageReports:
         by: Sequence[GroupBy],
         tenant: str | None = None,
     ) -> Json:
-        """Return usage rows of a range of days. Raises InvalidInput, StoreError.
+        """Return usage rows of a range of days.
 
         first: first day.
         last: last day, included.
         by: columns to group by.
         tenant: tenant to report; None: all.
+
+        Raises InvalidInput; StoreError if the store fails.
         """
 
         def read() -> list[Json]:
@@ -59,9 +62,9 @@ class UsageReports:
         return {"from": first.isoformat(), "to": last.isoformat(), "data": data}
 
     async def report_of(self, tenant: str, first: date, last: date, by: Sequence[GroupBy]) -> Json:
-        """Return a tenant's report, as `report` does, after the tenant's earlier ones have ended.
+        """Return a tenant's report, as `report` does, once the tenant's earlier reports are done.
 
-        Other tenants and admins so find a free thread. Raises InvalidInput, StoreError.
+        Thus a thread stays free for other tenants and admins. Raises InvalidInput; StoreError.
         """
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             return await self.report(first, last, by, tenant)
@@ -78,7 +81,9 @@ def period(first: date | None, last: date | None) -> tuple[date, date]:
 
 
 def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
-    """Parse `by`, the columns to group by, e.g. day,adapter. Raises InvalidInput."""
+    """Parse `by`, the columns to group by, e.g. day,adapter. Raises InvalidInput for unknown
+    columns.
+    """
     try:
         by = [GroupBy(each) for each in text.split(",")]
     except ValueError:
