@@ -21,16 +21,14 @@ MIN_GAP_S = 0.1
 """Minimum seconds between two refreshes, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
 """Maximum seconds to wait for a store that does not answer. The wait delays only responses to
-unknown
-names.
+unknown names.
 """
 MISSING_S = 1.0
 """Seconds for which a name that was not found is refused without another lookup."""
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
-"""Maximum fraction of the time that is spent on saving the view to a file. Saving 10,000 adapters
-takes
+"""Maximum fraction of time spent on saving the view to a file. Saving 10,000 adapters takes
 0.1 s.
 """
 

@@ -35,8 +35,7 @@ MAX_PARTS = 2048
 """Limit on the parts of a request's body, raised by one for each _PART_BYTES of the body. A part is
 a
 chunk, or the piece of a chunk that one packet brings: the parser takes a microsecond for
-    each part
-of any size.
+    each part of any size.
 """
 _PART_BYTES = 256
 MAX_PIPELINED = 8
@@ -53,10 +52,7 @@ wholly arrived. Closing it while the client still sends would destroy the answer
 lingering_close).
 """
 _MAX_REST_BYTES = 64 * 2**10
-"""Maximum size of a body that is read to its end after an early answer, so that the connection can
-be
-reused.
-"""
+"""Maximum size of a body that is read to its end after an early answer, to reuse the connection."""
 _HEAD_TOO_LARGE = (
     f"the request's headers, or its chunks beside their data, are larger than {MAX_HEAD_BYTES} "
     "bytes, the limit here"
@@ -180,8 +176,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     async def _send(self, cycle: RequestResponseCycle, send: Any, message: dict[str, Any]) -> None:
         """Send a message of an answer. If a large body is still arriving, the answer's headers say
-        that the
-        connection will close.
+        that the connection will close.
         """
         if message["type"] == "http.response.start" and cycle.more_body:
             self._closes = cycle.waiting_for_100_continue or not _is_small(cycle)

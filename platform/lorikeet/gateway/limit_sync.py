@@ -24,8 +24,7 @@ _QUESTION = "shares"
 
 class LimitSync:
     """Two background loops. One agrees with the other gateways on each one's share of the rate
-    limits.
-    The other reads the tenants' recorded usage, which is compared with their budgets.
+    limits. The other reads the tenants' recorded usage, which is compared with their budgets.
 
     After a failure the last shares and the last usage stay in force.
     """

@@ -1,6 +1,4 @@
-"""Request bodies that set limits of a tenant or a key. Limits that they leave out stay
-unchanged.
-"""
+"""Request bodies that set limits of a tenant or a key. Limits left out stay unchanged."""
 
 import time
 from typing import Annotated, Any, ClassVar

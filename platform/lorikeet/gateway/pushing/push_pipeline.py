@@ -34,9 +34,8 @@ log = logging.getLogger(__name__)
 
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
-"""Maximum number of pushes of one tenant in a gateway at once. Until a push ends, its blob takes
-space
-on the gateway's disk and on all hosts.
+"""Maximum number of one tenant's pushes in a gateway at once. Each blob lies on the gateway's disk
+and on all hosts.
 """
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0

@@ -49,8 +49,7 @@ packed before an announcement would arrive.
 """
 _MOST_WAITING = 16
 """Maximum number of requests of one tenant that wait for a push's state at once on one gateway,
-because
-each occupies one of the requests that the gateway runs at once.
+because each occupies one of the requests that the gateway runs at once.
 """
 
 

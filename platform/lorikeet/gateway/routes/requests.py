@@ -1,6 +1,6 @@
-"""Explanations of requests: GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id}
-for
-any.
+"""Explained requests.
+
+GET /v1/requests/{id} explains a tenant's own request, GET /admin/v1/requests/{id} any request.
 """
 
 from typing import Any
