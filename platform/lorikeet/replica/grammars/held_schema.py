@@ -1,8 +1,8 @@
-"""JSON schemas in the keywords that grammars can hold.
+"""JSON schemas rewritten into the keywords that grammars can enforce ("hold").
 
-A keyword that llguidance refuses is removed if it asks for nothing, or replaced by others that ask
-for the same. Formats that it does not know are removed and named: in JSON schema, `format` only
-describes.
+A keyword that llguidance refuses is removed if it has no effect, or replaced by others with
+    the same meaning. Formats that llguidance does not know are removed and reported: in
+    JSON schema, `format` only describes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +28,13 @@ _REPLACED = frozenset(
     {"dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "propertyNames", "then"}
     | {"unevaluatedProperties"}
 )
-"""Keywords whose schemas may stand elsewhere afterwards, so that no `$ref` finds them there."""
+"""Keywords whose subschemas may move when the keyword is replaced, so that no `$ref` finds them
+there.
+"""
 _FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats that llguidance holds."""
+"""Values of `format` that llguidance enforces."""
 _SHOWN_FORMAT = regex.compile(r"[A-Za-z0-9._:/+-]{1,64}")
 _MOST_IGNORED = 16
 _TYPE_OF = {
@@ -47,22 +49,26 @@ _TYPE_OF = {
     "unevaluatedProperties": "object",
     "uniqueItems": "array",
 }
-"""Keywords that ask nothing of values of other types."""
+"""Type of the values that a keyword constrains. It has no effect on values of other types."""
 _MOST_STEPS = 20_000
-"""Schemas that logic visits for one schema: some 50 ms of work."""
+"""Limit on the schemas that negation and proofs visit while one schema is translated: some 50 ms of
+work.
+"""
 _MOST_REFERENCES = 8
 _MOST_OPTIONAL = 16
-"""Most properties of an object of which one at least must be there."""
+"""Limit on the properties of an object whose minProperties of 1 is rewritten as alternatives."""
 _ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
 _MALFORMED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-"""Errors on keywords with values of a wrong type, which are left for llguidance to refuse."""
+"""Errors raised by keywords whose values have a wrong type. The keywords stay, so that llguidance
+refuses them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
-    """Schema in keywords that grammars hold, as far as possible.
+    """Schema rewritten, as far as possible, into keywords that grammars enforce.
 
-    ignored: names of removed keywords that describe more than the grammar holds.
+    ignored: names of removed keywords that say more than the grammar enforces.
     """
 
     schema: dict[str, Any]
@@ -70,10 +76,10 @@ class HeldSchema:
 
 
 def held_schema(schema: Mapping[str, Any]) -> HeldSchema:
-    """Return an equivalent schema in keywords that grammars hold.
+    """Return an equivalent schema in keywords that grammars enforce.
 
     Keywords that nothing can replace stay. Raises RecursionError if the schema is nested too
-    deeply, also by its references.
+    deeply, also through its references.
     """
     held = _Translation(schema)
     try:
@@ -84,7 +90,7 @@ def held_schema(schema: Mapping[str, Any]) -> HeldSchema:
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield the schemas that are directly in a schema, with their paths."""
+    """Yield the direct subschemas of a schema, each after its path."""
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
             yield from (((key, name), part) for name, part in value.items())
@@ -96,10 +102,10 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Target of a `$ref`.
+    """Subschema to which a `$ref` refers.
 
-    base: URI that relative references in it begin at.
-    stays: the translated schema has the target in the same place.
+    base: URI against which relative references in it are resolved.
+    stays: whether the translated schema has it in the same place.
     """
 
     schema: Any
@@ -109,12 +115,15 @@ class _Place:
 
 @dataclass(slots=True)
 class _Translation:
-    """Translation of one schema.
+    """Translation of one schema into keywords that grammars enforce.
 
+    root: the schema to translate.
     ignored: names of the removed keywords.
-    hoisted: `$ref` of copies in `$defs` by the pointer to their original; originals: the reverse.
+    hoisted: `$ref` of each copy that is put into `$defs`, by the JSON pointer to its original.
+    originals: the reverse of `hoisted`.
     targets: translated targets by `$ref`; None while one is being translated.
-    repeats: schemas that may still be translated a second time, for copies and targets.
+    repeats: number of schemas that may still be translated a second time, for copies and
+        targets.
     """
 
     root: Mapping[str, Any]
@@ -131,7 +140,7 @@ class _Translation:
         self._logic = SchemaLogic(self._target, _MOST_STEPS)
 
     def translated(self) -> dict[str, Any]:
-        """Return the translated root."""
+        """Return the translated root, with the copies that its references need in `$defs`."""
         schema: dict[str, Any] = self._schema(self.root, "")
         copies = dict[str, Any]()
         while len(copies) < len(self.hoisted):  # a copy may need further ones
@@ -144,7 +153,7 @@ class _Translation:
     def _schema(self, schema: Any, base: str) -> Any:
         """Translate a schema; return booleans and other values unchanged.
 
-        base: URI that relative references begin at.
+        base: URI against which relative references are resolved.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -186,7 +195,11 @@ class _Translation:
     # References
 
     def _reference(self, ref: str, base: str) -> str:
-        """Return a `$ref` by its pointer from the root; unchanged if it names no part of it."""
+        """Return a `$ref` as a JSON pointer from the root, or the one of a copy if its target
+        moves.
+
+        A `$ref` that names no part of the schema is returned unchanged.
+        """
         try:
             pointer = self._pointer(ref, base)
             stays = self._place(pointer).stays
@@ -204,7 +217,10 @@ class _Translation:
         return self.hoisted.get(pointer, ref)
 
     def _pointer(self, ref: str, base: str) -> str:
-        """Return the JSON pointer, as a fragment, to the target of a `$ref`. Raises LookupError."""
+        """Return the JSON pointer, as a URI fragment, to the target of a `$ref`.
+
+        Raises LookupError if the schema has no part with its URI.
+        """
         uri, fragment = urldefrag(urljoin(base, ref) if base else ref)
         start = self._known_uris()[uri] if uri else "#"
         if fragment and not fragment.startswith("/"):
@@ -212,7 +228,7 @@ class _Translation:
         return start + fragment
 
     def _known_uris(self) -> dict[str, str]:
-        """Return the pointers of all schemas with an identifier or anchor, by URI."""
+        """Return the JSON pointers of all subschemas with an identifier or anchor, by their URI."""
         if self._uris is None:
             self._uris = {}
             unread: list[tuple[str, str, Any]] = [("#", "", self.root)]
@@ -230,7 +246,10 @@ class _Translation:
         return self._uris
 
     def _place(self, pointer: str) -> _Place:
-        """Return the place that a pointer names. Raises LookupError, TypeError, ValueError."""
+        """Return the subschema at a JSON pointer.
+
+        Raises LookupError, TypeError or ValueError if the pointer leads nowhere.
+        """
         place, base, stays = self.root, "", True
         key = None  # keyword whose schemas the next step names
         for name in path_of(pointer):
@@ -245,7 +264,10 @@ class _Translation:
         return _Place(place, base, stays and key is None)
 
     def _target(self, ref: str) -> Any:
-        """Return the translated target of a translated `$ref`. Raises LookupError."""
+        """Return the translated target of a translated `$ref`.
+
+        Raises LookupError if it leads out of the schema or is being translated now.
+        """
         if ref not in self.targets:
             if not ref.startswith("#"):
                 raise LookupError("it leads out of the schema")
@@ -256,7 +278,9 @@ class _Translation:
         return self.targets[ref]
 
     def _translated_again(self, pointer: str) -> Any:
-        """Return the translated target of a pointer. Raises Inexpressible after too many."""
+        """Translate the target of a JSON pointer once more. Raises Inexpressible after too many
+        repeats.
+        """
         place, before = self._place(pointer), self._repeating
         self._repeating = True
         try:
@@ -302,7 +326,11 @@ class _Translation:
         return closed
 
     def _evaluated_names(self, schema: Any) -> list[str]:
-        """Return the names of the properties that a schema describes. Raises Inexpressible."""
+        """Return the names of all properties that a schema describes, by itself or by its allOf and
+        `$ref`.
+
+        Raises Inexpressible if they depend on the value, as with anyOf, or cannot be listed.
+        """
         if isinstance(schema, bool):
             return []
         if schema.keys() & {"anyOf", "else", "if", "oneOf", "then", "dependentSchemas"}:
@@ -370,7 +398,9 @@ class _Translation:
         return [{"anyOf": [_all_of([part for part in way if part is not True]) for way in ways]}]
 
     def _one_of(self, parts: dict[str, Any]) -> list[Any]:
-        """Replace `oneOf` by `anyOf` of its options, each without what another one matches."""
+        """Replace `oneOf` by `anyOf`; each option then excludes the values that an overlapping one
+        matches.
+        """
         options, logic = parts["oneOf"], self._logic
         typed = {"type": parts["type"]} if "type" in parts else {}
         known = [{**typed, "allOf": [option]} for option in options]
@@ -414,7 +444,7 @@ class _Translation:
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 _IDENTIFIERS = ("$id", "id", "$anchor")
 _SAFE = "~$!&'()*+,;=:@"
-"""Characters that a step of a URI's fragment may have unquoted."""
+"""Characters that may stay unescaped in a step of a JSON pointer that is a URI fragment."""
 _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]] = {
     "format": _Translation._format,
     "pattern": _Translation._pattern,
@@ -432,25 +462,28 @@ _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]]
 
 
 def pointer_of(path: tuple[str | int, ...]) -> str:
-    """Return a path as a JSON pointer in a URI's fragment."""
+    """Return a path in a schema as a JSON pointer, written as a URI fragment."""
     escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in path)
     return "".join(f"/{quote(step, safe=_SAFE)}" for step in escaped)
 
 
 def path_of(pointer: str) -> tuple[str, ...]:
-    """Return the path of a JSON pointer in a URI's fragment."""
+    """Return the path that a JSON pointer, written as a URI fragment, names."""
     steps = filter(None, pointer.removeprefix("#").split("/"))
     return tuple(unquote(step).replace("~1", "/").replace("~0", "~") for step in steps)
 
 
 def _base_in(schema: Any, base: str) -> str:
-    """Return the URI that relative references in a schema begin at."""
+    """Return the URI against which relative references in a schema are resolved.
+
+    base: this URI around the schema.
+    """
     own = schema.get("$id", schema.get("id")) if isinstance(schema, Mapping) else None
     return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that `type` names; empty if it names none."""
+    """Return the types that a schema's `type` lists; an empty set if it lists none."""
     types = schema.get("type", [])
     return {types} if isinstance(types, str) else {*filter(_is_text, _list(types))}
 
@@ -468,7 +501,9 @@ def _patterns(schema: Any) -> list[str]:
 
 
 def _lengths(asked: dict[str, Any]) -> str:
-    """Take the bounds of a text's length out of keywords; return a pattern that says the same."""
+    """Remove minLength and maxLength from a schema's keywords; return a pattern with the same
+    meaning.
+    """
     least, most = asked.pop("minLength", 0), asked.pop("maxLength", "")
     return rf"^[\s\S]{{{least},{most}}}$"
 

@@ -1,7 +1,7 @@
-r"""Patterns of JSON schemas without look-ahead, which grammars cannot hold.
+r"""Patterns of JSON schemas rewritten without look-ahead, which grammars cannot enforce.
 
-`^(?!-)(?=.*\d)[a-z0-9-]+$` is three patterns that a text must match: one for each look-ahead that
-a pattern begins with, and the remainder.
+`^(?!-)(?=.*\d)[a-z0-9-]+$` becomes three patterns that a text must all match: one for each
+look-ahead that the pattern begins with, and the remainder.
 """
 
 import re
@@ -11,7 +11,7 @@ import regex
 
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _ANCHORED = regex.compile(r"\^(?P<before>(?:\\[^A-Za-z0-9]|[^\\\[\](){}.*+?|^$])*)(?=\(\?[=!])")
-"""Beginning of a pattern until its first look-ahead, which comes after literal characters."""
+"""Beginning of a pattern up to its first look-ahead, with only literal characters before that."""
 _ONE = r"\\[^A-Za-z0-9]|[^\\\[\](){}.*+?|^$]"
 _CHARACTER = regex.compile(_ONE)
 _TEXTS = regex.compile(rf"(?:{_ONE})+(?:\|(?:{_ONE})+)*")
@@ -23,19 +23,22 @@ _DURATION = (
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
     r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
-"""Pattern that zod writes beside the format `duration`; each text of this format matches it."""
+"""Pattern that zod writes beside the format `duration`; each text in this format matches it."""
 
 
 def implied_by_format(name: object, pattern: object) -> bool:
-    """Return True if each text of a format that grammars hold matches a pattern."""
+    """Return True if every text in a format matches a pattern, which is then superfluous.
+
+    name: value of `format`, one that grammars enforce.
+    """
     return name == "duration" and pattern == _DURATION
 
 
 def without_lookaheads(pattern: str) -> list[str]:
-    """Return patterns without look-ahead; the texts that match all of them match `pattern`.
+    """Return patterns without look-ahead. A text matches all of them exactly if it matches
+    `pattern`.
 
-    The result is only `pattern` itself if it has no look-ahead, or others than those that such
-    patterns can replace.
+    The result is `pattern` alone if it has no look-ahead, or one that cannot be replaced.
     """
     if len(pattern) > _LONGEST_PATTERN or not _LOOK_AROUND.search(pattern):
         return [pattern]
@@ -55,7 +58,7 @@ def without_lookaheads(pattern: str) -> list[str]:
 
 
 def other_texts(texts: Iterable[str]) -> str:
-    """Return an expression of all texts that are not among `texts`.
+    """Return a regular expression that matches all texts except `texts`.
 
     Raises ValueError if one of them is too long.
     """
@@ -63,9 +66,12 @@ def other_texts(texts: Iterable[str]) -> str:
 
 
 def _apart(texts: list[str], *, whole: bool) -> str:
-    """Return an expression of all texts that are none of `texts`, or begin with none of them.
+    """Return a regular expression that matches all texts except some.
 
-    whole: True for texts that are none of them.
+    whole: True: the exceptions are `texts`; False: they are all texts that begin with one of
+        `texts`.
+
+    Raises ValueError if one of `texts` is too long.
     """
     if max(map(len, texts)) > _LONGEST_TEXT:
         raise ValueError("too long to be excluded")
@@ -88,16 +94,21 @@ def _apart(texts: list[str], *, whole: bool) -> str:
 
 
 def _asked(inside: str) -> str:
-    """Return the expression of what follows, by the expression in a positive look-ahead."""
+    """Return a regular expression of the texts that a positive look-ahead accepts.
+
+    inside: expression in the look-ahead.
+    """
     if inside.endswith("$") and not inside.endswith("\\$") and "|" not in inside:
         return f"(?:{inside[:-1]})$"
     return f"(?:{inside})"
 
 
 def _asked_by_negative(inside: str) -> str | None:
-    """Return the expression of what follows, by the expression in a negative look-ahead.
+    """Return a regular expression of the texts that a negative look-ahead accepts.
 
-    The result is None if there is no short one.
+    inside: expression in the look-ahead.
+
+    None: no short expression is known.
     """
     if inside == "$":
         return r"[\s\S]+$"
@@ -124,7 +135,10 @@ def _complement(characters: str) -> str:
 
 
 def _without(characters: list[str]) -> str:
-    """Return an expression of all texts that do not contain one or two characters in a row."""
+    """Return a regular expression of all texts that do not contain a character, or two in a row.
+
+    characters: the one or two characters, each as an expression.
+    """
     if len(characters) == 1:
         return f"[^{characters[0]}]*"
     first, second = characters
@@ -134,7 +148,10 @@ def _without(characters: list[str]) -> str:
 
 
 def _end_of_group(text: str) -> int:
-    """Return the index behind the group that a text begins with; the text's length without end."""
+    """Return the index after the parenthesized group that a pattern begins with.
+
+    If the group has no end, return the pattern's length.
+    """
     depth = at = 0
     while at < len(text):
         character = text[at]
@@ -151,7 +168,10 @@ def _end_of_group(text: str) -> int:
 
 
 def _end_of_set(text: str, at: int) -> int:
-    """Return the index of the ] that ends the set of characters which begins at an index."""
+    """Return the index of the ] that ends a character set.
+
+    at: index of the set's [.
+    """
     at += 2 if text[at + 1 : at + 2] == "^" else 1
     while at < len(text) and text[at] != "]":
         at += 2 if text[at] == "\\" else 1
@@ -159,7 +179,7 @@ def _end_of_set(text: str, at: int) -> int:
 
 
 def _outside_of_groups(pattern: str) -> str:
-    """Return a pattern's characters that are in no group and no set."""
+    """Return the characters of a pattern that are outside its groups and character sets."""
     found, at = list[str](), 0
     while at < len(pattern):
         character = pattern[at]

@@ -35,20 +35,22 @@ _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of the engine thread's stack
 _WALL_S = 15.0  # for a machine too busy to run the child
 _TRIED_TOKENS = 2
-"""Number of tokens sampled after compiling a grammar.
+"""Number of tokens sampled to try a compiled grammar.
 
 Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
 _FIND_FAULT = "\0"
-"""Mark before a JSON schema whose fault is asked for, among grammars."""
+"""Prefix of a message to the child process that is a JSON schema whose fault is to be found, not a
+grammar.
+"""
 _FIND_CPU_S = 0.3
-"""CPU time after which no narrower place of a fault is looked for."""
+"""Seconds of CPU time after which the search for the exact place of a fault ends."""
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
 class GrammarSandbox:
-    """Checker of grammars for one base model, in a child process and fair to tenants.
+    """Checker of grammars for one base model, in a child process that tenants share fairly.
 
     The process starts with the first grammar.
     """
@@ -59,7 +61,8 @@ class GrammarSandbox:
         self._trials = GrammarWorker(self._problem)
 
     async def check(self, call: Call, grammar: str) -> None:
-        """Raise InvalidInput if a call's grammar is invalid or too complex.
+        """Raise InvalidInput if a call's grammar is invalid or too complex; the error names the
+        fault.
 
         Raises EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
         waited longer than the call allows, or if the machine is too busy to try it.
@@ -80,7 +83,10 @@ class GrammarSandbox:
         )
 
     async def _tried(self, call: Call, text: str) -> str | None:
-        """Return the problem of a grammar or schema. Raises EngineOverloaded as `check` does."""
+        """Return the problem of a grammar, or of a schema after _FIND_FAULT; None if there is none.
+
+        Raises EngineOverloaded as `check` does.
+        """
         max_queue_s = call.scheduling.max_queue_s
         try:
             async with asyncio.timeout(max_queue_s):
@@ -137,7 +143,10 @@ class GrammarSandbox:
 
 
 def main() -> None:
-    """Serve one GrammarSandbox until it closes. Arguments: connection's descriptor, model."""
+    """Serve one GrammarSandbox until it closes the connection.
+
+    Command-line arguments: file descriptor of the connection, folder of the model.
+    """
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), Path(sys.argv[2])))
     thread.start()
@@ -189,7 +198,9 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
-    """Return the place of a schema's fault and its problem; None if there is none."""
+    """Return the place of a schema's fault, and the problem there, as text; None if there is no
+    fault.
+    """
     began_s = time.process_time()
 
     def problem(held: Mapping[str, Any]) -> str | None:

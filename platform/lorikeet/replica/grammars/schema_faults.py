@@ -1,4 +1,4 @@
-"""Faults of JSON schemas: schemas that an answer is held to, and the place of a fault in one."""
+"""Faults of the JSON schemas that constrain an answer, and the place of a fault in its schema."""
 
 import json
 import re
@@ -17,7 +17,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
 _LONGEST_STEP = 64
 _MOST_STEPS = 64
 _RENAMED = {"oneOf": "anyOf"}
-"""Keywords by which `held_schema` replaces others whose parts keep their order."""
+"""Keywords that `held_schema` replaces by another one without changing the order of the
+subschemas.
+"""
 _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -83,13 +85,13 @@ _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?:.*: )?Unsatisfiable schema: (.*)", r"no value matches it: \1"),
     )
 )
-"""Messages of llguidance, and our words for them."""
+"""Patterns of llguidance's error messages, each with our text for it."""
 
 
 class AnswerSchema(NamedTuple):
-    """JSON schema that an answer is held to.
+    """JSON schema that constrains an answer.
 
-    place: part of the request that has the schema, in words.
+    place: words for the part of the request that has the schema, for errors.
     param: field of the request that has the schema.
     """
 
@@ -99,9 +101,10 @@ class AnswerSchema(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Fault of a schema.
+    """Fault of a JSON schema.
 
-    path: JSON path of the innermost faulty schema in it.
+    path: JSON path of the innermost faulty subschema.
+    reason: why a grammar cannot follow it.
     """
 
     path: str
@@ -109,7 +112,7 @@ class Fault(NamedTuple):
 
 
 def answer_schemas(call: Call) -> list[AnswerSchema]:
-    """Return the JSON schemas that a call's answer is held to, as the client wrote them."""
+    """Return the JSON schemas that constrain a call's answer, as the client wrote them."""
     found = list[AnswerSchema]()
     use, answer = call.tools, call.format
     if use is not None:
@@ -133,7 +136,7 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def ignored_keywords(call: Call) -> tuple[str, ...]:
-    """Return names of the schemas' keywords that the grammar of a call's answer does not hold."""
+    """Return the names of schema keywords that the grammar of a call's answer does not enforce."""
     names = dict[str, None]()
     for schema in answer_schemas(call):
         names |= dict.fromkeys(held_schema(schema.schema).ignored)
@@ -141,7 +144,9 @@ def ignored_keywords(call: Call) -> tuple[str, ...]:
 
 
 def in_own_words(reason: str) -> str:
-    """Return a reason of llguidance in words that say what to do."""
+    """Return an error message of llguidance in our words, which say what to do; other messages
+    unchanged.
+    """
     reason = reason.split("\n  while processing", 1)[0]
     for pattern, words in _WORDS:
         if pattern.fullmatch(reason):
@@ -154,7 +159,8 @@ def find_fault(
 ) -> Fault | None:
     """Return the innermost fault of a schema; None if the schema has none.
 
-    problem: function that returns why a schema of held keywords cannot be followed, or None.
+    problem: function that takes a schema translated by held_schema and returns why a grammar
+        cannot follow it; None if it can.
     """
     held = held_schema(schema).schema
     whole = {"$defs": {"whole": _within_whole(held)}}
@@ -185,11 +191,13 @@ def find_fault(
 def _parts(
     here: Mapping[str, Any], there: Mapping[str, Any], schema: Any, held: Any
 ) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the parts that a schema has before and after its translation.
+    """Yield the subschemas that a schema has both before and after its translation by held_schema.
 
-    Each comes with its pointer and its path; of a `$ref`, both begin at the root.
+    Each comes as its JSON pointer in the translation, its JSON path in the original, itself and its
+    translation. For the target of a `$ref`, pointer and path begin at the root; for others, at the
+    given schema.
 
-    here, there: a schema before and after its translation.
+    here, there: the schema before and after its translation.
     schema, held: its root before and after.
     """
     for path, part in subschemas(here):
@@ -208,9 +216,12 @@ def _parts(
 
 
 def _explains(found: str, reason: str) -> bool:
-    """Return True if the problem of a part may be the problem of the whole.
+    """Return True if the problem of a subschema may explain the problem of the whole schema.
 
-    A part that no value matches is none for a whole that does not need it.
+    A subschema that no value matches explains nothing if values do match the whole.
+
+    found: problem of the subschema.
+    reason: problem of the whole.
     """
     return _is_empty(found) == _is_empty(reason)
 

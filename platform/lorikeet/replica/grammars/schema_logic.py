@@ -1,7 +1,7 @@
 """Logic on JSON schemas: negation, and proofs that no value matches two schemas.
 
-Grammars have no negation, so `not`, `if` and overlapping branches of `oneOf` are held only where
-another schema says the same.
+Grammars have no negation, so they enforce `not`, `if` and overlapping branches of `oneOf` only
+where another schema says the same.
 """
 
 import json
@@ -13,7 +13,7 @@ import regex
 from lorikeet.replica.grammars.patterns import other_texts
 
 _FRACTION = "fraction"
-"""Numbers that are no integers: `number` is this and `integer`."""
+"""Type of the numbers that are no integers: JSON schema's `number` is this type and `integer`."""
 _TYPES = frozenset(
     {"null", "boolean", "integer", _FRACTION, "string", "array", "object"},
 )
@@ -22,25 +22,30 @@ _MATCH_S = 0.01
 
 
 class Inexpressible(Exception):
-    """No schema is known that says the same, or the search for one takes too long."""
+    """Raised if no schema is known that says the same, or the search for one takes too long."""
 
 
 class SchemaLogic:
-    """Negation and disjointness of schemas, within a number of steps.
+    """Negation of schemas and proofs that schemas are disjoint, within a limited number of steps.
 
     Schemas have only the keywords that held_schema leaves.
     """
 
     def __init__(self, resolve: Callable[[str], Any], most_steps: int) -> None:
-        """Create the logic.
+        """Create the logic with its budget of steps.
 
         resolve: function that returns the target of a `$ref`; raises LookupError.
-        most_steps: bound on the visited schemas, and so on the size of results.
+        most_steps: limit on the visited schemas, and so on the size of results.
         """
         self._resolve, self._steps = resolve, most_steps
 
     def negated(self, schema: Any, depth: int = 0) -> Any:
-        """Return a schema of all values that do not match `schema`. Raises Inexpressible."""
+        """Return a schema that matches exactly the values that `schema` does not match.
+
+        depth: number of schemas around this one.
+
+        Raises Inexpressible if no such schema is known or the search takes too long.
+        """
         self._step(depth)
         if isinstance(schema, bool):
             return not schema
@@ -55,7 +60,12 @@ class SchemaLogic:
         return ways[0] if len(ways) == 1 else bool(ways) and {"anyOf": ways}
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Return True if no value matches both schemas for sure. Raises Inexpressible."""
+        """Return True if certainly no value matches both schemas, False if one may.
+
+        depth: number of schemas around these.
+
+        Raises Inexpressible if the search takes too long.
+        """
         self._step(depth)
         if one is False or other is False:
             return True
@@ -80,7 +90,9 @@ class SchemaLogic:
         )
 
     def _all_parts(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Return the schemas that each value of `schema` must match too."""
+        """Return the further schemas, of allOf and `$ref`, that each value of `schema` must
+        match.
+        """
         parts = [*schema.get("allOf", ())]
         if "$ref" in schema:
             parts.append(self._target(schema["$ref"]))
@@ -106,7 +118,10 @@ class SchemaLogic:
         return types
 
     def _ways_to_fail(self, keyword: str, value: Any, depth: int) -> list[Any]:
-        """Return schemas of the values that fail a keyword; each such value matches one."""
+        """Return schemas that together match the values that a keyword excludes.
+
+        value: the keyword's value.
+        """
         match keyword:
             case "type":
                 return _other_types(_expanded(value))
@@ -137,8 +152,8 @@ class SchemaLogic:
         return []  # a description, as `format` is
 
     def _values_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Return True if both list values of which none is the same, or if one lists values of
-        which none matches the other's pattern.
+        """Return True if the values that both schemas list differ, or if none of the values that
+        one lists matches the other's pattern.
         """
         ours, theirs = _values(one), _values(other)
         if ours is not None and theirs is not None:
@@ -151,7 +166,7 @@ class SchemaLogic:
         )
 
     def _none_match(self, values: list[Any], pattern: object) -> bool:
-        """Return True if the values are texts that do not match a pattern for sure.
+        """Return True if the values are texts that certainly do not match a pattern.
 
         Only ASCII is tried: languages differ in the classes of other characters.
         """
@@ -176,7 +191,7 @@ class SchemaLogic:
             raise Inexpressible from error
 
     def _pay_for(self, *texts: str) -> None:
-        """Count steps for texts that are compared, or repeated in the result."""
+        """Subtract steps for texts that are compared, or repeated in the result."""
         self._steps -= sum(map(len, texts)) // 8
 
     def _step(self, depth: int) -> None:
@@ -204,12 +219,14 @@ def _type_of(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that `const` or `enum` list; None without both."""
+    """Return the values that `const` or `enum` allows; None if the schema has neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _texts(values: Iterable[Any]) -> set[str]:
-    """Return texts of values which are the same for equal values only, as JSON schema has it."""
+    """Return a text for each value. Texts are equal exactly if the values are equal for JSON
+    schema.
+    """
     return {
         json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
         for value in values
@@ -233,7 +250,7 @@ def _number(schema: Mapping[str, Any], keyword: str) -> float | None:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """Return a schema that the property must match if it is there."""
+    """Return a schema that the property `name` must match, if a value of `schema` has it."""
     if name in (named := schema.get("properties", {})):
         return named[name]
     return True if "patternProperties" in schema else schema.get("additionalProperties", True)
@@ -285,7 +302,9 @@ _BOUNDS: Mapping[str, Callable[[Any], list[Any]]] = {
     ),
     "maxProperties": lambda most: [{"type": "object", "minProperties": most + 1}],
 }
-"""Negations of bounds, by keyword."""
+"""Function for each bound, by keyword: takes its value, returns schemas of the values that break
+it.
+"""
 _UNNEGATABLE = frozenset(
     {
         "additionalItems", "additionalProperties", "contains", "dependencies", "dependentRequired",

@@ -16,23 +16,25 @@ from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Spacing of JSON in llguidance that matches arguments in chat templates."""
+"""llguidance's settings for JSON spaced like tool-call arguments in chat templates."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
 }
-"""Text that is no tool call for ToolCallParser, in syntaxes without an opening mark."""
+"""Regular expression of text that ToolCallParser does not take for a tool call, in syntaxes without
+an opening mark.
+"""
 
 
 def call_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
 ) -> str:
-    """Return a grammar of an answer that consists of calls of the forced tools.
+    """Return a grammar of an answer that consists of tool calls, of the tools in use.forced only.
 
-    If no tool is forced, the answer is calls of any tools, or an answer in the format
-    `alternative`.
+    If use.forced is empty, the calls may be of any tools, and the answer may instead have the
+    format `alternative`.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -54,10 +56,9 @@ def text_grammar(
     """Return a grammar of free text with calls of any tools.
 
     Arguments of strict tools must match their schemas. Text that begins like a call must become a
-    call.
-    Special tokens are allowed in calls only.
+    call. Special tokens are allowed in calls only.
 
-    excluded: words whose added tokens are allowed nowhere.
+    excluded: texts of added tokens, such as <think>, that are allowed nowhere.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -91,11 +92,11 @@ def text_grammar(
 
 
 def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
-    """Return ids of added tokens that are no special tokens, such as <think>.
+    """Return the ids of added tokens that are not special tokens, such as <think>.
 
-    Clients get them as text, but grammars do not match them as text.
+    Clients get them as text, but a grammar's text rules do not match them.
 
-    others: words to leave out.
+    others: texts of tokens to leave out.
     """
     shown = vocabulary.added.keys() - set(others)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
@@ -145,7 +146,9 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """Return a literal text for a rule; marks that are added tokens become token ids."""
+    """Return a literal text for a Lark rule; marks of the syntax that are added tokens become token
+    ids.
+    """
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
     }
