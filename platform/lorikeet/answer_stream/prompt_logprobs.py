@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt in an answer."""
+"""Log probabilities of a prompt's tokens in an answer."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,8 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Add the log probabilities of the prompt's next tokens; return the bytes that they take.
+        """Add the log probabilities of the prompt's next tokens; return their number of bytes as
+        JSON.
 
         logprobs: one entry for each token; None for the prompt's first token.
         """
