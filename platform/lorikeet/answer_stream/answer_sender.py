@@ -15,8 +15,7 @@ Abort = Callable[[str, int], object]
 """Function that aborts one choice: takes the request's id and the choice's index."""
 _REPORT_EVERY = 64
 """Number of generated tokens between two RunningUsage items. At this value they are less than 2% of
-the
-items that a gateway gets.
+the items that a gateway gets.
 """
 _PROMPT_LOGPROBS_AT_ONCE = 128
 """Number of prompt tokens whose log probabilities are formatted in one callback of the event loop.
@@ -66,8 +65,7 @@ class AnswerSender:
 
     def _work(self) -> None:
         """Send waiting outputs. Long log probabilities of prompts are sent in parts; between two
-        parts the
-        event loop runs other tasks.
+        parts the event loop runs other tasks.
         """
         assert self._header is not None
         self._is_scheduled = False
