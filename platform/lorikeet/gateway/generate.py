@@ -237,10 +237,13 @@ class RateLimitObserver(RequestObserver):
                 self._settled = True
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
-    def on_first_bytes(self) -> Headers:
-        """Return the status of the rate limits as headers."""
+    def on_first_bytes(self) -> None:
+        """Record the time of the first token; from now on a failure is charged."""
         self._answered = True
         self._hold.first_token()
+
+    def headers(self) -> Headers:
+        """Return the status of the rate limits as headers."""
         return _limit_headers(self._hold)
 
 
@@ -262,7 +265,10 @@ class CountObserver(RequestObserver):
     def on_item(self, item: StreamItem) -> None:
         """Ignore the item."""
 
-    def on_first_bytes(self) -> Headers:
+    def on_first_bytes(self) -> None:
+        """Do nothing."""
+
+    def headers(self) -> Headers:
         """Return the status of the rate limits as headers."""
         return _limit_headers(self._hold)
 
