@@ -12,7 +12,7 @@ from lorikeet.catalog.log import BLOCK, Log
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.errors import Conflict, StoreError
+from lorikeet.errors import Conflict, StoreError, StoreRefused
 
 
 class Watched(LocalStore):
@@ -207,3 +207,36 @@ def test_a_lost_log_is_not_taken_for_an_up_to_date_one(tmp_path: Path) -> None:
     (tmp_path / "store").rename(tmp_path / "away")
     with pytest.raises(StoreError, match=r"log/000000000001\.json is gone"):
         log.read(1)
+
+
+def test_an_entry_that_changes_after_it_was_read_is_logged_and_ends_appends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(tmp_path)
+    Log(store).append(0, "init", 1.0, [CatalogCreated()])
+    reader, other = Log(store), Log(store)
+    mine = reader.append(1, "ann", 2.0, [TenantCreated(name="a")])
+    store.delete("log/000000000002.json")  # a store without conditional writes replaces it
+    other.append(1, "bob", 2.0, [TenantCreated(name="b")])
+    other.append(2, "bob", 3.0, [TenantCreated(name="c")])
+
+    (entry,) = reader.read(mine.seq)
+
+    assert entry.seq == 3  # changes are followed all the same
+    (event,) = caplog.records
+    assert (event.levelname, event.message) == ("ERROR", "log_entry_overwritten")
+    assert vars(event)["entry"] == "log/000000000002.json"
+    with pytest.raises(StoreRefused, match=r"000000000002\.json was overwritten"):
+        reader.append(3, "ann", 4.0, [TenantCreated(name="d")])
+    assert Log(store).append(3, "cat", 4.0, [TenantCreated(name="d")]).seq == 4
+
+
+def test_a_log_that_nobody_overwrites_is_read_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(tmp_path)
+    writers = Log(store), Log(store)
+    for seq in range(2 * BLOCK + 3):
+        writers[seq % 2].append(seq, "ann", 1.0, [CatalogCreated()])
+        writers[(seq + 1) % 2].read(max(0, seq - 5))
+    assert not caplog.records

@@ -66,7 +66,7 @@ def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
 @pytest.mark.parametrize(
     ("trouble", "check", "found", "fix"),
     [
-        (forget_the_condition, "conditional writes", "ignores If-None-Match", "radosgw"),
+        (forget_the_condition, "conditional writes", "ignores If-None-Match", "versioning"),
         (forbid_writing, "store", "PutObject is not allowed: .*s3:PutObject", "credentials"),
         (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
     ],

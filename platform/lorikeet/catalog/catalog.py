@@ -5,6 +5,7 @@ an entry. If another writer appended first, the loop starts over: no update is l
 rests on a stale state. A crash leaves at most a blob that no entry names, or parts of a snapshot.
 """
 
+import math
 import random
 import secrets
 import threading
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import Self, TypeVar, Unpack, cast
 
 from lorikeet.catalog.apply import apply_changes, apply_entries
-from lorikeet.catalog.changes import CatalogCreated, KeyCreated, KeyOptionsSet, TenantOptionsSet
+from lorikeet.catalog.changes import (
+    CatalogCreated,
+    Change,
+    Entry,
+    KeyCreated,
+    KeyOptionsSet,
+    TenantOptionsSet,
+)
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import (
@@ -43,6 +51,7 @@ from lorikeet.catalog.rules.limits import (
 from lorikeet.catalog.rules.pins import PinOptions, pin_change
 from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.conditional_writes import check_conditional_writes
 from lorikeet.catalog.store.gc_protection import protect
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
@@ -52,6 +61,7 @@ LONGEST_OVERLAP_S = 90 * 86400
 _SECRET_PREFIX = "lk_"
 _ATTEMPTS = 60  # with 16 concurrent writers, 1 in 50 gives up
 _LONGEST_PAUSE_S = 1.0
+_CHECK_EVERY_S = 600.0  # versioning may be enabled on a bucket at any time
 
 T = TypeVar("T")
 
@@ -65,7 +75,8 @@ class AdapterCatalog:
     """The catalog in one store. Thread-safe; other processes may write to the store too.
 
     Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
-    Conflict if other writers appended first in every attempt.
+    Conflict if other writers appended first in every attempt, StoreRefused if the store ignores
+    conditional writes. That is checked before the first change, and every ten minutes of changes.
     clock: Unix seconds.
     """
 
@@ -74,15 +85,20 @@ class AdapterCatalog:
         self.reader = CatalogReader(store)
         self._clock = clock
         self._writing = threading.Lock()  # spares races between threads of this process
+        self._checked_s = -math.inf  # time.monotonic() of the last check of conditional writes
 
     @classmethod
     def init(
         cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
     ) -> Self:
-        """Create the catalog in an empty store. Raises Conflict if the store holds one."""
+        """Create the catalog in an empty store.
+
+        Raises Conflict if the store holds one, StoreRefused if the store ignores conditional
+        writes.
+        """
         catalog = cls(store, clock)
         try:
-            entry = catalog.reader.log.append(0, actor, clock(), [CatalogCreated()])
+            entry = catalog._append(0, actor, [CatalogCreated()])
         except Conflict as error:
             raise Conflict(f"there already is a catalog at {store.url}") from error
         catalog.reader.advance([entry])
@@ -381,7 +397,7 @@ class AdapterCatalog:
                 if not changes:
                     return state
                 try:
-                    entry = self.reader.log.append(state.seq, actor, self._clock(), changes)
+                    entry = self._append(state.seq, actor, changes)
                 except Conflict:
                     time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
                     continue
@@ -390,6 +406,13 @@ class AdapterCatalog:
         raise Conflict(
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
         )
+
+    def _append(self, after: int, actor: str, changes: Sequence[Change]) -> Entry:
+        now_s = time.monotonic()
+        if now_s > self._checked_s + _CHECK_EVERY_S:
+            check_conditional_writes(self.store)
+            self._checked_s = now_s
+        return self.reader.log.append(after, actor, self._clock(), changes)
 
     def _claim(self, versions: Sequence[VersionRecord]) -> None:
         for version in versions:

@@ -5,6 +5,7 @@ n + 1 only after it has read number n. Each object repeats the earlier entries o
 a reader fetches one object per block instead of one per entry.
 """
 
+import logging
 import re
 import secrets
 import threading
@@ -13,7 +14,9 @@ from collections.abc import Collection, Sequence
 from lorikeet.catalog.changes import Change, Entry
 from lorikeet.catalog.log_format import object_from_json, object_to_json
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
-from lorikeet.errors import Conflict, ObjectNotFound, StoreError
+from lorikeet.errors import Conflict, ObjectNotFound, StoreError, StoreRefused
+
+log = logging.getLogger(__name__)
 
 BLOCK = 128
 """Entries per block; entries with the same seq // BLOCK form one."""
@@ -30,6 +33,7 @@ class Log:
         self._store = store
         self._held: Sequence[Entry] = ()  # by the newest object read or written here
         self._holding = threading.Lock()
+        self._overwritten: int | None = None  # number of an entry that the store has let change
 
     def append(self, after: int, actor: str, time: float, changes: Sequence[Change]) -> Entry:
         """Commit changes together as entry `after` + 1.
@@ -38,8 +42,14 @@ class Log:
         actor: author, for the audit trail.
         time: Unix seconds.
         Raises Conflict if another writer has taken that number, StoreError if the store failed and
-        does not hold the entry.
+        does not hold the entry, StoreRefused once an entry read here has been overwritten.
         """
+        if self._overwritten is not None:
+            raise StoreRefused(
+                f"{self._store.url}: {_key(self._overwritten)} was overwritten after it was read: "
+                "changes are lost. Let the store honour If-None-Match (`lorikeet doctor` checks "
+                "this), compare `lorikeet log` with the changes that were made, and restart"
+            )
         entry = Entry(
             seq=after + 1,
             nonce=secrets.token_hex(16),
@@ -114,8 +124,20 @@ class Log:
 
     def _hold(self, entries: Sequence[Entry]) -> None:
         with self._holding:
+            self._compare(entries)
             if not self._held or self._held[-1].seq < entries[-1].seq:
                 self._held = entries
+
+    def _compare(self, entries: Sequence[Entry]) -> None:
+        """Log the first entry that another object repeats otherwise than it was read here."""
+        nonces = {entry.seq: entry.nonce for entry in self._held}
+        for entry in entries:
+            if self._overwritten is None and nonces.get(entry.seq, entry.nonce) != entry.nonce:
+                self._overwritten = entry.seq
+                log.error(
+                    "log_entry_overwritten",
+                    extra={"store": self._store.url, "entry": _key(entry.seq)},
+                )
 
 
 def _key(seq: int) -> str:

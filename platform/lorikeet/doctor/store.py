@@ -5,9 +5,10 @@ import time
 import uuid
 from collections.abc import Iterator
 
+from lorikeet.catalog.store.conditional_writes import REMEDY, check_conditional_writes
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.errors import ObjectExists, StoreError
+from lorikeet.errors import StoreError
 
 _SKEW_S = 5.0
 """Difference in seconds between the store's clock and this machine's from which to warn.
@@ -15,10 +16,7 @@ _SKEW_S = 5.0
 Keys and pins expire by the gateways' clocks, garbage collection goes by the store's.
 """
 _MOST_SKEW_S = 300.0
-_OTHER_STORE = (
-    "use a store that honours If-None-Match: * on PUT: Amazon S3, Ceph's radosgw, MinIO, or a "
-    "folder for one machine; and no proxy in front of it that drops the header"
-)
+_NO_CACHE = "take out the proxy or cache in front of the store that changes answers"
 
 
 def check_writes(store: ObjectStore) -> Iterator[Finding]:
@@ -52,25 +50,19 @@ def _write(store: ObjectStore, key: str) -> Iterator[Finding]:
         yield unusable(store.url, error)
         return
     if read != written:
-        yield problem("store", f"{store.url} returns bytes that were not written", _OTHER_STORE)
+        yield problem("store", f"{store.url} returns bytes that were not written", _NO_CACHE)
         return
     yield ok("store", f"{store.url} can be read and written")
-    yield _check_conditional(store, key)
+    yield _check_conditional(store)
     yield _check_clock(skew_s)
 
 
-def _check_conditional(store: ObjectStore, key: str) -> Finding:
+def _check_conditional(store: ObjectStore) -> Finding:
     try:
-        store.put_if_absent(key, b"again")
-    except ObjectExists:
-        return ok("conditional writes", "the store refused the second of two, as it must")
+        check_conditional_writes(store)
     except StoreError as error:
-        return problem("conditional writes", error.message, _OTHER_STORE)
-    return problem(
-        "conditional writes",
-        f"{store.url} ignores If-None-Match: concurrent writers would overwrite each other",
-        _OTHER_STORE,
-    )
+        return problem("conditional writes", error.message.removesuffix(f": {REMEDY}"), REMEDY)
+    return ok("conditional writes", "the store refused the second of two, as it must")
 
 
 def _skew_s(stored: float, before: float, after: float) -> float:

@@ -243,10 +243,13 @@ class RateLimitObserver(RequestObserver):
                 self._settled = True
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
-    def on_first_bytes(self) -> Headers:
-        """Return the state of the tenant's and key's rate limits as response headers."""
+    def on_first_bytes(self) -> None:
+        """Record the time of the first token; from now on a failure is charged."""
         self._answered = True
         self._hold.first_token()
+
+    def headers(self) -> Headers:
+        """Return the state of the tenant's and key's rate limits as response headers."""
         return _limit_headers(self._hold)
 
 
@@ -268,7 +271,10 @@ class CountObserver(RequestObserver):
     def on_item(self, item: StreamItem) -> None:
         """Ignore the item."""
 
-    def on_first_bytes(self) -> Headers:
+    def on_first_bytes(self) -> None:
+        """Do nothing."""
+
+    def headers(self) -> Headers:
         """Return the state of the tenant's and key's rate limits as response headers."""
         return _limit_headers(self._hold)
 

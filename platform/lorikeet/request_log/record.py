@@ -256,9 +256,12 @@ class RequestTrace:
             case Refusal():
                 record.code, record.param = item.code, item.param
 
-    def on_first_bytes(self) -> Sequence[tuple[bytes, bytes]]:
-        """Record the time of the first bytes; a trace adds no headers."""
+    def on_first_bytes(self) -> None:
+        """Record the time of the first bytes."""
         self._record.first_byte_s = self._now_s()
+
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Return no headers: a trace adds none."""
         return ()
 
     def record(self) -> RequestRecord:

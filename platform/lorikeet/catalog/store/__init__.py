@@ -3,5 +3,6 @@
 object_store.py: the protocols `ObjectStore` and `PartStore` (multipart uploads), and `open_store`.
 local.py, s3.py: the two implementations.
 parallel_download.py: download of a large object in parallel ranges.
+conditional_writes.py: check that a store honours conditional writes.
 gc_protection.py: protection of objects that no record names yet from garbage collection.
 """

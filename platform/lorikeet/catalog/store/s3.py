@@ -11,7 +11,9 @@ Written for AWS, and tested on MiniStack and on Ceph's radosgw 16.2 as well. The
 - Concurrent conditional PUTs: AWS may answer 409 (retry) to one; MiniStack and radosgw answer 412.
 - If-Match on PUT: radosgw expects the ETag without its quotes. Not used here.
 - If-Match on DELETE and on CompleteMultipartUpload: radosgw ignores it. Not used here.
-- Conditional PUT into a versioned bucket: radosgw refuses it.
+- Conditional PUT into a bucket with versioning enabled: radosgw accepts it and ignores the
+  condition (conditional_writes.py checks that); once versioning is suspended, radosgw honours it.
+- If-None-Match on CompleteMultipartUpload: radosgw ignores it. Not used here.
 - Errors: radosgw sends a code and no message.
 
 The store relies only on features that all three share: If-None-Match: * on PUT, ranges, listings in
@@ -403,6 +405,11 @@ def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
         )
     if code in _REFUSED:
         return StoreRefused(f"{url}: the credentials are refused ({code}): renew them")
+    if code == "NotImplemented":
+        return StoreRefused(
+            f"{url}: the store does not implement {error.operation_name} as it is used here: use "
+            "another store (docs/operations.md, Stores)"
+        )
     if code in _FORBIDDEN:
         return StoreRefused(
             f"{url}: {error.operation_name} is not allowed: the role needs "
