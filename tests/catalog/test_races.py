@@ -181,8 +181,9 @@ class Overtaken(LocalStore):
     """Local store in which a rival always commits first."""
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        rival = AdapterCatalog(LocalStore(Path(self.url)))
-        rival.create_tenant(f"rival-{rival.reader.refresh().seq}", actor="eve")
+        if key.startswith("log/"):
+            rival = AdapterCatalog(LocalStore(Path(self.url)))
+            rival.create_tenant(f"rival-{rival.reader.refresh().seq}", actor="eve")
         super().put_if_absent(key, data)
 
 
