@@ -80,7 +80,10 @@ class NotFinite(EngineError):
 
     @classmethod
     def under(cls, adapter: object) -> "NotFinite":
-        """Return the error of a request to an adapter; None stands for the base model alone."""
+        """Return the error for a request whose logits are not finite.
+
+        adapter: adapter that the request used; None: the base model alone.
+        """
         if adapter is None:
             return cls("the logits of the base model are not finite: it overflows")
         return AdapterOverflows(
@@ -123,7 +126,7 @@ class AdapterTooLarge(AdapterError):
 class AdapterNotReady(AdapterError):
     """Adapter that is still being loaded.
 
-    retry_after_s: seconds after which the adapter should be loaded.
+    retry_after_s: seconds after which the adapter is expected to be loaded.
     """
 
 
@@ -138,5 +141,5 @@ class AdapterLoadFailed(AdapterError):
 class AdapterDamaged(AdapterError):
     """Adapter whose weights in memory were found damaged; they are loaded again.
 
-    retry_after_s: seconds after which the weights should be loaded again.
+    retry_after_s: seconds after which the weights are expected to be loaded again.
     """

@@ -154,7 +154,8 @@ class Request:
 
     Choice i continues prompts[i // n].
 
-    salt: mixed into the keys of cached prefixes, so that tenants do not share them.
+    salt: mixed into the hashes by which the prefix cache finds pages, so that tenants do not share
+        them.
     """
 
     request_id: str

@@ -16,8 +16,7 @@ class AdapterMemory:
     gpu_bytes: bytes for adapters on each GPU of a replica; None if unknown.
     host_bytes: bytes for adapters in the host memory of a replica; None if unknown.
     gpus: by base model, the number of a replica's GPUs among which each adapter is divided; 1 for
-    base
-        models that are not listed.
+        base models that are not listed.
     """
 
     dtype: str

@@ -145,7 +145,9 @@ class LoraConfig:
             rank_pattern and alpha_pattern are their canonical names.
         warn: called with a sentence if releases of PEFT read the config differently, and the config
             does not show which one trained.
-        Raises AdapterRejected.
+
+        Raises AdapterRejected if a value cannot be served, or if the config does not select exactly
+        these modules.
         """
         modules = sorted(modules)
         with Expressions() as run:
@@ -166,7 +168,11 @@ class LoraConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "LoraConfig":
-        """Parse the JSON of the config in a blob's metadata. Raises AdapterRejected."""
+        """Parse the JSON of the config in a blob's metadata.
+
+        Raises AdapterRejected if the text is not JSON, or has other keys or values than `to_json`
+        writes.
+        """
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
         if set(raw) | _OPTIONAL != names:

@@ -64,7 +64,7 @@ class SavedTensor(TensorSpan):
     def pieces(self) -> Iterator[bytes]:
         """Yield the tensor's bytes, converted to blob_dtype, a few MiB at once.
 
-        Raises AdapterRejected.
+        Raises AdapterRejected if the file ends early, or if float32 cannot hold a float64 value.
         """
         if self.transposed and self.begin < self.end:
             yield self._transposed(b"".join(self._pieces()))
@@ -99,7 +99,11 @@ class SavedTensor(TensorSpan):
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors in a folder in PEFT's format, by name. Raises AdapterRejected."""
+    """Return the tensors in a folder in PEFT's format, by name.
+
+    Raises AdapterRejected if the folder has no safetensors weights, or weights that cannot be
+    served.
+    """
     refuse_added_tokens([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
 
@@ -119,7 +123,11 @@ def refuse_added_tokens(names: Container[str]) -> None:
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
-    """Return the tensors of safetensors files, by name. Raises AdapterRejected."""
+    """Return the tensors of safetensors files, by name.
+
+    Raises AdapterRejected if a header is malformed, two files have a tensor of the same name, or
+    there are too many tensors.
+    """
     tensors: dict[str, SavedTensor] = {}
     for file in files:
         for name, span in read_header(file, _SAVED_BYTES, _LIMITS).tensors.items():
@@ -152,7 +160,9 @@ def shard_names(index: bytes) -> list[str]:
     """Return the names of the files in an index of shards; they are in the index's folder.
 
     index: content of the index file.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if the index is malformed, or names too many files or any that is not a
+    safetensors file beside it.
     """
     places = parse_json_object(index, INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

@@ -45,7 +45,8 @@ def check_targets(
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
         refer.
     run: matcher for the config's expressions.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if the modules that have weights are not those that the config selects.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}

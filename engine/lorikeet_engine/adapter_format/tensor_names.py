@@ -71,7 +71,8 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 def split_saved_name(name: str) -> tuple[str, str]:
     """Parse the name of a LoRA tensor in a trainer's file: return (module, "A" or "B").
 
-    The module is named as in the trainer's config. Raises AdapterRejected.
+    The module is named as in the trainer's config. Raises AdapterRejected if the tensor is not
+    part of a LoRA adapter.
     """
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
@@ -140,7 +141,8 @@ def layers_prefix(saved: Iterable[str]) -> str:
     """Return the path before "layers." in the names of a decoder's modules.
 
     saved: names of modules, in the trainer's naming.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if they are modules of several decoders.
     """
     matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
     places = {match[1] for match in matches}

@@ -29,8 +29,7 @@ class AllowedTokens(NamedTuple):
     bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None if no row is restricted.
     errors: by row, the error of a grammar that failed.
     forced: by row, forced tokens: those that the grammar requires after the sampled token, if only
-    one
-        token may be sampled.
+        one token may be sampled.
     """
 
     rows: list[int]
@@ -96,9 +95,9 @@ class _ForcedTokens:
     """Forced tokens chosen for the next step; tokens beyond the budget are left to later steps.
 
     A forced token is the only one that a grammar allows, so it is not sampled. The next step
-    computes
-    forced tokens in one chunk with the token before them, and each token attends to all before it.
-    Their number is bounded so that the step remains a single graph on CUDA (cuda_graphs.py).
+    computes forced tokens in one chunk with the token before them, and each token attends to all
+    before it. Their number is bounded so that the step remains a single graph on CUDA
+    (cuda_graphs.py).
     """
 
     def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
@@ -122,8 +121,7 @@ class _ForcedTokens:
             self._budget.spend(self._taken, self._taken_see)
 
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
-        """Return the forced tokens to compute with the next token; empty if the row has a choice of
-        tokens.
+        """Return the forced tokens to compute with the next token; empty if tokens can be chosen.
 
         They follow the only token that the row can sample. A stop id among the forced tokens ends
         them: it is left to be sampled. No tokens are forced where the device must count each token

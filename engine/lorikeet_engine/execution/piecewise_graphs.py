@@ -113,9 +113,7 @@ class _GraphSplitter:
         window: int | None = None,
         group: int = 0,
     ) -> torch.Tensor:
-        """End a graph before attention, and begin the next. Arguments are those of
-        AttentionBackend.attend.
-        """
+        """End a graph before attention, and begin the next: see AttentionBackend.attend."""
         self._buffers.queries.copy_(q)
         self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group))
         self.begin()

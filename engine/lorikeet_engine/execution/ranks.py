@@ -49,9 +49,7 @@ class BuildRunner:
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit into a rank's memory and agree on the smallest
-    count.
-    """
+    """Command to count the KV pages that fit each rank's memory, and agree on the smallest."""
 
 
 class OneRank:
@@ -88,9 +86,7 @@ class OneRank:
 
 
 class LeadingRank(OneRank):
-    """Leader of an engine with tensor parallelism: starts the other ranks' processes and commands
-    them.
-    """
+    """Leader of a tensor parallel engine: starts and commands the other ranks' processes."""
 
     group: RankGroup
     followers: Followers
@@ -100,7 +96,9 @@ class LeadingRank(OneRank):
 
         load: picklable function that reads the base model, as load_model does.
 
-        Raises SettingsError, ModelError, DeviceLost.
+        Raises SettingsError if there are too few GPUs or the model cannot be divided among the
+        ranks, ModelError if config.json cannot be served, and DeviceLost if a rank does not
+        connect.
         """
         # NCCL would wait for ranks that have ended; on CUDA the group ends with this process.
         self._leaves = settings.device == "cpu"
@@ -126,8 +124,9 @@ class LeadingRank(OneRank):
             raise
 
     def least(self, number: int) -> int:
-        """Wait until each rank has given a number; return the smallest. Raises DeviceLost if a rank
-        is gone.
+        """Wait until each rank has given a number; return the smallest.
+
+        Raises DeviceLost if a rank is gone.
         """
         with _in_reach():
             return self.group.minimum((number,))[0]
@@ -182,7 +181,7 @@ def _in_reach() -> Iterator[None]:
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
-    """Start the processes of an engine's other GPUs. Raises SettingsError, ModelError, DeviceLost.
+    """Start the processes of an engine's other GPUs. Raises what LeadingRank raises.
 
     load: picklable function that reads the base model, as load_model does.
     """

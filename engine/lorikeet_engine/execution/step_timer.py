@@ -24,8 +24,7 @@ class StepTimer:
     """Timer of steps of dummy sequences.
 
     window: maximum number of tokens that a decode attends to in layers with a sliding window; None
-    if
-        there are no such layers.
+        if there are no such layers.
     windowed: share of the layers that have a sliding window.
     kv_tokens: tokens that the KV pages hold, in sequences of the longest context.
     longest: tokens of the longest context.
@@ -86,9 +85,7 @@ class StepTimer:
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the shortest of a few runs of a step, in seconds: other work on the machine adds
-        time.
-        """
+        """Return the seconds of a step's fastest run of a few, as other work only adds time."""
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)

@@ -226,7 +226,7 @@ class InFlightStep:
     sample: tokens that the step samples.
     scores: scores of the step's prompts; None if no prompt is scored.
     forced: by row of the logits, forced tokens: those that the grammar requires after the sampled
-    one.
+        one.
     """
 
     chunks: list[Chunk]

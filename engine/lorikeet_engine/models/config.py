@@ -79,8 +79,7 @@ class ModelConfig:
         Raises ModelError, whose `field` is the key at fault.
 
         max_context: limit on the tokens of a sequence, if lower than the number of the model's
-        position
-            embeddings; None: that number.
+            position embeddings; None: that number.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -240,7 +239,8 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window in tokens, a query's own token included; None: no window.
 
-    A window as long as the context excludes nothing, so it becomes None. Raises ModelError.
+    A window as long as the context excludes nothing, so it becomes None. Raises ModelError if
+    sliding_window is not a positive integer.
 
     raw: content of config.json.
     sliding: whether each layer has a sliding window, from _sliding_layers.
@@ -255,9 +255,9 @@ def _windows(
 def _sliding_layers(
     raw: Mapping[str, Any], family: Family, turning: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Return which layers have a sliding window, provided that the model has a window.
+    """Return whether each layer has a sliding window, if config.json gives the window's size.
 
-    Raises ModelError.
+    Raises ModelError if a key of config.json that selects these layers has a bad value.
 
     raw: content of config.json.
     turning: whether each layer has a rotary embedding.

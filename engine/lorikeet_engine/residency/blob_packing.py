@@ -73,8 +73,7 @@ def pack(
     blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
     threads: number of threads that divide the layers among them; None: chosen by the number of
-    cores
-        and the size.
+        cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
         many bytes. A single thread then packs the blob.
 

@@ -149,8 +149,7 @@ class Loader:
 
         urgent: load it before adapters that are not urgent.
         passing: the load is for a temporary pin. An image packed only for such loads is not written
-        to the
-            disk.
+            to the disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)

@@ -41,8 +41,7 @@ class PackedLayout:
     ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
         span.
     layers: offset of each layer in the span, then of the outer layer (lm_head and embeddings). A
-    layer
-        without matrices has the offset of the next.
+        layer without matrices has the offset of the next.
     max_rank: largest rank of any linear.
     head_rank: rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.

@@ -72,11 +72,9 @@ class SequencePages:
     first: number of leading pages that groups with a window have freed.
     computed: number of tokens whose keys and values the steps launched so far write.
     written: number of tokens whose keys and values are known to be written, by the steps that the
-    host
-        has read.
+        host has read.
     announced: number of first pages that other sequences wait for, because this sequence is about
-    to
-        write them.
+        to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
         are needed; None if only the last token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.

@@ -197,8 +197,7 @@ class Scheduler:
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
         step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens in
-        steps with
-            decodes; None for no bounds.
+            steps with decodes; None for no bounds.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
@@ -219,8 +218,7 @@ class Scheduler:
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, forced tokens: those that the grammar requires after
-        the token
-            sampled from this row.
+            the token sampled from this row.
         """
         rows, tokens = count(), 0
         for chunk in chunks:

@@ -66,7 +66,10 @@ class ExpertTensor:
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the tensor's bytes in blob_dtype, one source at a time. Raises AdapterRejected."""
+        """Yield the tensor's bytes in blob_dtype, one source at a time.
+
+        Raises AdapterRejected as SavedTensor.pieces does.
+        """
         for source in self.sources:
             yield self.arrange(_words(source)).tobytes()
 
@@ -90,7 +93,8 @@ def name_parameters(
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
     warn: called with a sentence if the folder does not show which of both a pair is.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
     named: dict[str, Pair] = {}
     hidden = _hidden_size(pairs)
@@ -201,7 +205,9 @@ def stack_experts(
     pairs: A and B by canonical module; pairs of modules that are not experts are returned
         unchanged.
     config: config for the modules of `pairs`. The returned config is for the returned modules.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if weights are in two forms, if their shape does not fit the config, if
+    some of a linear's experts have none, or if experts differ in shape, dtype or scaling.
     """
     modules: dict[str, Mapping[str, Stored]] = {}
     origins: dict[str, str] = {}

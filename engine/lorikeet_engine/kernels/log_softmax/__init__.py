@@ -23,9 +23,9 @@ COUNT: number of the row's most likely tokens to find.
 SCALE: factor of the logits, as the bits of a float32 above 0.
 """
 MOST = 32
-"""Most likely tokens of a row that the kernels find."""
+"""Limit on the number of a row's most likely tokens that the kernels can find."""
 _PIECE_ROWS = 16
-"""Rows that torch searches at once; with 128,256 tokens in the vocabulary, some 50 MB."""
+"""Number of rows that torch searches at once; for a vocabulary of 128,256, some 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,9 @@ def _set_rank(
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
-    """Count the tokens that precede the token given for one row, likelier ones or equal ones with
-    a lower id.
+    """Count the tokens that rank before the token given for one row.
+
+    These are likelier tokens, and equally likely ones with a lower id.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + _field(wanted, _ROW) * vocab

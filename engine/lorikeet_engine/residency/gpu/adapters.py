@@ -49,8 +49,7 @@ class PlaceOnGpu(Protocol):
 
         image: the adapter packed for the GPU, in host memory.
         uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-        could
-            serve them.
+            could serve them.
         """
 
 
@@ -305,8 +304,7 @@ class GpuAdapters:
         `copy_finished`.
 
         uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-        could
-            serve them.
+            could serve them.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
