@@ -44,7 +44,9 @@ _ITEM_SO_FAR = {
     "{": regex.compile("([ws](:[wsb]?)?)?"),
     "[": regex.compile("[wsb]?"),
 }
-"""Valid beginnings of an item within each bracket: w is a word, s a string, b a bracket pair."""
+"""Regular expressions of an item's valid beginnings, by the bracket around the item: w is a word, s
+a string, b a bracket pair.
+"""
 _WHOLE_ITEM = {_OUTSIDE: 2, _CALLS: 2, "(": 3, "{": 3, "[": 1}
 _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 

@@ -137,7 +137,7 @@ class ReplicaResponse(Response):
                 await stream.send(message)
 
     async def _begin(self, items: Items) -> bytes:
-        """Return an answer's first bytes, having set `_header`.
+        """Set `_header`; return the answer's first bytes.
 
         A replica sends a second header, and a replica that replaces a dead one sends headers again:
         `_header` is the last one before the first bytes.

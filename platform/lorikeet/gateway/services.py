@@ -48,7 +48,10 @@ class EngineClient(Protocol):
         ...
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test of an adapter on a replica. Raises LorikeetError."""
+        """Let a replica generate with and without an adapter, to test the adapter (smoke test).
+
+        Raises LorikeetError.
+        """
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:

@@ -62,7 +62,7 @@ class PushedVersion:
     def retired(self, state: CatalogState) -> bool:
         """Return whether the version's adapter was retired after the push began.
 
-        Raises PartitionsNotRead.
+        Raises PartitionsNotRead if the adapter's partition of the catalog was not read yet.
         """
         record = state.find(self.tenant, self.name)
         return record is not None and self.seq is not None and record.retired_since(self.seq)
@@ -177,8 +177,8 @@ class PushedVersions:
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
         """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
-        Forgets versions that the state contains already, and expired ones. Raises
-        PartitionsNotRead, for the tenant's own partition only.
+        Forgets versions that the state contains already, and expired ones. Raises PartitionsNotRead
+        if the tenant's partition of the catalog was not read yet.
         """
         now_s = self._clock()
         for key in list(self._held):

@@ -40,7 +40,11 @@ from lorikeet_engine.adapter_format import ValueScan
 log = logging.getLogger(__name__)
 
 Wait = Literal["none", "ready", "durable"]
-"""State of a push that the response to its request waits for."""
+"""State of a push that the response to its request waits for.
+
+none: do not wait. ready: all replicas hold the version and all gateways know it. durable: the
+store has it.
+"""
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
