@@ -18,7 +18,9 @@ ENGINE_TESTS := tests/engine tests/corpus tests/demo tests/gpu tests/cli/test_co
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
 	tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_choice_time.py
-UNITS := nice -n 19 $(TEST) --dist loadfile
+# In the order of files: sorted by their number of tests, as is the default, the longest file, one
+# test of minutes, would begin last.
+UNITS := nice -n 19 $(TEST) --dist loadfile --no-loadscope-reorder
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 

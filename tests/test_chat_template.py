@@ -1,10 +1,13 @@
 """Reading a folder's chat template, and the warning when it differs from the base model's."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from lorikeet import chat_template
 from lorikeet.chat_template import template_digest, template_warning
 
 ONE, OTHER = "{{ messages }}", "{{ messages | length }}"
@@ -63,3 +66,30 @@ def test_a_template_that_differs_from_the_base_models_causes_a_warning(
     served: str | None, said: str
 ) -> None:
     assert said in (template_warning("a", served, "llama") or "")
+
+
+def test_a_file_that_is_no_regular_file_is_skipped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    (tmp_path / "tokenizer_config.json").symlink_to("/dev/zero")
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "a"}')
+    assert template_digest(tmp_path) == hashlib.sha256(b"a").hexdigest()
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("a")
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "other")
+    assert template_digest(tmp_path) == hashlib.sha256(b"a").hexdigest()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_file_over_the_limit_is_skipped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_TEMPLATE_BYTES", 100)
+    (tmp_path / name).write_text('{"chat_template": "' + "a" * 100 + '"}')
+    assert template_digest(tmp_path) is None
+
+
+def test_a_config_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[" * 5000 + "]" * 5000)
+    assert template_digest(tmp_path) is None

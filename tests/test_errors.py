@@ -25,8 +25,14 @@ from lorikeet.retry_after import (
 from lorikeet_engine import errors as engine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "openai.md"
-OF_NO_CLASS = {"method_not_allowed", "adapter_not_ready", "adapter_load_failed"}
-ONLY_ADMINS = {"405", "409"}  # No route for tenants answers with these codes.
+OF_NO_CLASS = {
+    "method_not_allowed",
+    "adapter_not_ready",
+    "adapter_load_failed",
+    "adapter_overflows",
+    "upgrade_required",
+}
+NO_ROUTES = {"405", "409", "426"}  # No HTTP route for tenants answers with these statuses.
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| `(\w+)` \| ([^|]+) \|")
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
@@ -54,7 +60,8 @@ def test_every_engine_error_has_a_code_with_a_row(kind):
         (engine.AdapterRejected("no"), "adapter_load_failed"),
         (engine.AdapterLoadFailed("no"), "adapter_load_failed"),
         (engine.StepFailed("no"), "generation_failed"),
-        (engine.NotFinite("no"), "generation_failed"),
+        (engine.NotFinite.under(None), "generation_failed"),
+        (engine.NotFinite.under("acme/a"), "adapter_overflows"),
         (engine.DeviceLost("no"), "generation_failed"),
     ],
 )
@@ -65,7 +72,7 @@ def test_an_engine_error_has_the_code_of_its_class(error, code):
 def test_the_openapi_document_lists_the_statuses_of_the_table():
     for path, operations in document()["paths"].items():
         api = api_of_path(path)
-        statuses = {str(error_status(code, api)) for code in ERRORS} - ONLY_ADMINS
+        statuses = {str(error_status(code, api)) for code in ERRORS} - NO_ROUTES
         for method, operation in operations.items():
             pushed = {"201", "202", "409"} if method == "put" else set()
             assert set(operation["responses"]) == statuses | {"200"} | pushed

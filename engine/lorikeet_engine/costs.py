@@ -11,27 +11,27 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens that a step's prompts attend to from which on it is several graphs on CUDA."""
+"""Smallest Σ seen_tokens of a step's prompts with which CUDA runs the step as several graphs."""
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens that a step's prompts attend to from which on decodes cost more on CUDA.
+"""Smallest Σ seen_tokens of a step's prompts with which its decodes cost more on CUDA.
 
-From there on, the decodes have attention kernels of their own.
+The decodes of such a step have attention kernels of their own.
 """
 
 
 class RowsTime(NamedTuple):
-    """Seconds that a step of so many tokens takes, without attention and adapters."""
+    """Time of a step with this many tokens, without attention and adapters."""
 
     tokens: int
     seconds: float
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """Return how many tokens the tokens of a prompt attend to, added up over the attending tokens.
+    """Return the number of tokens that each of some prompt tokens attends to, summed over them.
 
-    tokens · (depth + tokens / 2): each token attends to about all before it.
+    The sum is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
-    tokens: number of attending tokens.
+    tokens: number of attending tokens, consecutive ones of a prompt.
     depth: number of prompt tokens before them.
     """
     return tokens * (2 * depth + tokens) // 2
@@ -39,24 +39,26 @@ def seen_tokens(tokens: int, depth: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Coefficients of the time of a step, by its contents; `step_s` is the formula.
+    """Coefficients of a step's time; `step_s` is the formula that uses them.
 
-    rows: points of the time of a step without attention and adapters, by its number of tokens,
-        ascending. Times between and beyond the points are on straight lines.
+    rows: measured times of steps without attention and adapters, in ascending order of their
+        tokens. Times between two of them are interpolated, times beyond the last extrapolated, both
+        linearly.
     seen_token_s: seconds for each token that a decode attends to, in all layers together.
-    window: most tokens that a decode attends to in layers with a sliding window; None without such.
-    windowed: share of the layers with a sliding window.
-    prompt_seen_s: seconds for each token that a prompt token attends to.
-    pieces_s: seconds once for a step whose prompts attend to SEEN_IN_PIECES tokens or more. Prompts
-        that attend to fewer cost a proportional share, since a single graph reads keys again for
-        each token.
-    split_s: seconds once more for a step with decodes whose prompts attend to SEEN_TO_SPLIT tokens
-        or more.
-    lora_s: seconds once for a step with adapters.
-    rank_s: seconds for each rank of the distinct adapters that decode.
+    window: maximum number of tokens that a decode attends to in a layer with a sliding window;
+        None: no layer has one.
+    windowed: fraction of the layers that have a sliding window, from 0 to 1.
+    prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
+    pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
+        seen_tokens). If they attend to fewer, a proportional part of pieces_s is added, since a
+        single graph reads keys again for each token.
+    split_s: additional seconds of a step that has decodes and whose prompts attend to SEEN_TO_SPLIT
+        tokens or more.
+    lora_s: additional seconds of a step with adapters.
+    rank_s: seconds for each LoRA rank of the distinct adapters that decodes use.
     lora_token_s: seconds for each prompt token with an adapter.
-    step_tokens: most tokens of a step.
-    max_running: most sequences of a step.
+    step_tokens: maximum number of tokens in a step.
+    max_running: maximum number of sequences in a step.
     """
 
     # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 ms with 256. Up to 128
@@ -100,7 +102,7 @@ class StepCosts:
         return (self.rows_s(self.step_tokens) + self.pieces_s) / self.step_tokens
 
     def rows_s(self, tokens: int) -> float:
-        """Return the seconds of a step with N tokens, without attention and adapters."""
+        """Return the seconds of a step with this many tokens, without attention and adapters."""
         at = min(bisect_left(self.rows, (tokens,)), len(self.rows) - 1)
         if at == 0:
             return self.rows[0].seconds
@@ -167,7 +169,7 @@ class StepCosts:
         ranks: int = 0,
         context: int = 0,
     ) -> float:
-        """Return the seconds of all steps of a prompt, if their other tokens are only decodes.
+        """Return the seconds of the steps that compute one prompt, beside decodes only.
 
         tokens: number of prompt tokens that are not cached.
         rank: rank of the prompt's adapter; 0 without an adapter.
@@ -188,7 +190,9 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Time to load an adapter to the GPU, from each tier through all nearer ones.
+    """Latency and bandwidth of loading adapters, from each tier to the next nearer one.
+
+    A load to the GPU passes all tiers between: remote store, disk, host memory, GPU.
 
     host_latency_s, disk_latency_s, remote_latency_s: seconds that a load from this tier to the next
         nearer one takes apart from its bytes.
@@ -224,7 +228,7 @@ class LoadCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Costs of steps and loads of one engine; defaults where nothing was measured."""
+    """Costs of one engine's steps and adapter loads; defaults where nothing was measured."""
 
     steps: StepCosts = field(default_factory=StepCosts)
     loads: LoadCosts = field(default_factory=LoadCosts)

@@ -71,8 +71,8 @@ class Engine:
         load: reads the base model, as load_model does.
         grammars: compiles grammars of requests; None to refuse requests with a grammar.
 
-        Raises ModelError, and SettingsError if something does not fit into the device's memory. On
-        CUDA no kernel is compiled after the constructor.
+        Raises ModelError if the base model cannot be loaded, and SettingsError if something does
+        not fit into the device's memory. On CUDA no kernel is compiled after the constructor.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
@@ -99,9 +99,9 @@ class Engine:
         the KV cache, so every accepted request can run. If the grammar is bad, the request fails
         later; no other request waits for a grammar to compile.
 
-        Raises InvalidRequest and EngineClosed. Raises EngineOverloaded if the estimated wait is far
-        beyond max_queue_s, or if too many of the tenant's grammars are in use or wait to be
-        compiled.
+        Raises InvalidRequest if the request can never run, EngineClosed after `close`, and
+        EngineOverloaded if the estimated wait is far beyond max_queue_s, or if too many of the
+        tenant's grammars are in use or wait to be compiled.
         """
         self._deadlines.check(request.scheduling)
         choices = self._input_processor.process(request)
@@ -249,7 +249,7 @@ class Engine:
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return each tenant's use of GPU slots since the last call. For one caller only."""
+        """Return each tenant's use of GPU slots since the last call. Has only one caller."""
         return self._tiers.take_use()
 
     def close(self) -> list[Output]:

@@ -7,6 +7,7 @@ EngineError
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass of this request's step raised
 ├── NotFinite            the logits of this request overflowed
+│   └── AdapterOverflows because of its adapter's weights
 ├── DeviceLost           the device is unusable until a new process starts
 ├── ShapeError           tensors given to an operator do not fit together
 ├── ModelError           a base model's folder that cannot be loaded
@@ -75,13 +76,24 @@ class StepFailed(EngineError):
 
 
 class NotFinite(EngineError):
-    """Logits of a request that are not numbers: its adapter's weights overflow."""
+    """Logits of a request that are not numbers: the base model or its adapter overflows."""
 
     @classmethod
     def under(cls, adapter: object) -> "NotFinite":
-        """Return the error of a request to an adapter; None stands for the base model alone."""
-        source = "the base model" if adapter is None else f"adapter {adapter}"
-        return cls(f"the logits of {source} are not finite: it overflows")
+        """Return the error for a request whose logits are not finite.
+
+        adapter: adapter that the request used; None: the base model alone.
+        """
+        if adapter is None:
+            return cls("the logits of the base model are not finite: it overflows")
+        return AdapterOverflows(
+            f"the logits of adapter {adapter} are not finite: its weights are too large for this "
+            "prompt: train it at a lower learning rate or scaling, and register it again"
+        )
+
+
+class AdapterOverflows(NotFinite):
+    """Logits of a request that are not numbers because of its adapter's weights."""
 
 
 class DeviceLost(EngineError):
@@ -114,7 +126,7 @@ class AdapterTooLarge(AdapterError):
 class AdapterNotReady(AdapterError):
     """Adapter that is still being loaded.
 
-    retry_after_s: seconds after which the adapter should be loaded.
+    retry_after_s: seconds after which the adapter is expected to be loaded.
     """
 
 
@@ -129,5 +141,5 @@ class AdapterLoadFailed(AdapterError):
 class AdapterDamaged(AdapterError):
     """Adapter whose weights in memory were found damaged; they are loaded again.
 
-    retry_after_s: seconds after which the weights should be loaded again.
+    retry_after_s: seconds after which the weights are expected to be loaded again.
     """

@@ -7,6 +7,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Bounds of repetition_penalty. Beyond them, logits of 32 bits would overflow."""
 
@@ -36,7 +37,7 @@ class SamplingParams:
 
     Filters apply after temperature, in the order top_k, top_p, min_p.
 
-    max_tokens: most tokens of the output.
+    max_tokens: maximum number of output tokens.
     min_tokens: length of the output before which stop tokens are not sampled.
     temperature: 0 is greedy.
     top_p: keeps the likeliest tokens that together have this probability.
@@ -102,10 +103,10 @@ class SamplingParams:
         )
         for token, bias in self.logit_bias:
             _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "biases of -100 to 100")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, most in (("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_PROMPT_LOGPROBS)):
             value = getattr(self, name)
-            want = f"an integer from 0 to {MAX_LOGPROBS}"
-            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, want)
+            want = f"an integer from 0 to {most}"
+            _require(value is None or 0 <= value <= most, name, value, want)
 
     @property
     def has_repetition_penalty(self) -> bool:
@@ -153,7 +154,8 @@ class Request:
 
     Choice i continues prompts[i // n].
 
-    salt: mixed into the keys of cached prefixes, so that tenants do not share them.
+    salt: mixed into the hashes by which the prefix cache finds pages, so that tenants do not share
+        them.
     """
 
     request_id: str
@@ -175,6 +177,8 @@ class TokenLogprobs:
     """Log probability of one token, sampled or of a prompt, and of the most likely alternatives.
 
     top: pairs of token id and log probability, the most likely first.
+    rank: place of the token among all tokens by likelihood, 1 for the likeliest; only of prompt
+        tokens.
 
     The distribution is that of the request's LogprobsMode; for prompt tokens it is always the
     model's own.
@@ -182,6 +186,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

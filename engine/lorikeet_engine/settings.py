@@ -27,18 +27,19 @@ class EngineSettings:
         stores them in FP8, which takes half of bfloat16's bytes.
     kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, which takes half the
         bytes of 16 bits.
-    page_size: tokens of a KV page.
+    page_size: number of tokens of a KV page.
     kv_bytes: size of the KV cache: bytes, or a MemoryShare of the memory that all other parts of
         serving leave free on the device.
-    max_context: most tokens of prompt plus output; None for as many as model and KV cache allow.
-    max_batch_tokens: most tokens of one step.
-    max_running: most sequences of one step.
-    max_batch_adapters: most distinct adapters of one step.
+    max_context: maximum number of tokens of prompt plus output; None for as many as model and KV
+        cache allow.
+    max_batch_tokens: maximum number of tokens in one step.
+    max_running: maximum number of sequences in one step.
+    max_batch_adapters: maximum number of distinct adapters in one step.
     adapter_gpu_bytes: size of the adapters' memory on the GPU: bytes, or a MemoryShare of the
         memory that the base model's weights leave free on the device.
-    inter_token_goal_s: most seconds that a step with decodes should take. Bounds Σ rank of its
-        adapters and its prompt tokens, but always allows one adapter and 128 prompt tokens. None
-        for no bound.
+    inter_token_goal_s: goal for the seconds of a step with decodes. It limits the step's prompt
+        tokens and the sum of its adapters' ranks, but always allows one adapter and 128 prompt
+        tokens. None: no goal.
     overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of

@@ -28,7 +28,7 @@ _NAME = "lorikeet"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _INTERVAL_S = 2  # KubeRay's own
 _REST_S = 10
-"""Pause after a failed attempt."""
+"""Seconds to pause after a failed attempt."""
 _TIMEOUT_S = 30
 
 
@@ -36,8 +36,9 @@ _TIMEOUT_S = 30
 class Selector:
     """A selector of pods in a Kubernetes object.
 
-    api, path: the object in the API.
-    field: path of the labels in the object.
+    api: API group and version of the object.
+    path: kind and name of the object, as in its URL.
+    field: path of the selector's labels in the object.
     """
 
     api: str
@@ -104,7 +105,10 @@ def update_selectors(api: httpx.Client, namespace: str) -> bool:
 def _update_selector(
     api: httpx.Client, namespace: str, selector: Selector, cluster: str | None
 ) -> bool:
-    """Update one selector; log a failure. Return whether the selector is right."""
+    """Update one selector; log a failure. Return whether the selector is right.
+
+    cluster: name of the serving cluster, to be in the selector; None: no cluster is to be in it.
+    """
     try:
         _name_cluster(api, namespace, selector, cluster)
     except (httpx.TransportError, KubernetesRefusal) as error:
@@ -129,7 +133,10 @@ def _name_cluster(
 
 
 def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> None:
-    """Log a failed update of an object, with the remedy."""
+    """Log a failed update of a Kubernetes object; say what to do if the API cannot be reached.
+
+    path: the object, as in its URL.
+    """
     problem = f"{type(error).__name__}: {error}"
     if isinstance(error, httpx.ConnectTimeout):
         problem = (
@@ -141,7 +148,10 @@ def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> 
 
 
 def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
-    """Return the cluster that serves tenants; None if it is the only one."""
+    """Return the name of the cluster that serves tenants; None if it is the only cluster.
+
+    Returns None, too, if the service's selector names no existing cluster.
+    """
     found = _read(
         api,
         f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters",
@@ -154,7 +164,10 @@ def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
 
 
 def _read(api: httpx.Client, path: str, **params: str) -> dict[str, Any]:
-    """Return an object, or a list with `params`; {} if the object does not exist."""
+    """Read from Kubernetes' API: an object, or a list if `params` are given.
+
+    Returns {} if the object does not exist.
+    """
     response = api.get(path, params=params)
     if response.status_code == httpx.codes.NOT_FOUND and not params:
         return {}

@@ -15,7 +15,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
     The result is a clause without a full stop, or None.
 
-    trained_on: the adapter's name of its base model; None or empty if unknown.
+    trained_on: name that the adapter's files give its base model; None or empty if unknown.
     served: name of the served base model.
     quantization: quantization of the served linears as in EngineInfo; None without one.
     """
@@ -40,7 +40,11 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
-    """Return True if weights in this quantization equal a copy of this name."""
+    """Return True if the served linears equal those of a quantised copy of the base model.
+
+    copy: name of the copy.
+    quantization: quantization of the served linears as in EngineInfo; None without one.
+    """
     if is_fp8_copy(copy):
         return quantization in ("fp8", "rounded to fp8")
     if not is_nf4_copy(copy) or quantization is None:
@@ -49,7 +53,7 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
 
 
 def _is_partly(copy: str) -> bool:
-    """Return True if the copy is Unsloth's with some linears unquantised."""
+    """Return True if a copy's name is that of Unsloth's, which leaves some linears unquantised."""
     return copy.lower().endswith("-unsloth-bnb-4bit")
 
 

@@ -11,15 +11,21 @@ from typing import Any
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 """Files that may hold a template; the first that has one counts, as in transformers."""
+MAX_TEMPLATE_BYTES = 8 << 20
+"""Largest file that is searched for a template; Gemma's tokenizer_config.json has 1.2 MB."""
 
 
 def template_digest(folder: Path) -> str | None:
-    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template."""
+    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template.
+
+    Skips files larger than MAX_TEMPLATE_BYTES, and whatever is no regular file: reading a pipe or a
+    device would never end.
+    """
     for name in TEMPLATE_FILES:
         try:
-            text = (folder / name).read_text(encoding="utf-8")
+            text = _text(folder / name)
             template = text if name.endswith(".jinja") else _default(json.loads(text))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if template is not None:
             return hashlib.sha256(template.strip().encode()).hexdigest()
@@ -49,6 +55,17 @@ def template_warning(trained: str | None, served: str | None, base_model: str) -
         "model's folder with the adapter's chat_template.jinja under another name, or write "
         "prompts yourself for /v1/completions"
     )
+
+
+def _text(path: Path) -> str:
+    """Return a file's text. Raises OSError or ValueError."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    with path.open("rb") as file:
+        content = file.read(MAX_TEMPLATE_BYTES + 1)
+    if len(content) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"{path} is over {MAX_TEMPLATE_BYTES} bytes")
+    return content.decode()
 
 
 def _default(config: Any) -> str | None:

@@ -7,6 +7,7 @@ choices = lorikeet.sample(version, prompt_ids, n=8, max_tokens=64)
 
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from lorikeet_engine.adapter_format import write_blob
 
 _RETRY_PAUSE_S = 0.5
 _SAMPLE_RETRIES_S = 60.0
-"""Time for which a sample is retried."""
+"""Seconds for which a request for samples is repeated while the service is busy or down."""
 _AWAY = frozenset({429, 502, 503, 504})
 
 Wait = Literal["none", "ready", "durable"]
@@ -34,7 +35,7 @@ class TrainersConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """A version's state in the service's last answer.
+    """State of a pushed version, by the service's last answer.
 
     model: value of `model` in requests for this version.
     version: its number; None until it is durable.
@@ -52,10 +53,10 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One answer.
+    """One of the answers that a sample returned.
 
     logprobs: log probability of each of token_ids, including the token that ended the answer.
-    digest: of the adapter that generated the answer; None: the base model did.
+    digest: SHA-256 of the adapter that generated the answer; None: the base model did.
     """
 
     prompt_ids: tuple[int, ...]
@@ -74,10 +75,10 @@ class Client:
     ) -> None:
         """Make a client. Raises InvalidInput for a malformed address or key.
 
-        address: of the tenants' API.
-        key: for samples.
-        publish_key: for pushes; `lorikeet keys create --publish` makes one.
-        timeout_s: for each answer.
+        address: URL of the tenants' API.
+        key: API key for samples.
+        publish_key: API key for pushes; `lorikeet keys create --publish` makes one.
+        timeout_s: seconds to wait for each answer.
         """
         if not address.startswith(("http://", "https://")):
             raise InvalidInput(
@@ -109,10 +110,10 @@ class Client:
         A busy or unavailable service is asked again. That is safe: equal bytes are one version.
 
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their `config`.
-        name: the adapter's, without its tenant.
+        name: the adapter's name, without its tenant.
         alias: alias to point at the version.
         lifetime_s: makes the version ephemeral: it is deleted after this time, and never durable.
-        keep: most ephemeral versions of the adapter.
+        keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
         """
@@ -123,7 +124,9 @@ class Client:
                 _save(weights, config, folder)
             else:
                 folder = Path(weights)
-            path = _path(name, write_blob(folder, blob))
+            path = _path(
+                name, write_blob(folder, blob, lambda said: warnings.warn(said, stacklevel=3))
+            )
             wanted: dict[str, object] = {
                 "wait": wait,
                 "timeout_s": f"{timeout_s:g}",
@@ -148,7 +151,8 @@ class Client:
 
         A busy or unavailable service is asked again for a minute.
 
-        fields: of a completion request, such as n, max_tokens and temperature; None: leave it out.
+        fields: fields of a completion request, such as n, max_tokens and temperature; one that is
+            None is left out.
         Raises LorikeetError.
         """
         if fields.get("stream"):

@@ -30,8 +30,8 @@ LorikeetError             `code` names the kind, `message` says what to do
     └── ObjectExists      the object of an if-absent write already exists
 
 Clients see an error's code. ERRORS maps each code to its HTTP status and to the error types of the
-OpenAI and Anthropic APIs; docs/openai.md lists the table. Three codes have no class: two are named
-by replicas' Refusals, one is raised by Starlette.
+OpenAI and Anthropic APIs; docs/openai.md lists the table. Four codes have no class: two are named
+by replicas' Refusals, one is raised by Starlette, and one refuses WebSockets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +73,9 @@ ERRORS: Mapping[str, ErrorKind] = {
     "conflict": ErrorKind(409, _REQUEST, "conflict_error"),
     "request_too_large": ErrorKind(413, _REQUEST, "request_too_large"),
     "invalid_adapter": ErrorKind(422, _REQUEST, _REQUEST),
+    # 422, since the adapter's weights are at fault: it must not count as a failure of the service.
+    "adapter_overflows": ErrorKind(422, _REQUEST, _REQUEST),
+    "upgrade_required": ErrorKind(426, _REQUEST, _REQUEST),
     "rate_limit_exceeded": ErrorKind(429, _RATE, _RATE),
     "insufficient_quota": ErrorKind(429, "insufficient_quota", _RATE),
     "internal_error": ErrorKind(500, _SERVER, _API),
@@ -97,6 +100,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.AdapterError: "adapter_load_failed",
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
+    engine.AdapterOverflows: "adapter_overflows",
 }
 """Error codes of the engine's error classes. A subclass that is not listed has its base class's
 code.
@@ -256,7 +260,7 @@ class LimitStatus(NamedTuple):
 
 
 class RateLimited(LorikeetError):
-    """Limit of the tenant or the key that is reached."""
+    """Limit of the tenant or the key was reached."""
 
     code = "rate_limit_exceeded"
 
@@ -266,19 +270,19 @@ class RateLimited(LorikeetError):
 
 
 class InsufficientQuota(RateLimited):
-    """Budget of the month that is used up."""
+    """Budget of the month was used up."""
 
     code = "insufficient_quota"
 
 
 class Unavailable(LorikeetError):
-    """Service that cannot serve the request now."""
+    """Service cannot serve the request now."""
 
     code = "unavailable"
 
 
 class Overloaded(Unavailable):
-    """Service with too many requests."""
+    """Service has too many requests."""
 
     code = "overloaded"
 

@@ -11,7 +11,7 @@ _ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing 
 
 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
-    """Return the replicas ordered by weight for `key`, highest first.
+    """Return the replicas in order of preference for `key`: by a hash of both names, highest first.
 
     Adding or removing a replica changes the first choice of only those keys that choose it.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
@@ -21,13 +21,13 @@ def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
 
 @lru_cache(_ORDERS_REMEMBERED)
 def preferred(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """Return `by_preference`, cached, since consecutive plans ask for mostly the same keys."""
+    """Return `by_preference`, cached: consecutive placement plans ask for mostly the same keys."""
     return by_preference(key, replicas)
 
 
 @lru_cache(_CANDIDATES_REMEMBERED)
 def rendezvous_candidates(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """Return the first CANDIDATES of `by_preference`, cached, since it takes 1.5 µs a replica."""
+    """Return the first CANDIDATES of `by_preference`, cached: hashing takes 1.5 µs a replica."""
     return by_preference(key, replicas)[:CANDIDATES]
 
 

@@ -13,7 +13,10 @@ PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
 """Size limit of a stored conversation, equal to the size limit of a request's body."""
 MAX_CONVERSATIONS = 4
-"""Most stored conversations read for one request's item references: each may take 0.1 s."""
+"""Maximum number of stored conversations that one request's item references may need.
+
+Reading each may take 0.1 s.
+"""
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # -N: the call was resent to another replica
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
 """Id of an item in a stored response. The group is the id of that response, without resp_."""

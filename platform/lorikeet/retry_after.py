@@ -15,9 +15,7 @@ STORE_AWAY_S = 5.0
 FULL_GATEWAY_S = 1.0
 """Seconds to wait for a gateway with too many requests: so many that some end within a second."""
 FULL_PROXY_S = 5
-"""Seconds to wait for a proxy with too many requests: after some seconds it has passed all of them
-on.
-"""
+"""Seconds to wait for a proxy with too many requests: by then it has passed them all on."""
 
 
 def whole_seconds(wait_s: float | None) -> int:
@@ -26,8 +24,7 @@ def whole_seconds(wait_s: float | None) -> int:
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
-    """Return the seconds after which a refused request should find a short enough queue, at least
-    1.
+    """Return the seconds, at least 1, until a refused request should find a short enough queue.
 
     The result is at most `max_queue_s`: by then, every request that waits now has started or has
     exceeded its own limit.
@@ -39,8 +36,9 @@ def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
 
 
 def until_one_ends(usual_s: float, running: int) -> float:
-    """Return the expected seconds until one of `running` requests ends, if each takes `usual_s`
-    seconds.
+    """Return the expected seconds until one of `running` requests ends.
+
+    usual_s: usual duration of a request, seconds.
     """
     return usual_s / max(1, running)
 

@@ -51,7 +51,7 @@ def _parse_memory(value: object) -> object:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """Split `name=value,name=value` into pairs; a missing name or value is ""."""
+    """Split `name=value,name=value` into pairs; a missing name or value becomes ""."""
     items = [item.partition("=") for item in text.split(",") if item.strip()]
     return [(name.strip(), value.strip()) for name, _, value in items]
 
@@ -75,6 +75,8 @@ def _by_model(value: object, given: ValidationInfo) -> object:
     """Return values by base model, parsed from one value for all or from `a=4,b=1` for some.
 
     Base models that are not named get the field's default. Raises ValueError.
+
+    given: the field's name, and the fields validated before, among them the base models.
     """
     models = given.data.get("base_models", {})
     assert given.field_name is not None
@@ -96,7 +98,10 @@ def _by_model(value: object, given: ValidationInfo) -> object:
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
-"""Bytes as an int, a share of the device's free memory as a float in (0, 1], or "auto"."""
+"""Memory: bytes as an int, a fraction of the device's free memory as a float, or "auto".
+
+A fraction is above 0 and at most 1.
+"""
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
 """Numbers of at least 1 by base model."""
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
@@ -262,12 +267,12 @@ class Settings(BaseModel):
     )
 
     def most_replicas(self, base_model: str) -> int:
-        """Return the most replicas that one base model may have."""
+        """Return the maximum number of replicas of one base model."""
         return self.max_replicas.get(base_model, self.replicas[base_model])
 
     @property
     def most_engines(self) -> int:
-        """Most replicas of all base models together."""
+        """Maximum number of replicas of all base models together."""
         return sum(map(self.most_replicas, self.base_models))
 
     @field_validator("max_replicas")

@@ -324,7 +324,7 @@ def test_prompt_logprobs_too_large_for_a_body_are_refused(tokenizer, monkeypatch
     sampling = SamplingParams(prompt_logprobs=1)
     call = replace(CALL, sampling=sampling, prompt_logprobs=1, n=2)
     answer = Answer(call, [(a,) * 1001], Vocabulary(tokenizer))
-    scored = (TokenLogprobs(-0.5, ((a, -0.5),)),) * 1000
+    scored = (TokenLogprobs(-0.5, ((a, -0.5),), 1),) * 1000
     (refusal,) = answer.take([PromptLogprobs("r1", 0, scored)])
     assert (refusal.code, refusal.param) == ("invalid_value", "prompt_logprobs")
     assert answer.ended

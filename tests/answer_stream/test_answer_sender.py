@@ -145,7 +145,7 @@ def test_prompt_logprobs_yield_to_the_event_loop_and_keep_their_order(
         answer = Answer(call, [prompt], Vocabulary(tokenizer))
         meter, stream = BilledTokens(call, [prompt]), ResponseStream()
         sender = AnswerSender(call, answer, meter, stream, lambda *_: None)
-        scored = tuple(TokenLogprobs(-float(at), ((B, -0.5),)) for at in range(1, 1001))
+        scored = tuple(TokenLogprobs(-float(at), ((B, -0.5),), 2) for at in range(1, 1001))
         sender.begin(HEADER)
         sender.take(PromptLogprobs("r", 0, scored))
         sender.take(token(A, FinishReason.LENGTH))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from lorikeet.answer_stream.answer import token_count_body
 from lorikeet.answer_stream.anthropic_format import (
     MessageEventStream,
     failed_message_event,
     message_body,
-    token_count_body,
 )
 from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
@@ -243,4 +243,6 @@ def test_a_failure_is_the_published_event() -> None:
 
 
 def test_a_token_count_is_the_prompts() -> None:
-    assert json.loads(token_count_body(17)) == {"input_tokens": 17}
+    assert json.loads(token_count_body(Endpoint.COUNT_TOKENS, 17)) == {"input_tokens": 17}
+    told = json.loads(token_count_body(Endpoint.INPUT_TOKENS, 17))
+    assert told == {"object": "response.input_tokens", "input_tokens": 17}

@@ -65,7 +65,7 @@ def test_each_choice_has_its_own_prompts_logprobs_and_each_field_its_own_number(
     call = replace(CALL, prompts=tuple(prompts), n=2, prompt_logprobs=0)
     answer = Answer(call, prompts, Vocabulary(tokenizer))
     (b, c) = ids(tokenizer, "bc")
-    answer.take([PromptLogprobs("r1", 0, (TokenLogprobs(-3.0, ((c, -0.5),)),))])
+    answer.take([PromptLogprobs("r1", 0, (TokenLogprobs(-3.0, ((c, -0.5),), 4),))])
     certain = (TokenLogprobs(0.0),)
     outputs = [Tokens("r1", i, (b,), FinishReason.LENGTH, certain) for i in range(4)]
     (*_, body) = answer.take(outputs)
@@ -75,7 +75,7 @@ def test_each_choice_has_its_own_prompts_logprobs_and_each_field_its_own_number(
         [None, 0.0]
     ] * 2
     assert choices[0]["logprobs"]["top_logprobs"][1] == {"c": -0.5, "b": -3.0}
-    told = {str(b): {"logprob": -3.0, "rank": None, "decoded_token": "b"}}
+    told = {str(b): {"logprob": -3.0, "rank": 4, "decoded_token": "b"}}
     assert [choice["prompt_logprobs"] for choice in choices] == [[None, told]] * 2 + [[None]] * 2
 
 
@@ -85,7 +85,7 @@ def test_ranks_are_those_of_the_most_likely_tokens(tokenizer, endpoint):
     call = replace(CALL, endpoint=endpoint, echo=False, sampling=sampling, prompt_logprobs=2)
     a, b, c = ids(tokenizer, "abc")
     answer = Answer(call, [(a, b)], Vocabulary(tokenizer))
-    answer.take([PromptLogprobs("r1", 0, (TokenLogprobs(-0.5, ((c, -0.25), (b, -0.5))),))])
+    answer.take([PromptLogprobs("r1", 0, (TokenLogprobs(-0.5, ((c, -0.25), (b, -0.5)), 2),))])
     (*_, body) = answer.take([Tokens("r1", 0, (c,), FinishReason.STOP)])
     parsed = json.loads(body)
     told = (parsed if endpoint is Endpoint.CHAT else parsed["choices"][0])["prompt_logprobs"]
@@ -121,7 +121,7 @@ def test_the_end_of_a_long_prompt_blocks_no_stream(tokenizer):
     """Encoding at the end runs in one callback of the event loop that all streams share."""
     (a,) = ids(tokenizer, "a")
     call = replace(CALL, prompts=((a,) * 5001,), prompt_logprobs=1)
-    likely = (TokenLogprobs(-0.5, ((a, -0.5),)),) * 100
+    likely = (TokenLogprobs(-0.5, ((a, -0.5),), 1),) * 100
     answer = Answer(call, [(a,) * 5001], Vocabulary(tokenizer))
     began_s = time.thread_time()
     for _ in range(50):

@@ -64,6 +64,9 @@ class ReportingEngines:
     async def release(self, base_model: str, digest: str) -> None:
         """Do nothing: nothing is kept here."""
 
+    def max_context(self, base_model: str) -> int | None:
+        return None
+
     def ready(self) -> bool:
         return True
 

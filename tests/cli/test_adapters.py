@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.chat_template import template_digest
@@ -84,6 +86,26 @@ def test_an_adapter_of_a_quantised_copy_is_registered_for_the_original_with_a_wa
     assert "LORIKEET_WEIGHT_DTYPE=tiny=nf4" in said
     plain = lorikeet.run("register", str(peft_folder(tmp_path / "plain")), "acme/plain")
     assert "Warning" not in plain.stderr
+
+
+def test_register_warns_of_what_is_not_served_entirely_as_it_was_trained(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"v_proj|q_proj": 5}  # read otherwise by PEFT before 0.15
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    vision = {
+        f"base_model.model.visual.merger.lora_{side}.weight": np.ones((4, 4), np.float32)
+        for side in "AB"
+    }
+    save_file(tensors | vision, folder / "adapter_model.safetensors")
+    result = lorikeet.run("register", str(folder), "acme/doubtful", "--json")
+    assert result.exit_code == 0, result.stderr
+    said = " ".join(result.stderr.split())
+    assert "Warning: 2 tensors of the vision part are left out" in said
+    assert "Warning: PEFT before 0.15 reads the names in rank_pattern or alpha_pattern" in said
 
 
 def test_another_chat_template_than_in_training_gives_a_warning(

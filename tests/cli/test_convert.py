@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
 from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.errors import AdapterRejected
 from tests.engine.tiny_llama import CONFIG, LINEARS, trained
 
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS}
@@ -89,6 +90,91 @@ def test_a_converted_pickle_equals_the_safetensors_that_peft_would_write(
     got, want = deltas_of(out), deltas_of(tmp_path / "modern")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
+STATE = ("optimizer.pt", "rng_state_0.pth", "scheduler.pt", "training_args.bin")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pytorch_model.bin",),
+        ("adapter_model.pt",),
+        ("epoch_3.pth",),
+        ("adapter_model-00001-of-00001.bin",),
+        SHARDS,
+    ],
+    ids=lambda names: names[0],
+)
+def test_convert_takes_each_pickle_for_which_register_names_convert(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    model, old = trained(**PLAIN), tmp_path / "old"
+    state = peft.get_peft_model_state_dict(model)
+    save_pickle(old, state)
+    (old / "adapter_model.bin").unlink()
+    for number, name in enumerate(names):
+        torch.save(dict(list(state.items())[number :: len(names)]), old / name)
+    for name in STATE:  # of a checkpoint's trainer
+        (old / name).write_bytes(b"x")
+    with pytest.raises(AdapterRejected, match=rf"{names[0]} is a pickle.*lorikeet convert"):
+        write_blob(old, tmp_path / "blob")
+    model.save_pretrained(tmp_path / "modern")
+    digests = {
+        write_blob(folder, tmp_path / "blob")
+        for folder in (converted(old, tmp_path / "new"), tmp_path / "modern")
+    }
+    assert len(digests) == 1
+
+
+def test_a_trainers_state_alone_is_no_adapter(folder_of_state: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterRejected, match=r"has no adapter_model\.safetensors"):
+        write_blob(folder_of_state, tmp_path / "blob")
+    assert "has neither an adapter_model.bin" in refusal(folder_of_state, tmp_path / "new")
+
+
+@pytest.fixture
+def folder_of_state(tmp_path: Path) -> Path:
+    """Folder with a config and a trainer's state, without weights."""
+    save_pickle(tmp_path / "old", {})
+    (tmp_path / "old/adapter_model.bin").unlink()
+    for name in STATE:
+        (tmp_path / "old" / name).write_bytes(b"x")
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_whole_models_state_dict_gives_its_adapter_alone(prefix: str, tmp_path: Path) -> None:
+    model = trained(**PLAIN)
+    whole = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    assert any(".base_layer." in name for name in whole)
+    save_pickle(tmp_path / "old", whole)
+    (tmp_path / "old/adapter_model.bin").rename(tmp_path / "old/pytorch_model.bin")
+    model.save_pretrained(tmp_path / "modern")
+    digests = {
+        write_blob(folder, tmp_path / "blob")
+        for folder in (converted(tmp_path / "old", tmp_path / "new"), tmp_path / "modern")
+    }
+    assert len(digests) == 1
+
+
+def test_trained_biases_in_a_whole_models_state_dict_are_not_lost(tmp_path: Path) -> None:
+    whole = trained(**PLAIN).state_dict()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias"
+    save_pickle(tmp_path / "old", whole | {name: torch.ones(32)}, bias="all")
+    (tmp_path / "old/adapter_model.bin").rename(tmp_path / "old/pytorch_model.bin")
+    assert "biases are not supported" in refusal(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("gone", SHARDS)
+def test_a_missing_shard_of_a_pickle_is_named(gone: str, tmp_path: Path) -> None:
+    save_pickle(tmp_path / "old", {})
+    (tmp_path / "old/adapter_model.bin").unlink()
+    for name in SHARDS:
+        if name != gone:
+            torch.save({}, tmp_path / "old" / name)
+    assert f"has no {gone}, a shard" in refusal(tmp_path / "old", tmp_path / "new")
 
 
 def test_without_torch_the_error_says_what_to_install(
@@ -321,7 +407,9 @@ def test_contradictory_arguments_are_wrong_usage(base: Path, tmp_path: Path) -> 
 def test_a_folder_without_a_known_format_is_refused_with_the_missing_file(
     base: Path, tmp_path: Path
 ) -> None:
-    assert "has neither adapter_model.bin nor" in refusal(base, tmp_path / "new")
+    assert "has neither an adapter_model.bin or pytorch_model.bin nor" in refusal(
+        base, tmp_path / "new"
+    )
     save_pickle(tmp_path / "old", {})
     (tmp_path / "old/adapter_config.json").unlink()
     assert "has no adapter_config.json" in refusal(tmp_path / "old", tmp_path / "new")

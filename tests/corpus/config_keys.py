@@ -8,7 +8,7 @@ from tests.corpus.draft import Draft
 from tests.corpus.features import EQUAL, Axis, Build, Feature
 from tests.corpus.peft_training import EVERY_LINEAR
 
-_UNKNOWN = "this option is not supported"
+_UNKNOWN = "this option is not known"
 # Without these keys a PEFT config does not define the adapter; other keys kept their defaults.
 _OF_OLD = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
 
@@ -56,26 +56,44 @@ def _twice(draft: Draft) -> None:
 # Methods that PEFT's config can name; none is trained here.
 _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("use_dora", "DoRA", True),
-    ("fan_in_fan_out", "Conv1D", True),
     ("loftq_config", "LoftQ changes the base model", {"loftq_bits": 4, "loftq_iter": 1}),
     ("use_qalora", "QA-LoRA", True),
     ("use_bdlora", "block-diagonal", {"nblocks": 2, "target_modules_bd_a": ["q_proj"]}),
     ("arrow_config", "routing between adapters", {"top_k": 3}),
     ("kasa_config", "KaSA changes the base model", {"beta": 1e-4}),
-    ("velora_config", "VeLoRA", {"num_groups": 64}),
-    ("monteclora_config", "sampled LoRA", {"num_samples": 8}),
     ("megatron_config", "Megatron's parallel layers", {"params_dtype": "bf16"}),
     ("layer_replication", "another base model", [[0, 2], [1, 3]]),
     ("target_parameters", "no weight is for a parameter", ["mlp.experts.gate_up_proj"]),
     ("alora_invocation_tokens", "activated LoRA", [128_006, 78]),
     ("modules_to_save", "whole modules", ["score"]),
-    ("bias", "biases are not supported", "all"),
+    ("use_qa_lora", "QA-LoRA", True),
 )
 _INITS = ("pissa_niter_16", "loftq", "olora", "corda", "lora_ga", "an init of next year", 7)
 
 CONFIG: tuple[Feature, ...] = (
     # Harmless keys.
     _keys("unsloth_version", unsloth_version="2026.11.2"),
+    # unslothai/unsloth 015bdef, studio/backend/core/training/trainer.py.
+    _keys("Unsloth Studio", unsloth_training_method="qlora", unsloth_load_in_4bit=True),
+    # modelscope/ms-swift 3602360, swift/tuners/lora.py.
+    _keys(
+        "ms-swift's own LoRA",
+        swift_type="LORA",
+        lora_dtype="bfloat16",
+        lorap_lr_ratio=16.0,
+        lorap_emb_lr=1e-06,
+        use_qa_lora=False,
+        use_merged_linear=False,
+        enable_lora=None,
+        model_key_mapping=None,
+    ),
+    # axolotl-ai-cloud/axolotl 067b021, integrations/kernels/merge_aware_callback.py.
+    _keys("axolotl for NVFP4", nvfp4_merge_aware={"scale_mode": "fresh", "start_step": 5}),
+    _keys("what a Python class keeps", _from_model_config=True, transformers_version="4.35.0"),
+    _keys("fan_in_fan_out beside other linears", fan_in_fan_out=True),
+    _keys("a bias that no linear has", bias="all"),
+    _keys("a bias that is null", bias=None),
+    _keys("whole modules of a vision part", modules_to_save=["multi_modal_projector"]),
     _keys(
         "Unsloth's mapping",
         auto_mapping={
@@ -114,7 +132,8 @@ CONFIG: tuple[Feature, ...] = (
     ),
     _keys("an unknown option", _UNKNOWN, use_next_year=True),
     _keys("an unknown config", _UNKNOWN, next_config={"alpha": 0.5}),
-    _keys("PEFT 0.2's merged linears", _UNKNOWN, enable_lora=[True, False, True]),
+    _keys("PEFT 0.2's merged linears", "as PEFT 0.2 did", enable_lora=[True, False, True]),
+    _keys("a bias of another kind", "want none, all or lora_only", bias="some"),
     _keys("finetuning_type: another", "only LoRA can be served", finetuning_type="oft"),
     # volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
     _keys("alpha that nobody set", "lora_alpha: 0", lora_alpha=0),

@@ -85,11 +85,23 @@ def _tar(mode: str) -> Callable[[Path, Iterable[tuple[Path, str]]], None]:
 
 
 def _two_in_one(draft: Draft) -> None:
-    """Put a trainer's folder and its last checkpoint into one archive."""
+    """Put two checkpoints into one archive."""
     draft.source = draft.scratch / "output.tar.gz"
     with tarfile.open(draft.source, "w:gz") as out:
-        for place in ("output", "output/checkpoint-500"):
+        for place in ("output/checkpoint-500", "output/checkpoint-1000"):
             out.add(draft.folder, place)
+
+
+def _whole_output(draft: Draft) -> None:
+    """Put a trainer's folder, with a checkpoint of other weights in it, into an archive."""
+    draft.source = draft.scratch / "output.tar.gz"
+    with tarfile.open(draft.source, "w:gz") as out:
+        out.add(draft.folder, "output/checkpoint-500", filter=_without_weights)
+        out.add(draft.folder, "output")
+
+
+def _without_weights(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.name.endswith(".safetensors") else member
 
 
 def _in_shards(draft: Draft) -> None:
@@ -247,6 +259,7 @@ FILES: tuple[Feature, ...] = (
     _files("a .zip of Windows", _packed(_zip_of_windows, ".zip", "my-adapter/")),
     _files("a .tar", _packed(_tar("w:"), ".tar")),
     _files("a .tar.gz of a folder", _packed(_tar("w:gz"), ".tar.gz", "./out/my-adapter/")),
+    _files("a .tar.gz of a trainer's whole output", _whole_output),
     _weights("shards", _in_shards),
     _weights("a pickle, converted", _converted),
     _weights("an older pickle beside it", _both),

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 
+import torch
+
 from tests.corpus.draft import Draft, Tensors
 from tests.corpus.features import EQUAL, Axis, Build, Feature
 
@@ -77,6 +79,18 @@ WRAPPING: tuple[Feature, ...] = (
     _wrapping(
         "of both of these",
         _in_layers("_fsdp_wrapped_module._checkpoint_wrapped_module"),
+    ),
+    _wrapping(
+        "with a vision tower beside it",
+        lambda draft: draft.edit_weights(
+            lambda tensors: (
+                tensors
+                | {
+                    f"{_PREFIX}visual.blocks.0.qkv.lora_{side}.weight": torch.ones(4, 4)
+                    for side in "AB"
+                }
+            )
+        ),
     ),
     _wrapping("with the name default", _renamed(_called("default"))),
     _wrapping("with another name", _renamed(_called("my-adapter_2"))),

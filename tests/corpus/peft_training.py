@@ -38,6 +38,13 @@ def grow(model: torch.nn.Module) -> None:
             weight.data += 0.1 * torch.randn_like(weight)
 
 
+def save_biased(draft: Draft, bias: str) -> None:
+    """Save an adapter with a trained bias of q_proj, also if the base model has none there."""
+    save(draft, target_modules=["q_proj"], bias=bias)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias"
+    draft.edit_weights(lambda tensors: {name: torch.ones(draft.base.shape.dims(0)[1]), **tensors})
+
+
 def save_converted(draft: Draft, init: str, **options: Any) -> None:
     """Save an adapter initialized from the base model's weights as the difference to its start."""
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)

@@ -16,6 +16,7 @@ from tests.corpus.features import (
 from tests.corpus.peft_training import (
     EVERY_LINEAR,
     save,
+    save_biased,
     save_combined,
     save_converted,
     save_disguised,
@@ -203,6 +204,9 @@ TRAINING: tuple[Feature, ...] = (
     ),
     _options("QA-LoRA's group size", target_modules=["v_proj"], qalora_group_size=32),
     _options("Megatron's core", target_modules=["v_proj"], megatron_core="megatron.core.next"),
+    _options("bias of linears that have none", target_modules=["o_proj"], bias="lora_only"),
+    _options("VeLoRA", target_modules=["q_proj"], velora_config=peft.VeloraConfig(num_groups=4)),
+    _options("MonteCLoRA", target_modules=["q_proj"], monteclora_config=peft.MontecloraConfig()),
     _options("a revision", target_modules=["v_proj"], revision="main"),
     _options("bare parameters", target_modules=["v_proj"], target_parameters=["q_proj.weight"]),
     _trained("a checkpoint of transformers' Trainer", save_with_trainer),
@@ -211,8 +215,10 @@ TRAINING: tuple[Feature, ...] = (
     _trained("two adapters through an SVD", lambda draft: save_combined(draft, "svd")),
     # Not served.
     _options("DoRA", "DoRA", target_modules=["q_proj"], use_dora=True),
-    _options("bias all", "biases are not supported", target_modules=["q_proj"], bias="all"),
-    _options("bias lora_only", "biases are not supported", bias="lora_only"),
+    _trained("bias all", lambda draft: save_biased(draft, "all"), "biases are not supported"),
+    _trained(
+        "bias lora_only", lambda draft: save_biased(draft, "lora_only"), "biases are not supported"
+    ),
     _options("lora_bias", "LoRA biases", target_modules=["q_proj"], lora_bias=True),
     _options("lm_head saved whole", "whole modules", modules_to_save=["lm_head"]),
     _options("embed_tokens saved whole", "whole modules", modules_to_save=["embed_tokens"]),

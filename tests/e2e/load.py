@@ -139,7 +139,7 @@ async def _read(answer: httpx.Response, result: Result) -> None:
         result.error = (await answer.aread()).decode()
         return
     async for line in answer.aiter_lines():
-        if not line:
+        if not line or line.startswith(":"):  # a comment keeps a silent stream alive
             continue
         result.begun_s = result.begun_s or time.monotonic()
         result.outcome = Outcome.CUT

@@ -92,6 +92,21 @@ def idle(replica):
     return replica["running"] + replica["waiting"] + replica["kv_pages_used"] + leases == 0
 
 
+def test_requests_that_have_not_begun_leave_a_replica_that_is_stopped(service, load):
+    replica = next(iter(engine_processes(service).values()))
+    with load:
+        load.wait_for(WINDOW)
+        os.kill(replica, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        time.sleep(15)
+        os.kill(replica, signal.SIGCONT)
+        load.wait_for(WINDOW)
+    assert load.unfinished() == []
+    sent = load.sent(stopped_s)
+    assert len(sent) > WINDOW
+    assert [r for r in sent if r.begun_s - r.sent_s > 10] == []
+
+
 @pytest.mark.soak
 def test_other_replicas_answer_requests_while_an_engine_hangs(service, load):
     engine, _ = next(iter(engine_processes(service).items()))

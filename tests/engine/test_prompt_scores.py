@@ -79,6 +79,8 @@ def check(reference, name, ids, scores, alternatives):
     assert len(scores) == len(want)
     for token, score, row in zip(ids[1:], scores, want, strict=True):
         assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        before = (row > row[token] + 1e-4).sum(), (row > row[token] - 1e-4).sum()
+        assert before[0] < score.rank <= before[1]
         assert [x for _, x in score.top] == pytest.approx(
             row.topk(alternatives).values.tolist(), abs=1e-4
         )
@@ -205,7 +207,8 @@ def test_a_stop_token_is_returned_if_requested(tmp_path):
 
 
 def test_too_many_logprobs_are_refused_by_field_name():
-    for name in ("logprobs", "prompt_logprobs"):
-        with pytest.raises(InvalidRequest, match=rf"{name}=21: want .* 0 to 20") as raised:
-            SamplingParams(**{name: 21})
+    for name, most in (("logprobs", 20), ("prompt_logprobs", 100)):
+        value = rf"{name}={most + 1}: want .* 0 to {most}"
+        with pytest.raises(InvalidRequest, match=value) as raised:
+            SamplingParams(**{name: most + 1})
         assert raised.value.param == name

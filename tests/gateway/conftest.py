@@ -17,14 +17,14 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.anthropic_format import token_count_body
+from lorikeet.answer_stream.answer import event_stream, token_count_body, whole_answer
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -114,7 +114,9 @@ def leaving(gateway: "Gateway", method: str, path: str, key: str, body: bytes) -
 def listening(app: Any) -> Iterator[str]:
     """Run a server for an ASGI application; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, http=BoundedHttpProtocol, log_config=None, timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -243,6 +245,9 @@ class ReplayEngines:
         adapter = held(ref, Residency.GPU, 64, leases=2, pinned=True)
         return [ReplicaReport("r0", "tiny", status, (adapter,))]
 
+    def max_context(self, base_model: str) -> int | None:
+        return 4096 if base_model == "tiny" else None
+
     def ready(self) -> bool:
         return self.serves
 
@@ -274,9 +279,10 @@ class Played:
 async def repeat(call: Call) -> Items:
     """Replay an answer in which every choice is its prompt, word by word."""
     yield header(call)
-    if call.endpoint is Endpoint.COUNT_TOKENS:
+    if call.endpoint.counts:
         yield FinalUsage(0, 0, 0)
-        yield token_count_body(sum(len(m["content"].split()) for m in call.messages))
+        words = sum(len(m["content"].split()) for m in call.messages)
+        yield token_count_body(call.endpoint, words)
         return
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]

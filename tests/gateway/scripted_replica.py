@@ -61,11 +61,11 @@ class ScriptedReplica:
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
             known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
             answer = Answer(call, prompts, *known)
-            yield AnswerHeader("replica-7", None, None, ignored=encoder.ignored(call))
+            yield AnswerHeader("replica-7", None, None, ignored=encoded.ignored)
             if call.sampling.prompt_logprobs is not None:
                 for index, ids in enumerate(prompts):
                     top = ((ids[0], -0.5),)
-                    said = tuple(TokenLogprobs(-1.0 * i, top) for i in range(1, len(ids)))
+                    said = tuple(TokenLogprobs(-1.0 * i, top, 7) for i in range(1, len(ids)))
                     answer.take([PromptLogprobs(call.request_id, index * call.n, said)])
             for choice in range(len(prompts) * call.n):
                 for at, token in enumerate(tokens):

@@ -177,7 +177,7 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
         (CHAT, "length_penalty", 1.1),
         (CHAT, "skip_special_tokens", False),
         (COMPLETIONS, "add_special_tokens", False),
-        (CHAT, "tool_choice", {"type": "allowed_tools"}),
+        (CHAT, "tool_choice", {"type": "custom"}),
         (COMPLETIONS, "best_of", 2),
         (COMPLETIONS, "suffix", "!"),
         (COMPLETIONS, "tools", []),

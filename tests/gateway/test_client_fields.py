@@ -42,6 +42,28 @@ def test_a_templates_variables_reach_it_and_others_are_named(
     assert "x-lorikeet-ignored" not in plain.headers
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+def test_formats_that_a_schema_only_describes_are_named(
+    gateway: Gateway, replica: ScriptedReplica, path: str
+) -> None:
+    schema = {"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"}
+    gateway.engines.replay = replica.writes('"abc"')
+    fields: dict[str, Any]
+    if path == CHAT:
+        form: dict[str, Any] = {"name": "x", "schema": schema}
+        fields = chat("tiny", response_format={"type": "json_schema", "json_schema": form})
+    elif path == "/v1/responses":
+        form = {"type": "json_schema", "name": "x", "schema": schema}
+        fields = {"model": "tiny", "input": "hi", "text": {"format": form}}
+    else:
+        form = {"type": "json_schema", "schema": schema}
+        fields = {"model": "tiny", "messages": [TURN], "max_tokens": 9}
+        fields["output_config"] = {"format": form}
+    answer = gateway.post(path, fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-lorikeet-ignored"] == "format:nanoid"
+
+
 def test_a_template_variable_of_a_wrong_type_is_a_bad_request(
     gateway: Gateway, tmp_path: Path
 ) -> None:
@@ -73,6 +95,55 @@ def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedRe
     assert both["param"] == "continue_final_message"
     of_user = error_of(gateway.post(CHAT, body | {"messages": [TURN]}), 400)
     assert "assistant's" in of_user["message"]
+    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for calls in ({"tool_calls": [called]}, {"function_call": called["function"]}):
+        said = {"role": "assistant", "content": "It is", **calls}
+        error = error_of(gateway.post(CHAT, body | {"messages": [TURN, said]}), 400)
+        assert error["param"] == "continue_final_message"
+        assert "want no calls" in error["message"]
+
+
+@pytest.mark.parametrize("begun", ["Well    ", "Well\n    ", "   ", ""])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_a_continued_message_keeps_the_whitespace_at_its_end(
+    gateway: Gateway, tmp_path: Path, begun: str, trim: str
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}:\n{{ m.content" + trim + " }}\n{% endfor %}"
+    replica = ScriptedReplica(tmp_path, template)
+    gateway.engines.replay = replica.writes("fine")
+    messages = [TURN, {"role": "assistant", "content": begun}]
+    body = {"model": "tiny", "messages": messages, "continue_final_message": True}
+    gateway.post(CHAT, body).raise_for_status()
+    assert replica.prompts == [f"user:\nhi\nassistant:\n{begun}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "format_fields", "param"),
+    [
+        (
+            CHAT,
+            {"continue_final_message": True, "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        (CHAT, {"continue_final_message": True, "guided_regex": "a+"}, "guided_regex"),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            "output_config.format",
+        ),
+    ],
+)
+def test_a_format_does_not_begin_anew_behind_a_begun_answer(
+    gateway: Gateway, replica: ScriptedReplica, path: str, format_fields: Any, param: str
+) -> None:
+    body = {"model": "tiny", "max_tokens": 50, **format_fields}
+    begun = [TURN, {"role": "assistant", "content": '{"name": "Mira",'}]
+    error = error_of(gateway.post(path, body | {"messages": begun}), 400)
+    assert param in error["message"]
+    assert "cannot be held to a format" in error["message"]
+    gateway.engines.replay = replica.writes("aaa" if param == "guided_regex" else "{}")
+    empty = [TURN, {"role": "assistant", "content": ""}]
+    assert gateway.post(path, body | {"messages": empty}).is_success
 
 
 def test_a_message_that_the_template_changes_cannot_be_continued(
@@ -279,7 +350,7 @@ def test_fields_without_effect_are_accepted(gateway: Gateway) -> None:
         (chat(content=[{"type": "image_url"}]), "messages[0].content", "image_url"),  # type: ignore[arg-type]
         (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools[0]", "custom"),
         (chat(tools=[{"type": "web", "function": {"name": "f"}}]), "tools[0]", "web"),
-        (chat(tool_choice={"type": "allowed_tools"}), "tool_choice", "allowed_tools"),
+        (chat(tool_choice={"type": "custom"}), "tool_choice", "custom"),
     ],
 )
 def test_other_kinds_than_text_and_functions_are_refused_by_name(

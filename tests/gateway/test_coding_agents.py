@@ -124,3 +124,26 @@ def test_claude_code_reads_and_edits_a_file(
     )
     assert SAID in output
     assert (project / "greeting.txt").read_text() == "goodbye\n"
+
+
+@pytest.mark.soak
+def test_claude_code_gets_a_deferred_tool_by_its_own_search(
+    gateway: Gateway, replica: ScriptedReplica, project: Path
+) -> None:
+    search = call_of("ToolSearch", query="select:WebFetch", max_results=1)
+    gateway.engines.replay = replica.plays(recorded(search, SAID))
+    output = run(
+        "claude",
+        ["--print", "Say goodbye"],
+        project,
+        ANTHROPIC_BASE_URL=gateway.url,
+        ANTHROPIC_AUTH_TOKEN=gateway.keys["acme"],
+        ANTHROPIC_MODEL="tiny",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+    assert SAID in output
+    uses = [call.tools for _, call in gateway.engines.calls]
+    offered = [{tool["function"]["name"] for tool in use.tools} for use in uses if use]
+    assert "ToolSearch" in offered[0]
+    assert offered[1] == offered[0] | {"WebFetch"} != offered[0]
+    assert "You can now call WebFetch." in replica.prompts[0]

@@ -34,6 +34,7 @@ STATUSES = {
     "adapter_load_failed": 503,
     "unavailable": 503,
     "generation_failed": 500,
+    "adapter_overflows": 422,
     "never_heard_of": 500,
 }
 

@@ -229,6 +229,57 @@ def test_versions_and_aliases_name_different_weights(gateway: Gateway) -> None:
     assert versions == {"": 1, "1": 1, "2": 2, "next": 2}
 
 
+def test_a_name_without_a_tenant_is_the_tenants_own_adapters(gateway: Gateway) -> None:
+    gateway.register("acme/support", seed=1, shared=True)
+    gateway.register("acme/tiny", seed=2)
+    for model, named in (
+        ("support", "acme/support"),
+        ("support@2", "acme/support"),
+        ("tiny", None),  # the base model
+        ("acme/tiny", "acme/tiny"),
+    ):
+        answer = gateway.post("/v1/chat/completions", chat(model)).raise_for_status().json()
+        assert answer["model"] == model
+        ref = gateway.engines.last.adapter
+        assert (ref and f"{ref.tenant}/{ref.name}") == named
+    shown = gateway.request("GET", "/v1/models/support", gateway.keys["acme"]).json()
+    assert (shown["id"], shown["owned_by"]) == ("support", "acme")
+    of_others = gateway.post("/v1/chat/completions", chat("support"), tenant="globex")
+    assert of_others.status_code == 404  # though it is shared
+    assert "'support'" in of_others.json()["error"]["message"]
+
+
+def test_models_are_listed_with_their_context_length_the_tenants_own_first(
+    gateway: Gateway,
+) -> None:
+    gateway.register("acme/support", seed=1, shared=True)
+    gateway.register("globex/own", seed=2)
+    listed = gateway.request("GET", "/v1/models", gateway.keys["globex"]).json()["data"]
+    lengths = [(model["id"], model["max_model_len"]) for model in listed]
+    assert lengths[:2] == [("globex/own", 4096), ("acme/support", 4096)]
+    assert lengths[2:] == [("tiny", 4096), ("wider", None)]
+    gateway.admin("PATCH", "/tenants/acme", {"max_context": 1000})
+    for model in ("acme/support", "tiny", "wider"):
+        shown = gateway.request("GET", f"/v1/models/{model}", gateway.keys["acme"]).json()
+        assert shown["max_model_len"] == 1000
+
+
+def test_a_key_may_come_as_the_password_in_the_services_url(gateway: Gateway) -> None:
+    """TRL's VLLMClient has a setting for the URL and none for a key."""
+
+    def status(path: str, key: str) -> int:
+        host = gateway.url.removeprefix("http://")
+        return httpx.get(f"http://any:{key}@{host}{path}").status_code
+
+    assert status("/v1/models", gateway.keys["acme"]) == 200
+    assert status("/v1/models", "lk_made-up") == 401
+    assert status("/v1/models", "") == 401
+    assert status("/admin/v1/tenants", gateway.admin_key) == 401
+    for coded in ("x", "/w=="):
+        headers = {"authorization": f"Basic {coded}"}
+        assert httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code == 401
+
+
 def test_request_ids_are_the_servers_own(gateway: Gateway) -> None:
     key = {"authorization": f"Bearer {gateway.keys['acme']}", "x-request-id": "mine"}
     answer = httpx.get(f"{gateway.url}/v1/models", headers=key)

@@ -28,6 +28,7 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
 
 KINDS = {
@@ -96,6 +97,7 @@ class Walks:
             RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None), max_requests),
             RequestLog(services.peers),
             StoredResponses(services.responses, services.metrics),
+            ReadLimiter(),
             self.bodies,
         )
 

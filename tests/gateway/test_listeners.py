@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from loadtest.ports import free_port
 from lorikeet.addresses import Address
@@ -48,6 +49,14 @@ def application(name: str) -> FastAPI:
         return {"name": name, "bytes": size}
 
     return app
+
+
+def test_a_websocket_is_refused_by_426() -> None:
+    with pytest.raises(WebSocketDenialResponse) as refused:
+        TestClient(application("a")).websocket_connect("/v1/responses").__enter__()
+    assert refused.value.status_code == 426
+    assert refused.value.headers["upgrade"] == "HTTP/1.1"
+    assert refused.value.json()["error"]["code"] == "upgrade_required"
 
 
 @contextmanager

@@ -43,6 +43,10 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         "/v1/responses",
         {"model": model, "input": "hello"},
     ),
+    ("POST", "/v1/responses/input_tokens"): lambda model, _: (
+        "/v1/responses/input_tokens",
+        {"model": model, "input": "hello"},
+    ),
     ("GET", "/v1/responses/{response_id}"): lambda _, asked: (f"/v1/responses/resp_{asked}", None),
     ("DELETE", "/v1/responses/{response_id}"): lambda _, asked: (
         f"/v1/responses/resp_{asked}",

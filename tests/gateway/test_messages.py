@@ -258,6 +258,87 @@ def test_max_tokens_may_be_0(gateway: Gateway) -> None:
     assert message.content == []
 
 
+def offered(gateway: Gateway, *messages: Any, tools: list[Any], **more: Any) -> list[str]:
+    body = {"model": MODEL, "max_tokens": 9, "messages": list(messages), "tools": tools, **more}
+    gateway.post(MESSAGES, body).raise_for_status()
+    used = gateway.engines.last.tools
+    return [tool["function"]["name"] for tool in used.tools] if used else []
+
+
+def turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": list(blocks)}
+
+
+SEARCH_TOOL: dict[str, Any] = {"name": "ToolSearch", "input_schema": {"type": "object"}}
+DEFERRED: dict[str, Any] = WEATHER | {"defer_loading": True}
+ASKED = turn("user", {"type": "text", "text": "How is Paris?"})
+SEARCHED = turn("assistant", {"type": "tool_use", "id": "t1", "name": "ToolSearch", "input": {}})
+
+
+def test_a_deferred_tool_is_offered_once_a_search_of_the_clients_has_found_it(
+    gateway: Gateway,
+) -> None:
+    """Claude Code's first request, and the request that follows its search."""
+    tools = [SEARCH_TOOL, DEFERRED]
+    assert offered(gateway, ASKED, tools=tools) == ["ToolSearch"]
+    reference = {"type": "tool_reference", "tool_name": WEATHER["name"]}
+    found = {"type": "tool_result", "tool_use_id": "t1", "content": [reference]}
+    names = offered(gateway, ASKED, SEARCHED, turn("user", found), tools=tools)
+    assert names == ["ToolSearch", WEATHER["name"]]
+    assert gateway.engines.last.messages[-1]["content"] == f"You can now call {WEATHER['name']}."
+    used = gateway.engines.last.tools
+    assert used is not None
+    assert "defer_loading" not in str(used.tools)
+
+
+def test_a_reference_to_a_tool_that_is_not_declared_offers_nothing(gateway: Gateway) -> None:
+    text = {"type": "text", "text": "found:"}
+    content = [text, {"type": "tool_reference", "tool_name": "gone"}]
+    found = {"type": "tool_result", "tool_use_id": "t1", "content": content}
+    names = offered(gateway, ASKED, SEARCHED, turn("user", found), tools=[SEARCH_TOOL])
+    assert names == ["ToolSearch"]
+    assert gateway.engines.last.messages[-1]["content"] == "found:\nYou can now call gone."
+
+
+def test_tools_are_offered_and_withdrawn_in_mid_conversation(gateway: Gateway) -> None:
+    """Anthropic's mid-conversation tool changes, which Claude Code sends for late MCP servers."""
+    named = {"type": "tool_reference", "name": WEATHER["name"]}
+    added = turn("system", {"type": "tool_addition", "tool": named})
+    removed = turn("system", {"type": "tool_removal", "tool": named})
+    tools = [SEARCH_TOOL, DEFERRED]
+    assert WEATHER["name"] in offered(gateway, ASKED, added, tools=tools)
+    assert [message["role"] for message in gateway.engines.last.messages] == ["user"]
+    assert WEATHER["name"] not in offered(gateway, ASKED, added, removed, tools=tools)
+    assert offered(gateway, ASKED, removed, tools=[WEATHER, SEARCH_TOOL]) == ["ToolSearch"]
+
+
+def test_anthropics_own_tools_are_left_out_beside_the_clients(gateway: Gateway) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    body = {"model": MODEL, "messages": [ASKED], "tools": [search, WEATHER]}
+    for path, more in ((MESSAGES, {"max_tokens": 9}), (COUNT, {})):
+        gateway.post(path, body | more).raise_for_status()
+        call = gateway.engines.last
+        assert call.left_out == ("web_search_20250305",)
+        assert call.tools is not None
+        assert [tool["function"]["name"] for tool in call.tools.tools] == [WEATHER["name"]]
+    forced = body | {"max_tokens": 9, "tool_choice": {"type": "tool", "name": "web_search"}}
+    assert "name of one of the tools" in error_of(gateway.post(MESSAGES, forced), 400)["message"]
+
+
+def test_deferred_tools_are_all_offered_if_anthropics_search_is_to_find_them(
+    gateway: Gateway,
+) -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    assert offered(gateway, ASKED, tools=[search, DEFERRED]) == [WEATHER["name"]]
+
+
+def test_only_the_tools_that_are_not_deferred_count_towards_the_limit(gateway: Gateway) -> None:
+    many = [WEATHER | {"name": f"t{i}", "defer_loading": i >= 128} for i in range(300)]
+    assert len(offered(gateway, ASKED, tools=many)) == 128
+    body = {"model": MODEL, "max_tokens": 9, "messages": [ASKED], "tools": [*many, WEATHER]}
+    assert "at most 128" in error_of(gateway.post(MESSAGES, body), 400)["message"]
+
+
 def test_count_tokens_counts_the_prompt_of_the_same_message(gateway: Gateway) -> None:
     client = gateway.anthropic()
     prompt: Any = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
@@ -302,9 +383,16 @@ def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
             {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
             "custom",
         ),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] (bash_20250124)"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type (bash_20250124)"),
         ({"tools": [WEATHER | {"input_examples": [{"place": "x"}]}]}, "into the description"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "every tool is in the prompt"),
+        (
+            {
+                "messages": [
+                    turn("user", {"type": "tool_addition", "tool": {"type": "mcp_toolset"}})
+                ]
+            },
+            "tool (mcp_toolset)",
+        ),
         ({"container": "c1"}, "runs no code"),
         (
             {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
@@ -520,10 +608,12 @@ def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
 def test_models_are_listed_in_the_shape_of_the_clients_api(unchanged: Gateway) -> None:
     client = unchanged.anthropic()
     page = client.models.list()
-    assert [model.id for model in page] == ["tiny", "wider", MODEL]
+    assert [model.id for model in page] == [MODEL, "tiny", "wider"]
     assert not page.has_next_page()
+    assert [model.max_input_tokens for model in page] == [4096, 4096, None]
     model = client.models.retrieve(MODEL)
     assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert model.max_input_tokens == 4096
     assert model.created_at.timestamp() > 1_600_000_000
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("globex/nothing")

@@ -23,6 +23,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
+
+
 def sent(gateway: Gateway, path: str = CHAT, **fields: Any) -> Call:
     """Return the Call of a chat or completion with these fields."""
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
@@ -91,6 +95,12 @@ def test_formats_reach_the_replica(gateway: Gateway) -> None:
         ({"tool_choice": "required"}, ToolUse((WEATHER, TIME), ("get-weather_2", "time"))),
         ({"parallel_tool_calls": False}, ToolUse((WEATHER, TIME), parallel=False)),
         ({"tool_choice": named("time")}, ToolUse((WEATHER, TIME), ("time",), parallel=False)),
+        ({"tool_choice": allowed("auto", "time")}, ToolUse((TIME,))),
+        ({"tool_choice": allowed("required", "time")}, ToolUse((TIME,), ("time",))),
+        (
+            {"tool_choice": allowed("required", "time", "get-weather_2")},
+            ToolUse((WEATHER, TIME), ("get-weather_2", "time")),
+        ),
     ],
 )
 def test_tools_reach_the_replica_as_they_were_written(
@@ -154,7 +164,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater"),
     ({"top_logprobs": 1}, "top_logprobs", "logprobs to be true"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    ({"prompt_logprobs": 101}, "prompt_logprobs", "less than or equal to 100"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "greater"),
     ({"prompt_logprobs": True}, "prompt_logprobs", "integer"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream to be false"),
@@ -178,6 +188,10 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [named(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
     ({"tools": [TIME, TIME]}, "tools", "name of its own"),
     ({"tools": TOOLS, "tool_choice": named("other")}, "tool_choice", "one of the tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice", "of the tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "allowed_tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("none", "time")}, "tool_choice", "allowed_tools"),
+    ({"tool_choice": allowed("auto", "time")}, "tool_choice", "tools"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "name"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
@@ -215,7 +229,7 @@ def test_a_bad_value_of_a_chat_is_named(
         ({"logprobs": -1}, "logprobs", "greater"),
         ({"logprobs": "1"}, "logprobs", "integer"),
         ({"echo": 1}, "echo", "boolean"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs", "less than or equal to 100"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream to be false"),
         ({"n": 3, "best_of": 2}, "best_of", "at least n (3)"),
         ({"best_of": 0}, "best_of", "greater"),
@@ -233,7 +247,7 @@ def test_a_bad_value_of_a_completion_is_named(
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
         (COMPLETIONS, {"echo": True, "logprobs": 0, "stream": True}, "echo"),

@@ -20,6 +20,7 @@ Named = tuple[str, str, str]
 """Method and path of a route, and the parameter of its path or the field of its body."""
 RESPONSES = "/v1/responses"
 RESPONSE = "/v1/responses/{response_id}"
+COUNT = "/v1/responses/input_tokens"
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Stored:
 NOBODYS = Stored("0" * 32, f"msg_{'0' * 32}_0")
 
 
-def asked_to_go_on(**fields: Any) -> tuple[str, Any]:
-    return RESPONSES, {"model": "tiny", "input": "go on"} | fields
+def asked_to_go_on(path: str = RESPONSES, **fields: Any) -> tuple[str, Any]:
+    return path, {"model": "tiny", "input": "go on"} | fields
 
 
 NAMING: Mapping[Named, Callable[[Stored], tuple[str, Any]]] = {
@@ -58,6 +59,12 @@ NAMING: Mapping[Named, Callable[[Stored], tuple[str, Any]]] = {
     ("POST", RESPONSES, "id"): lambda one: asked_to_go_on(
         input=[{"type": "item_reference", "id": one.item}]
     ),
+    ("POST", COUNT, "previous_response_id"): lambda one: asked_to_go_on(
+        COUNT, previous_response_id=one.response
+    ),
+    ("POST", COUNT, "id"): lambda one: asked_to_go_on(
+        COUNT, input=[{"type": "item_reference", "id": one.item}]
+    ),
 }
 """Path and body of a request that names a stored response or item, by parameter or field."""
 NAMING_NOTHING: set[Named] = {
@@ -67,7 +74,7 @@ NAMING_NOTHING: set[Named] = {
         for method in ("GET", "PUT")
         for name in ("name", "digest")
     ),
-    ("POST", RESPONSES, "call_id"),
+    *(("POST", path, "call_id") for path in (RESPONSES, COUNT)),
     *(("POST", "/v1/chat/completions", name) for name in ("id", "tool_call_id")),
     *(
         ("POST", path, name)

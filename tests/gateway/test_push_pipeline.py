@@ -258,6 +258,18 @@ def test_a_version_with_a_lifetime_expires_and_is_never_recorded(
     assert gateway.catalog.reader.refresh().seq == before
 
 
+def test_a_jump_of_the_systems_clock_ends_no_lifetime(
+    trainer: Trainer, moved: MovedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing = trainer.blob(1)
+    version = trainer.push(passing, alias="prod", lifetime_s=60).json()
+    monkeypatch.setattr(moved, "monotonic", time.monotonic)
+    moved.ahead_s = 3600.0
+    time.sleep(0.5)  # the pipeline looks at its versions meanwhile
+    assert trainer.show(digest_of(passing)).json()["ready"]
+    assert digest_that_answers(trainer.gateway, version["model"]) == digest_of(passing)
+
+
 def test_a_version_with_a_lifetime_that_is_pushed_without_one_becomes_durable(
     trainer: Trainer, moved: MovedTime
 ) -> None:

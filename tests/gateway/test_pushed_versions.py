@@ -236,3 +236,44 @@ def test_an_adapter_that_is_retired_ends_its_pushed_versions(
         pushed.add(ours)
     pushed.add(replace(version("c", 2), seq=catalog.reader.state.seq))
     assert digest_at(pushed, catalog) == "c"
+
+
+def test_a_lifetime_ends_by_the_seconds_left_when_it_was_announced(
+    pushed: PushedVersions, catalog: AdapterCatalog, clock: list[float]
+) -> None:
+    long_ago = replace(version("a", 1), expires=1.0, left_s=60.0)  # this clock is an hour ahead
+    pushed.add(long_ago)
+    clock[0] = 15.0
+    pushed.add(replace(long_ago, left_s=45.0))
+    assert digest_at(pushed, catalog) == "a"
+    clock[0] = 30.0
+    pushed.add(replace(long_ago, expires=100.0, left_s=90.0))  # pushed again, for longer
+    for clock[0] in (45.0, 60.0, 75.0, 90.0, 105.0):
+        pushed.add(long_ago)
+        assert digest_at(pushed, catalog) == "a"
+    clock[0] = 121.0
+    with pytest.raises(UnknownModel):
+        digest_at(pushed, catalog)
+
+
+def test_an_announcement_copies_no_claims_of_other_aliases(
+    pushed: PushedVersions, clock: list[float]
+) -> None:
+    for number in range(300):
+        clock[0] += 1e-3
+        pushed.add(version("a", clock[0], f"a{number}"))
+    claims = pushed._claims
+    pushed.add(version("a", clock[0] + 1, "next"))
+    assert pushed._claims is claims
+    assert len(claims) == 301
+
+
+def test_claims_of_aliases_are_forgotten_in_turn(
+    pushed: PushedVersions, clock: list[float]
+) -> None:
+    for at, alias in ((0.0, "one"), (1.0, "two"), (1800.0, "one")):
+        clock[0] = at
+        pushed.add(version("a", 1 + at, alias))
+    clock[0] = 3602.0
+    pushed.add(version("a", 3603.0, "three"))
+    assert [alias for _, _, alias in pushed._claims] == ["one", "three"]

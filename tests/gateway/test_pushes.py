@@ -41,6 +41,9 @@ def test_a_version_that_is_ready_is_listed_before_it_is_durable(trainer: Trainer
     trainer.push(trainer.blob(), alias="prod", lifetime_s=60)
     listed = gateway.request("GET", "/v1/models", gateway.keys["acme"]).json()["data"]
     assert "acme/policy" in [model["id"] for model in listed]
+    for model in ("policy", f"policy@{digest_of(trainer.blob())}"):  # of the key's own tenant
+        answer = gateway.post("/v1/chat/completions", chat(model)).raise_for_status()
+        assert answer.headers["x-lorikeet-adapter-digest"] == digest_of(trainer.blob())
     assert gateway.catalog.reader.refresh().seq == before
 
 

@@ -70,6 +70,57 @@ def test_tools_that_are_not_served_are_left_out_beside_functions(
     assert "web_search" not in replica.prompts[0]
 
 
+@pytest.mark.parametrize(
+    ("names", "mode", "shown", "forced"),
+    [
+        ([("function", "look")], "auto", ["look"], ()),
+        ([("function", "look")], "required", ["look"], ("look",)),
+        ([("function", "agents.wait")], "auto", ["agents.wait"], ()),
+        ([("namespace", "agents")], "auto", ["agents.spawn", "agents.wait"], ()),
+        ([("web_search", "x"), ("function", "look")], "auto", ["look"], ()),
+    ],
+)
+def test_the_model_gets_the_allowed_tools_alone(
+    gateway: Gateway, names: list[Any], mode: str, shown: list[str], forced: tuple[str, ...]
+) -> None:
+    allowed = [{"type": kind, "name": name} for kind, name in names]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    asked = {"model": "tiny", "input": "hi", "tools": [SEARCH, LOOK, AGENTS], "tool_choice": choice}
+    answer = gateway.post(RESPONSES, asked).raise_for_status().json()
+    used = gateway.engines.last.tools
+    assert used is not None
+    assert [tool["function"]["name"] for tool in used.tools] == shown
+    assert used.forced == forced
+    assert answer["tool_choice"]["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("allowed", "says"),
+    [
+        ([], "allowed_tools"),
+        ([{"type": "mcp", "server_label": "x"}], "(mcp): functions"),
+        ([{"type": "function", "name": "other"}], "names of some"),
+        ([{"type": "namespace", "name": "other"}], "names of some"),
+        ([{"type": "function"}], "name"),
+        (["look"], "allowed_tools"),
+    ],
+)
+def test_bad_allowed_tools_are_refused(unchanged: Gateway, allowed: list[Any], says: str) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    body = {"model": "tiny", "input": "hi", "tools": [LOOK, AGENTS], "tool_choice": choice}
+    error = error_of(unchanged.post(RESPONSES, body), 400)
+    assert error["param"] == "tool_choice"
+    assert says in error["message"]
+
+
+def test_deferred_functions_are_offered_since_tool_search_is_left_out(gateway: Gateway) -> None:
+    tools = [{"type": "tool_search"}, LOOK | {"defer_loading": True}]
+    asked = {"model": "tiny", "input": "hi", "tools": tools}
+    answer = gateway.post(RESPONSES, asked).raise_for_status()
+    assert gateway.engines.last.left_out == ("tool_search",)
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["look"]
+
+
 def test_codexs_client_metadata_has_no_effect(gateway: Gateway) -> None:
     said = {"session_id": "1", "x-codex-turn-metadata": json.dumps({"turn": "x" * 1000})}
     body = {"model": "tiny", "input": "hi", "client_metadata": said}

@@ -99,6 +99,57 @@ def test_a_forced_function_is_forced(gateway: Gateway) -> None:
     assert used.forced == ("weather",)
 
 
+def test_fields_of_sampling_are_those_of_a_chat(gateway: Gateway) -> None:
+    fields: dict[str, Any] = {
+        "seed": 7,
+        "stop": ["END"],
+        "min_tokens": 2,
+        "top_k": 40,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -1},
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "logprobs_mode": "processed_logprobs",
+        "length_penalty": 1.0,
+    }
+    gateway.openai().chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], extra_body=fields
+    )
+    chat = gateway.engines.last
+    gateway.openai().responses.create(model=MODEL, input="x", extra_body=fields)
+    response = gateway.engines.last
+    assert response.sampling == chat.sampling
+    assert response.sampling.ignore_eos
+    assert (response.stop, response.min_tokens) == (chat.stop, chat.min_tokens) == (("END",), 2)
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 4, "min_tokens": 5}
+    error = error_of(gateway.post("/v1/responses", body), 400)
+    assert error["message"] == "min_tokens: want at most max_output_tokens (4)"
+
+
+def test_input_tokens_counts_the_prompt_of_the_same_response(gateway: Gateway) -> None:
+    client = gateway.openai()
+    prompt: Any = {"model": MODEL, "input": "How is Paris?", "instructions": "Be brief."}
+    counted = client.responses.input_tokens.count(**prompt, tools=[WEATHER])
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", 5)
+    count = gateway.engines.last
+    client.responses.create(**prompt, tools=[WEATHER])
+    asked = gateway.engines.last
+    assert (count.endpoint, count.adapter) == (Endpoint.INPUT_TOKENS, None)
+    assert (count.messages, count.tools) == (asked.messages, asked.tools)
+    body = prompt | {"stream": True, "max_output_tokens": 9}  # a response's whole body
+    assert gateway.post("/v1/responses/input_tokens", body).json()["input_tokens"] == 5
+    nothing = error_of(gateway.post("/v1/responses/input_tokens", {"model": MODEL}), 400)
+    assert nothing["param"] == "input"
+
+
+def test_compaction_is_refused_by_name(gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError, match="not compacted here"):
+        gateway.openai().responses.compact(model=MODEL, input="x")
+
+
 def test_an_answer_can_be_constrained_to_a_schema(gateway: Gateway) -> None:
     class Event(BaseModel):
         name: str

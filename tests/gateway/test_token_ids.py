@@ -82,6 +82,76 @@ def test_every_token_has_a_logprob(
     assert told == ids_of(replica, TEXT)[:-1], "with the stop string, and nothing behind it"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_name_tokens_by_their_ids_on_request(
+    gateway: Gateway, replica: ScriptedReplica, stream: bool
+) -> None:
+    """vLLM's return_tokens_as_token_ids: TRL and others read ids from the names."""
+    named = [f"token_id:{i}" for i in ids_of(replica, TEXT)]
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    for path, body in (
+        (CHAT, chat("tiny", "hi", logprobs=True)),
+        (COMPLETIONS, {"model": "tiny", "prompt": "hi", "logprobs": 0}),
+    ):
+        if stream:
+            choices = [event["choices"][0] for event in events(gateway, path, body | asked)]
+        else:
+            choices = gateway.post(path, body | asked).raise_for_status().json()["choices"]
+        known = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        if path == CHAT:
+            entries = [entry for part in known for entry in part["content"]]
+            assert [entry["token"] for entry in entries] == named
+            assert entries[0]["bytes"] == list("é".encode())[: len(entries[0]["bytes"])]
+        else:
+            assert [token for part in known for token in part["tokens"]] == named
+            shown = [top for part in known for top in part["top_logprobs"]]
+            assert shown == [{token: 0.0} for token in named]
+        without = gateway.post(path, body | {"return_tokens_as_token_ids": False})
+        assert "token_id:" not in without.raise_for_status().text
+
+
+def test_an_echoed_prompt_names_tokens_by_their_ids_on_request(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    prompt = ids_of(replica, "one")
+    asked = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 1}
+    answer = gateway.post(COMPLETIONS, asked | {"return_tokens_as_token_ids": True}).json()
+    known = answer["choices"][0]["logprobs"]
+    assert known["tokens"][: len(prompt)] == [f"token_id:{i}" for i in prompt]
+    assert all(key.startswith("token_id:") for top in known["top_logprobs"][1:] for key in top)
+
+
+def test_the_requests_of_trls_client_are_answered(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    """TRL 1.16's VLLMClient: the requests that it sends, the fields that it reads."""
+    prompt = ids_of(replica, "one and one")
+    asked = {
+        "model": "acme/support",
+        "prompt": [prompt],
+        "n": 2,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 16,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    for choice in gateway.post(COMPLETIONS, asked).raise_for_status().json()["choices"]:
+        names, made = choice["logprobs"]["tokens"], choice["token_ids"]
+        assert [int(name.removeprefix("token_id:")) for name in names] == made
+    scored = {"prompt": [prompt], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}
+    answer = gateway.post(COMPLETIONS, {"model": "acme/support", **scored}).json()
+    first, *rest = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for token, entry in zip(prompt[1:], rest, strict=True):
+        ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])
+        assert str(token) in dict(ranked)
+
+
 def test_answers_have_no_token_ids_by_default(gateway: Gateway, replica: ScriptedReplica) -> None:
     for path, asked in ((CHAT, chat("tiny", "hi")), (COMPLETIONS, {"prompt": "hi"})):
         body = {"model": "tiny", **asked, "return_token_ids": False}

@@ -242,8 +242,8 @@ class TestGrammars:
             assert not says(form, "{}")
 
     def test_a_schema_cannot_change_the_layout(self, sandbox):
-        loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
-        assert "not" in sandbox._problem(schema_grammar(json.dumps(loose)))
+        loose = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+        assert "uniqueItems" in sandbox._problem(schema_grammar(json.dumps(loose)))
 
     def test_a_schema_cannot_ask_for_invalid_json(self, says):
         schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
@@ -359,16 +359,19 @@ def stop(sandbox):
 class TestRefusals:
     BAD = (
         ({"type": "nope"}, "nope"),
-        ({"not": {}}, "not"),
+        ({"enum": []}, "no value matches it"),
+        ({"not": {"pattern": "a"}}, "what is allowed"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
-        ({"if": {"required": ["b"]}, "then": {"required": ["c"]}}, "if"),
-        ({"dependentRequired": {"a": [], "b": ["a"]}}, "dependentRequired"),
+        ({"if": {"pattern": "b"}, "then": {"required": ["c"]}}, "write the cases as anyOf"),
         ({"$ref": "https://example.com/schema"}, "example.com"),
-        ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "#/$defs/none"}, "names no part"),
+        ({"pattern": "(a)\\1"}, "references back"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
         ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "use anyOf"),
+        ({"properties": {"a": {}}, "minProperties": 2}, "beside optional properties"),
+        ({"patternProperties": {"^a": True, "b$": True}}, "exclude each other"),
     )
     EXPLODING = (
         chain(2000),  # more stack than there is

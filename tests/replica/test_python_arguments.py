@@ -128,6 +128,40 @@ ALLOWED = {
         [{}, {"a": [1, 1]}],
         [{"b": 1}],
     ),
+    "exactly one of two": (
+        {"properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
+    "one that needs another": (
+        {"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+        [{}, {"b": 1}, {"a": 1, "b": 1}],
+        [{"a": 1}],
+    ),
+    "one by the value of another": (
+        {
+            "properties": {"a": {"enum": [1, 2]}, "b": {}},
+            "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+            "then": {"required": ["b"]},
+        },
+        [{}, {"a": 2}, {"a": 1, "b": 0}],
+        [{"a": 1}],
+    ),
+    "names of a list": (
+        {"propertyNames": {"enum": ["a", "b"]}},
+        [{}, {"a": 1}, {"a": 1, "b": 2}],
+        [{"c": 1}],
+    ),
+    "not both": (
+        {"properties": {"a": {}, "b": {}}, "not": {"required": ["a", "b"]}},
+        [{}, {"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}],
+    ),
+    "none that a schema does not name": (
+        {"properties": {"a": {}}, "unevaluatedProperties": False},
+        [{}, {"a": 1}],
+        [{"b": 1}],
+    ),
     "none or any": (
         {"anyOf": [{"properties": {}, "additionalProperties": False}, {"type": ["object"]}]},
         [{}, {"a": 1}],
@@ -170,24 +204,28 @@ def test_arguments_in_python_keep_to_their_schemas(demo, schema):
 def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
     function = {"name": "f", "parameters": {"type": "object", **wrong}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
-    with pytest.raises(InvalidInput, match="a function's parameters: ") as refused:
+    with pytest.raises(
+        InvalidInput, match=r"(a function's parameters|the parameters of f): "
+    ) as refused:
         call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
     assert refused.value.param == "tools"
+
+
+WITH_A = {"properties": {"a": {"pattern": "x"}}}
 
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("oneOf", [{"required": ["a"]}]),
-        ("not", {"required": ["a"]}),
-        ("if", {"required": ["a"]}),
+        ("oneOf", [WITH_A, {"required": ["a"]}]),
+        ("not", WITH_A),
+        ("if", WITH_A),
         ("const", {"a": 1}),
         ("enum", [{"a": 1}]),
         ("minProperties", 1),
         ("patternProperties", {"^a": {"type": "integer"}}),
         ("propertyNames", {"pattern": "^a"}),
-        ("dependentRequired", {"a": ["b"]}),
-        ("unevaluatedProperties", False),
+        ("unevaluatedProperties", {"type": "integer"}),
         ("additionalProperties", {"type": "integer"}),
     ],
 )

@@ -56,6 +56,26 @@ def test_a_feed_begins_with_a_snapshot_and_continues_with_changes():
     run(scenario)
 
 
+def test_a_feed_begins_with_the_longest_context():
+    async def scenario(_):
+        feed, fleet = StatusFeed(EngineStatus(), max_context=2048), Fleet()
+        fleet.set_replicas(["r1", "r2"])
+        assert fleet.max_context is None
+        subscriber = feed.subscribe()
+        fleet.on_status_update("r1", await anext(subscriber))
+        feed.post(status())
+        fleet.on_status_update("r1", await anext(subscriber))
+        assert fleet.max_context == 2048
+        longer = StatusFeed(EngineStatus(), max_context=4096).update_with_costs()
+        fleet.on_status_update("r2", from_stats(to_stats(longer)))
+        assert fleet.max_context == 2048
+        fleet.set_replicas(["r2"])
+        assert fleet.max_context == 4096
+        await close(subscriber)
+
+    run(scenario)
+
+
 def test_a_large_snapshot_comes_in_parts(monkeypatch):
     monkeypatch.setattr(module, "_SNAPSHOT_PART", 3)
 

@@ -176,6 +176,24 @@ def test_a_call_without_a_first_byte_is_retried_when_its_replica_dies():
     run(scenario)
 
 
+def test_a_call_without_a_first_byte_is_sent_again_when_its_replica_falls_silent(monkeypatch):
+    monkeypatch.setattr(engines_module, "_SILENCE_CHECK_S", 0.02)
+
+    async def scenario(engines, handle):
+        fleet = fleet_of(Handle.app_name, Handle.deployment_name)
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        monkeypatch.setattr(fleet, "take_silent", lambda: {"r0": [handle.calls[0][0].request_id]})
+        await until(lambda: len(handle.calls) == 2)
+        monkeypatch.setattr(fleet, "take_silent", dict)
+        handle.deliver(HEADER, USAGE, b"whole", ended=True)
+        handle.deliver(b"too late", attempt=0)
+        assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
+        assert handle.calls[0][1].cancelled
+
+    run(scenario)
+
+
 def ended_by(code):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 
 import httpx
@@ -10,8 +11,10 @@ from ray import serve
 from ray.serve._private.http_util import (
     convert_object_to_asgi_messages,
     parse_disconnect_disabled_header,
+    parse_session_id_header,
 )
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.serving import proxy_middleware
@@ -22,18 +25,35 @@ def answer(
     app: ASGIApp,
     path: str = "/v1/models",
     method: str = "GET",
-    headers: Mapping[str, str] = {"x-request-id": "mine"},
+    headers: Mapping[str, str | bytes] = {"x-request-id": "mine"},
 ) -> httpx.Response:
     """Return the answer of an application behind the middleware."""
-    for middleware in reversed(middlewares()):
+    for middleware in middlewares():  # the last is outermost, as Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
-            return await client.request(method, path, headers=headers)
+            encoded = [(name.encode(), value) for name, value in headers.items()]
+            return await client.request(method, path, headers=encoded)  # type: ignore[arg-type]
 
     return asyncio.run(ask())
+
+
+def test_a_websocket_is_refused_by_426_before_serve_sees_it() -> None:
+    """Codex sends its requests over HTTP at once on 426, and after seven attempts otherwise."""
+
+    async def serve_fails(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("Serve was asked")
+
+    app: ASGIApp = serve_fails
+    for middleware in middlewares():  # the last is outermost, as Serve applies them
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    with pytest.raises(WebSocketDenialResponse) as refused:
+        TestClient(app).websocket_connect("/v1/responses").__enter__()
+    assert refused.value.status_code == 426
+    assert refused.value.json()["error"]["code"] == "upgrade_required"
+    assert "HTTP" in refused.value.json()["error"]["message"]
 
 
 def serve_says(status: int, text: str, *headers: tuple[bytes, bytes]) -> ASGIApp:
@@ -121,6 +141,33 @@ def test_serve_reads_no_put_body_ahead_and_in_a_gateway_no_body(
     assert parse_disconnect_disabled_header(dict(seen[0])) is waits
 
 
+@pytest.mark.parametrize(
+    "name", ["x-session-id", "X_Session_Id", "serve_multiplexed_model_id", "traceparent"]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_header_that_serve_cannot_decode_is_a_bad_request(name: str, path: str) -> None:
+    refused = answer(serve_decodes, path, headers={name: b"caf\xe9"})
+    error = refused.json()["error"]
+    assert refused.status_code == 400
+    assert f"{name.lower()}: want text in UTF-8" in error["message"]
+    assert refused.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-session-id": "café".encode()}, {"user-agent": b"caf\xe9"}, {"x-session-id": b"a"}],
+    ids=["UTF-8", "a header that Serve does not read", "ASCII"],
+)
+def test_other_headers_pass_in_any_encoding(headers: Mapping[str, bytes]) -> None:
+    assert answer(serve_decodes, headers=headers).status_code == 200
+
+
+async def serve_decodes(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read a session's header as Serve does."""
+    parse_session_id_header(dict(scope["headers"]))
+    await Response()(scope, receive, send)
+
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -174,10 +221,11 @@ def test_requests_with_different_keys_do_not_wait_for_each_other(
     [
         [(b"authorization", b"Bearer   one ")],
         [(b"x-api-key", b"one")],
+        [(b"authorization", b"Basic " + b64encode(b"any:one"))],
         [(b"authorization", b"Bearer one"), (b"x-api-key", b"two")],
         [(b"authorization", b"Bearer one"), (b"authorization", b"Bearer two")],
     ],
-    ids=["spaces", "x-api-key", "both", "twice"],
+    ids=["spaces", "x-api-key", "basic", "both", "twice"],
 )
 def test_requests_with_a_key_start_an_interval_apart_in_either_header(as_well: Headers) -> None:
     began_s = time.monotonic()

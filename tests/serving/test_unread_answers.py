@@ -49,7 +49,7 @@ def whole(size: int) -> ASGIApp:
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
     """Serve the application behind the middleware, as Serve's proxy does; yield the port."""
-    for middleware in reversed(middlewares()):
+    for middleware in middlewares():  # the last is outermost, as Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)

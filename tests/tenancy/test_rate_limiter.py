@@ -1,11 +1,15 @@
 """Limits bound running and admitted requests, and nothing else."""
 
+from contextlib import suppress
+
 import pytest
 
-from lorikeet.catalog.records import Limits
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
+from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
-from tests.tenancy.gateways import Clock, Gateway, settled
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from tests.tenancy.gateways import Clock, Gateway, agree, settled
 
 NONE = Limits()
 
@@ -153,6 +157,44 @@ def test_requests_at_once_are_bounded_and_ended_ones_make_way(
             hold.release()
 
 
+@pytest.mark.parametrize(
+    "before", [Limits(), Limits(max_concurrent=9), Limits(tokens_per_min=9000)]
+)
+@pytest.mark.parametrize("of_key", [False, True], ids=["tenant", "key"])
+def test_a_new_limit_on_requests_at_once_counts_those_that_run(
+    gateway: Gateway, before: Limits, of_key: bool
+) -> None:
+    def enter(limits: Limits) -> RateLimitHold:
+        return gateway.enter(Limits(), of_key=limits) if of_key else gateway.enter(limits)
+
+    running = [enter(before) for _ in range(8)]
+    for hold in running[:5]:
+        with pytest.raises(RateLimited):
+            enter(Limits(max_concurrent=3))
+        hold.release()
+    with pytest.raises(RateLimited):
+        enter(Limits(max_concurrent=3))
+    running[5].release()
+    enter(Limits(max_concurrent=3))
+    with pytest.raises(RateLimited):
+        enter(Limits(max_concurrent=3))
+
+
+def test_a_new_limit_counts_requests_that_run_in_other_gateways(clock: Clock) -> None:
+    one, other = gateways = [Gateway(clock, name, 2) for name in ("g0", "g1")]
+    agree(gateways)
+    running = [other.enter(Limits()) for _ in range(8)]
+    with suppress(RateLimited):  # within its share, until the gateways have agreed
+        one.enter(Limits(max_concurrent=6)).release()
+    agree(gateways)
+    with pytest.raises(RateLimited):
+        one.enter(Limits(max_concurrent=6))
+    for hold in running:
+        hold.release()
+    agree(gateways)
+    one.enter(Limits(max_concurrent=6))
+
+
 def test_retry_after_at_the_concurrency_limit_follows_the_duration_of_requests(
     gateway: Gateway, clock: Clock
 ) -> None:
@@ -294,3 +336,30 @@ def test_recorded_usage_is_read_only_while_a_tenant_has_a_budget(clock: Clock) -
     budget.check("acme", 10, clock())
     assert not budget.due(clock() + 1)
     assert budget.due(clock() + 60)
+
+
+def test_recorded_usage_is_read_though_the_systems_clock_went_back() -> None:
+    class Nothing:
+        def of(self, tenant: str) -> int:
+            return 0
+
+        def refresh(self) -> None:
+            pass
+
+    clock, wall = Clock(), Clock(1e9)
+    budget = MonthlyBudget(Nothing(), unseen_s=3600.0)
+    limiter = RateLimiter(LimitShares("g0", 1, clock()), budget, None, clock, wall)
+    tenant = TenantRecord("acme", 0.0, Limits(tokens_per_month=100))
+    key = KeyRecord("k1", "acme", frozenset(), "", 0.0)
+    hold = limiter.check(tenant, key)
+    hold.reserve(120, "base")
+    hold.settle(120)
+    hold.release()
+    budget.was_read(clock())  # too early to include these tokens
+    wall.now -= 3600.0
+    clock.now += 3700.0
+    with pytest.raises(InsufficientQuota):
+        limiter.check(tenant, key)
+    assert budget.due(clock())
+    budget.was_read(clock())
+    limiter.check(tenant, key)

@@ -11,9 +11,10 @@ the blob (`read_spec`). All three parse headers, configs and pairs of tensors by
 Regular expressions of a config run at the first boundary only, in a child process.
 
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
-                                `lora_config` (adapter_config.json, with `targets` and
-                                `expressions`), `experts` and `token_rows`; `mlx` reads MLX's
-                                folders, and `trtllm` converts TensorRT-LLM's to PEFT's
+                                `lora_config` (adapter_config.json, with `targets`,
+                                `expressions` and `peft_release`), `experts` and `token_rows`;
+                                `mlx` reads MLX's folders, and `trtllm` converts TensorRT-LLM's
+                                to PEFT's
     blob → checked adapter      `spec`, from `header` and against the base model's `shape`;
                                 `values` checks the values, `adapter_memory` the sizes
     base model                  `base_config` (config.json), `families` (their linears),
@@ -60,6 +61,7 @@ from lorikeet_engine.adapter_format.saved_weights import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
+    pickled_weights,
     refuse_added_tokens,
     shard_names,
 )
@@ -111,6 +113,7 @@ __all__ = [
     "is_nf4",
     "is_nf4_copy",
     "last_part",
+    "pickled_weights",
     "quantized_linears",
     "read_config",
     "read_json",

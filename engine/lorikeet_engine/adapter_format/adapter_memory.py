@@ -15,8 +15,8 @@ class AdapterMemory:
     dtype: dtype of packed adapters: float32, float16 or bfloat16.
     gpu_bytes: bytes for adapters on each GPU of a replica; None if unknown.
     host_bytes: bytes for adapters in the host memory of a replica; None if unknown.
-    gpus: by base model, the number of a replica's GPUs that share each adapter; 1 for base models
-        that are not listed.
+    gpus: by base model, the number of a replica's GPUs among which each adapter is divided; 1 for
+        base models that are not listed.
     """
 
     dtype: str

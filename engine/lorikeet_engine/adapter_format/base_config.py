@@ -18,7 +18,8 @@ _OUTSIDE = (
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file in a base model's folder.
 
-    Raises ModelError, whose `field` is the file's name.
+    Raises ModelError, whose `field` is the file's name, if the file cannot be read or has no
+    object.
     """
     try:
         raw = json.loads(path.read_bytes())
@@ -36,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Read the config of the text decoder from config.json in a base model's folder.
 
-    Raises ModelError.
+    Raises ModelError if a config file cannot be read, or holds no JSON object.
     """
     raw = read_json(folder / "config.json")
     # ModelOpt first wrote only this file, and later quantization_config, too
@@ -74,7 +75,9 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Return the positive integer under the key `field` of a config. Raises ModelError.
+    """Return the positive integer under the key `field` of a config.
+
+    Raises ModelError for any other value.
 
     default: value to assume if the config has none.
     """
@@ -86,7 +89,9 @@ def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> i
 
 
 def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """Return the positive number under the key `field` of a config. Raises ModelError.
+    """Return the positive number under the key `field` of a config.
+
+    Raises ModelError for any other value.
 
     default: value to assume if the config has none.
     """
@@ -100,7 +105,7 @@ def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> 
 def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]:
     """Return the list of `count` positive numbers under the key `field` of a config.
 
-    Raises ModelError.
+    Raises ModelError for any other value.
     """
     value = raw.get(field)
     if not isinstance(value, list) or len(value) != count:
@@ -109,7 +114,9 @@ def numbers(raw: Mapping[str, Any], field: str, count: int) -> tuple[float, ...]
 
 
 def flag(raw: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """Return the boolean under the key `field` of a config. Raises ModelError.
+    """Return the boolean under the key `field` of a config.
+
+    Raises ModelError for any other value.
 
     default: value to assume if the config has none.
     """

@@ -38,7 +38,9 @@ class BaseCopy:
 
 
 def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
-    """Hash a copy of a base model's matrix in a trainer's folder. Raises AdapterRejected.
+    """Hash a copy of a base model's matrix in a trainer's folder.
+
+    Raises AdapterRejected as SavedTensor.pieces does.
 
     module: embed_tokens or lm_head.
     """
@@ -62,13 +64,16 @@ def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
 def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
     """Return the identities of the copied matrices that were saved along with a blob's adapter.
 
-    Raises AdapterRejected.
+    Raises AdapterRejected if the blob's header is malformed.
     """
     return parse_copies(read_header(blob).metadata)
 
 
 def parse_copies(metadata: Mapping[str, str]) -> tuple[BaseCopy, ...]:
-    """Parse the identities of copied matrices from a blob's metadata. Raises AdapterRejected."""
+    """Parse the identities of copied matrices from a blob's metadata.
+
+    Raises AdapterRejected if they are malformed.
+    """
     text = metadata.get(COPIES_KEY)
     if text is None:
         return ()

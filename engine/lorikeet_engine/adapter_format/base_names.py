@@ -1,4 +1,4 @@
-"""Names of base models: one model may be named after several owners or quantised copies."""
+"""Comparison of base models' names: copies of one model differ in owner and in quantisation."""
 
 import re
 
@@ -41,6 +41,6 @@ def is_fp8_copy(name: str) -> bool:
 
 
 def same_model(name: str, other: str) -> bool:
-    """Whether two names are of one model, each either quantised or not."""
+    """Whether two names are of the same model or of quantised copies of it."""
     one, another = (_META.sub("", unquantised_name(each).casefold()) for each in (name, other))
     return one == another

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from lorikeet_engine.adapter_format.spec import METADATA_KEY, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
     canonical_module,
     copied_module,
+    is_of_vision,
+    is_training_state,
     split_saved_name,
     tensor_name,
     token_rows_module,
@@ -47,26 +49,34 @@ Tensor = tuple[str, np.ndarray]
 """A tensor: its dtype in safetensors' naming, and an array of its shape that holds its bytes."""
 
 
-def write_blob(folder: Path, out: Path) -> str:
+Warn = Callable[[str], object]
+"""Shows one sentence to the owner of a folder that can be served."""
+
+
+def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its SHA-256.
 
     Tensors keep their bytes, except those of dtypes that no engine reads. They are sorted, and
     named as PEFT names them for an unwrapped base model. The config becomes one key of the header's
     metadata. Copies of the base model's matrices are left out; another key has their hashes.
+    Tensors that no answer to a text depends on are left out, too.
 
     out: the file to write; removed if writing fails.
+    warn: called with a sentence if the adapter is not served entirely as it was trained.
     Raises AdapterRejected for a folder without an adapter that engines can serve.
     """
     raw, mlx = _read_config(folder), is_mlx(folder)
     raw = peft_config(raw) if mlx else raw
     refuse_unsupported(raw)  # first, since the config explains more than tensor names
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
+    tensors = _of_the_decoder(tensors, warn)
     copies = _copies(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
     rows = _take_rows(tensors)
     tokens = trained_tokens(raw, rows)
-    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw)
-    config = LoraConfig.from_peft(raw, pairs)
+    doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
+    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
+    config = LoraConfig.from_peft(raw, pairs, doubt)
     modules, config = stack_experts(_in_blobs(pairs), config)
     named: dict[str, Stored] = {token_rows_name(m): tensor for m, tensor in rows.items()}
     for module, sides in modules.items():
@@ -113,7 +123,7 @@ def trained_on(blob: Path) -> str | None:
     """Return the name of the base model that a blob's adapter was trained on.
 
     "" if the blob's config names none; None if the file is not a blob.
-    Raises AdapterRejected.
+    Raises AdapterRejected if the header or the config is bad.
     """
     config = read_header(blob).metadata.get(METADATA_KEY)
     return None if config is None else LoraConfig.from_json(config).base_model_name_or_path
@@ -154,6 +164,24 @@ def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
         if module is not None:
             rows[module] = tensors.pop(name)
     return rows
+
+
+def _of_the_decoder(tensors: Mapping[str, SavedTensor], warn: Warn) -> dict[str, SavedTensor]:
+    """Leave out training state and tensors of a vision part; warn of the latter."""
+    kept = {name: tensor for name, tensor in tensors.items() if not is_training_state(name)}
+    vision = [name for name in kept if is_of_vision(name)]
+    if vision and len(vision) == len(kept):
+        raise AdapterRejected(
+            "it changes the vision part of the base model alone, and only text is served: train "
+            "linears of the language model",
+            field=vision[0],
+        )
+    if vision:
+        warn(
+            f"{len(vision)} tensors of the vision part are left out, such as {vision[0]}: only "
+            "text is served, and answers to texts do not depend on that part"
+        )
+    return {name: tensor for name, tensor in kept.items() if not is_of_vision(name)}
 
 
 def _copies(tensors: Mapping[str, SavedTensor]) -> list[BaseCopy]:

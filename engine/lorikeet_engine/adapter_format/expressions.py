@@ -49,7 +49,9 @@ class Expressions:
 
         Texts that no expression matches are left out.
         field: config key to name in errors.
-        Raises AdapterRejected.
+
+        Raises AdapterRejected if an expression is too long or malformed, or if matching takes too
+        much time or memory.
         """
         longest = max(map(len, expressions), default=0)
         if longest > MAX_EXPRESSION_CHARACTERS:

@@ -119,7 +119,8 @@ def header_bytes(
     """Return the bytes of a safetensors header.
 
     tensors: dtype and shape of each tensor, by name, in the order of their bytes in the file.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if the header is larger than MAX_HEADER_BYTES.
     """
     entries: dict[str, object] = {"__metadata__": metadata}
     at = 0

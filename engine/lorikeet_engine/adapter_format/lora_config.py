@@ -7,14 +7,22 @@ is packed: a reader of a blob looks names up, and never runs untrusted expressio
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
+from lorikeet_engine.adapter_format.families import EMBEDDINGS
 from lorikeet_engine.adapter_format.header import parse_json_object
-from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
-from lorikeet_engine.adapter_format.tensor_names import canonical_module
+from lorikeet_engine.adapter_format.peft_release import (
+    LOST_BIASES,
+    SAVED_BIASES,
+    SCALED_EMBEDDINGS,
+    is_before,
+    training_release,
+)
+from lorikeet_engine.adapter_format.targets import check_targets, resolve_patterns
+from lorikeet_engine.adapter_format.tensor_names import canonical_module, is_of_vision, is_outer
 from lorikeet_engine.errors import AdapterRejected
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -38,6 +46,7 @@ _UNDERSTOOD = frozenset(
         "trainable_token_indices",
     }
 )
+# Options that change only the training, and notes of trainers, which PEFT ignores.
 _WITHOUT_EFFECT = frozenset(
     {
         "task_type",
@@ -54,27 +63,43 @@ _WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
         "runtime_config",
         "quantization_config",  # of the base model during training
-        "unsloth_version",
+        "velora_config",  # compresses activations for the backward pass
+        "monteclora_config",  # samples around A, in training alone
+        "fan_in_fan_out",  # PEFT applies it to Conv1D alone, which no served base model has
         "merge_weights",  # until PEFT 0.2: merge for evaluation
+        "transformers_version",
+        # modelscope/ms-swift 3602360, swift/tuners/lora.py: LoRA+'s learning rates, and dtypes
+        "lora_dtype",
+        "lorap_lr_ratio",
+        "lorap_emb_lr",
+        # axolotl-ai-cloud/axolotl 067b021, integrations/kernels/merge_aware_callback.py
+        "nvfp4_merge_aware",
     }
 )
+# Unsloth's version, method and precision of training; ms-swift's type; what Python classes keep.
+_NOTES = ("unsloth_", "swift_", "_")
+_BIASES = ("none", "all", "lora_only", False, None)
 _REASONS = {
     "use_dora": "DoRA also rescales the base model's outputs, which the kernels do not support; "
     "train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
-    "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
     "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
     "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
     "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
+    "use_qa_lora": "QA-LoRA pools the layers' inputs; train with use_qa_lora=False",
+    "enable_lora": "it adapts parts of a fused linear, as PEFT 0.2 did; train a plain LoRA",
     "arrow_config": "routing between adapters is not supported; register each adapter",
     "kasa_config": "KaSA changes the base model; train a plain LoRA",
-    "velora_config": "VeLoRA saves training state among the weights; train a plain LoRA",
-    "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
 }
+_UNKNOWN = (
+    "this option is not known: PEFT or another trainer may compute something else with it. If it "
+    "is only a note of the trainer, remove it from adapter_config.json"
+)
+_OPTIONAL = {"families", "lost_biases", "unscaled_embeddings"}
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -89,6 +114,10 @@ class LoraConfig:
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
     families: families of base models in which every targeted linear has weights; None: all families
         that have the linears with weights.
+    unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
+        whose own module scales.
+    lost_biases: the adapter was trained with biases of its linears, where the base model has any,
+        and they were not saved.
     """
 
     base_model_name_or_path: str
@@ -99,21 +128,31 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float]
     peft_type: str = "LORA"
     families: Sequence[str] | None = None
+    unscaled_embeddings: bool = False
+    lost_biases: bool = False
 
     @classmethod
-    def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
+    def from_peft(
+        cls,
+        raw: Mapping[str, Any],
+        modules: Iterable[str],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> "LoraConfig":
         """Parse PEFT's config for the modules that have weights.
 
         raw: PEFT's config, which refuse_unsupported has accepted.
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
             rank_pattern and alpha_pattern are their canonical names.
-        Raises AdapterRejected.
+        warn: called with a sentence if releases of PEFT read the config differently, and the config
+            does not show which one trained.
+
+        Raises AdapterRejected if a value cannot be served, or if the config does not select exactly
+        these modules.
         """
         modules = sorted(modules)
         with Expressions() as run:
             families = check_targets(raw, modules, run)
-            ranks = resolve_pattern(raw, "rank_pattern", modules, run)
-            alphas = resolve_pattern(raw, "alpha_pattern", modules, run)
+            ranks, alphas = resolve_patterns(raw, modules, run, warn)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         return _checked(
             base_model_name_or_path=raw.get("base_model_name_or_path") or "",
@@ -123,15 +162,21 @@ class LoraConfig:
             rank_pattern={canonical_module(m): rank for m, rank in ranks.items() if rank != r},
             alpha_pattern={canonical_module(m): a for m, a in alphas.items() if a != alpha},
             families=families,
+            unscaled_embeddings=_is_unscaled(raw, modules, warn),
+            lost_biases=_has_lost_biases(raw, warn),
         )
 
     @classmethod
     def from_json(cls, text: str) -> "LoraConfig":
-        """Parse the JSON of the config in a blob's metadata. Raises AdapterRejected."""
+        """Parse the JSON of the config in a blob's metadata.
+
+        Raises AdapterRejected if the text is not JSON, or has other keys or values than `to_json`
+        writes.
+        """
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
-        if set(raw) | {"families"} != names:
-            odd = sorted((set(raw) | {"families"}) ^ names)
+        if set(raw) | _OPTIONAL != names:
+            odd = sorted((set(raw) | _OPTIONAL) ^ names)
             raise AdapterRejected(
                 f"the blob's config has other keys than expected: {reprlib.repr(odd)}", field=odd[0]
             )
@@ -140,8 +185,9 @@ class LoraConfig:
     def to_json(self) -> str:
         """Return the config as canonical JSON: equal configs give equal texts."""
         named = asdict(self)
-        if self.families is None:
-            del named["families"]
+        for key in _OPTIONAL:
+            if not named[key]:
+                del named[key]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     def rank(self, module: str) -> int:
@@ -157,12 +203,15 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
+    Trained biases and modules of the decoder are refused by the names of their tensors: PEFT takes
+    the options for base models without such parts, too.
+
     raw: PEFT's config.
     """
     if raw.get("peft_type") != "LORA":
         raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
-    if raw.get("bias", "none") != "none":
-        raise _bad("biases are not supported; train with bias='none'", "bias", raw["bias"])
+    if raw.get("bias") not in _BIASES:
+        raise _bad("want none, all or lora_only", "bias", raw["bias"])
     if raw.get("finetuning_type", "lora") != "lora":
         raise _bad("only LoRA can be served", "finetuning_type", raw["finetuning_type"])
     init = raw.get("init_lora_weights", True)
@@ -173,10 +222,45 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
             "the adapter would change nothing; give the alpha of the training", "lora_alpha", 0
         )
     for key, value in raw.items():
-        if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:
-            raise _bad(
-                _REASONS.get(key, "this option is not supported; train without it"), key, value
-            )
+        known = key in _UNDERSTOOD | _WITHOUT_EFFECT or key.startswith(_NOTES)
+        if value and not known and not _is_of_vision_alone(key, value):
+            raise _bad(_REASONS.get(key, _UNKNOWN), key, value)
+
+
+def _is_unscaled(
+    raw: Mapping[str, Any], modules: Iterable[str], warn: Callable[[str], object]
+) -> bool:
+    """Whether a PEFT that left out the scale of embeddings has trained adapters of embeddings."""
+    adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
+    if not adapts and not raw.get("trainable_token_indices"):
+        return False
+    base = raw.get("base_model_name_or_path")
+    if training_release(raw) is None and isinstance(base, str) and "gemma" in base.lower():
+        warn(
+            "PEFT before 0.18 adds LoRA to Gemma 3's embeddings without their scale, and "
+            "adapter_config.json does not show which release trained: served as the newest "
+            "computes it; set peft_version to the release that trained"
+        )
+    return is_before(raw, SCALED_EMBEDDINGS)
+
+
+def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
+    """Whether a PEFT that does not save the biases of bias="lora_only" may have trained some."""
+    release = training_release(raw)
+    saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
+    if raw.get("bias") != "lora_only" or saves:
+        return False
+    warn(
+        "PEFT before 0.21 does not save the biases that bias='lora_only' trains: answers are those "
+        "of the training only if no adapted linear of the base model has a bias"
+    )
+    return True
+
+
+def _is_of_vision_alone(key: str, value: Any) -> bool:
+    """Whether an option saves whole modules of a vision part alone, whose tensors are left out."""
+    names = value if isinstance(value, list) else [None]
+    return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)
 
 
 def _checked(**raw: Any) -> LoraConfig:
@@ -195,6 +279,9 @@ def _checked(**raw: Any) -> LoraConfig:
         isinstance(families, list | tuple) and all(isinstance(each, str) for each in families)
     ):
         raise _bad("want names of families", "families", families)
+    for key in ("lost_biases", "unscaled_embeddings"):
+        if not isinstance(raw.get(key, False), bool):
+            raise _bad("want true or false", key, raw[key])
     raw["families"] = None if families is None else tuple(families)
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}

@@ -29,7 +29,7 @@ def is_mlx(folder: Path) -> bool:
 def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
     """Return the tensors of an MLX folder, converted to PEFT's shapes, by PEFT's names.
 
-    Raises AdapterRejected.
+    Raises AdapterRejected if the file is malformed, or adapts embed_tokens without lm_head.
     """
     tensors, adapted = {}, set()
     for name, tensor in tensors_of([folder / MLX_WEIGHTS_FILE]).items():
@@ -53,7 +53,10 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
 
 
 def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
-    """Convert MLX's adapter_config.json to PEFT's. Raises AdapterRejected."""
+    """Convert MLX's adapter_config.json to PEFT's.
+
+    Raises AdapterRejected if it is not of a LoRA adapter, or has no usable rank and scale.
+    """
     kind, given = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
     if kind != "lora":
         raise bad_config(f"{kind!r}: only lora can be served", "fine_tune_type")

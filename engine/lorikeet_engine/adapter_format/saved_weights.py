@@ -1,6 +1,10 @@
-"""Reads the weights in a trainer's folder: one safetensors file, or shards with an index."""
+"""Reads the weights in a trainer's folder: one safetensors file, or shards with an index.
 
-from collections.abc import Container, Iterator, Sequence
+Pickles are found by name, and never opened.
+"""
+
+import re
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +23,13 @@ from lorikeet_engine.errors import AdapterRejected
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _NEW_TOKENS = ("new_embeddings.safetensors", "new_embeddings.bin")
+_PICKLE = re.compile(r"[^/]*\.(?:bin|pt|pth|pkl)")
+_PICKLED_WEIGHTS = [
+    re.compile(rf"{stem}{shard}\.(?:bin|pt|pth|pkl)")
+    for stem in ("adapter_model", "pytorch_model")
+    for shard in ("", r"-\d{5}-of-\d{5}")
+]
+_TRAINING_STATE = re.compile(r"(?:training_args|optimizer|scheduler|scaler|r(?:ng|andom)_state)")
 _MAX_SHARDS = 100
 # Larger than for blobs, since a folder is read by its owner. Qwen3-30B-A3B has 36,864 matrices of
 # single experts, whose names take 7 MB; in a blob they are 288.
@@ -53,7 +64,7 @@ class SavedTensor(TensorSpan):
     def pieces(self) -> Iterator[bytes]:
         """Yield the tensor's bytes, converted to blob_dtype, a few MiB at once.
 
-        Raises AdapterRejected.
+        Raises AdapterRejected if the file ends early, or if float32 cannot hold a float64 value.
         """
         if self.transposed and self.begin < self.end:
             yield self._transposed(b"".join(self._pieces()))
@@ -88,7 +99,11 @@ class SavedTensor(TensorSpan):
 
 
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors in a folder in PEFT's format, by name. Raises AdapterRejected."""
+    """Return the tensors in a folder in PEFT's format, by name.
+
+    Raises AdapterRejected if the folder has no safetensors weights, or weights that cannot be
+    served.
+    """
     refuse_added_tokens([path.name for path in folder.iterdir()])
     return tensors_of(_files(folder))
 
@@ -108,7 +123,11 @@ def refuse_added_tokens(names: Container[str]) -> None:
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
-    """Return the tensors of safetensors files, by name. Raises AdapterRejected."""
+    """Return the tensors of safetensors files, by name.
+
+    Raises AdapterRejected if a header is malformed, two files have a tensor of the same name, or
+    there are too many tensors.
+    """
     tensors: dict[str, SavedTensor] = {}
     for file in files:
         for name, span in read_header(file, _SAVED_BYTES, _LIMITS).tensors.items():
@@ -121,11 +140,29 @@ def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
     return tensors
 
 
+def pickled_weights(names: Collection[str]) -> list[str]:
+    """Return the pickles in a folder that hold an adapter's weights: one file, or all shards.
+
+    PEFT wrote adapter_model.bin; DeepSpeed's and accelerate's checkpoints have pytorch_model.bin or
+    its shards. A pickle of another name counts if it is the only one beside a trainer's state.
+    Empty without such files.
+
+    names: names of the files in the folder.
+    """
+    for pattern in _PICKLED_WEIGHTS:
+        if found := sorted(filter(pattern.fullmatch, names)):
+            return found
+    others = [n for n in names if _PICKLE.fullmatch(n) and not _TRAINING_STATE.match(n)]
+    return others if len(others) == 1 else []
+
+
 def shard_names(index: bytes) -> list[str]:
     """Return the names of the files in an index of shards; they are in the index's folder.
 
     index: content of the index file.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if the index is malformed, or names too many files or any that is not a
+    safetensors file beside it.
     """
     places = parse_json_object(index, INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
@@ -151,8 +188,7 @@ def _files(folder: Path) -> list[Path]:
             if not shard.is_file():
                 raise _bad(f"{folder} has no {shard.name}, which {INDEX_FILE} names", shard.name)
         return shards
-    pickles = [p.name for ending in ("bin", "pt", "pth", "pkl") for p in folder.glob(f"*.{ending}")]
-    if pickles:
+    if pickles := pickled_weights([path.name for path in folder.iterdir()]):
         raise _bad(
             f"{pickles[0]} is a pickle, which can run code when it is opened: save the adapter as "
             "safetensors with save_pretrained(..., safe_serialization=True), or let `lorikeet "

@@ -1,7 +1,7 @@
 """Validates a blob against a base model, and locates its matrices."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     split_tensor_name,
     tensor_name,
     token_rows_module,
+    token_rows_name,
     with_shared_a,
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
@@ -34,8 +35,8 @@ ALIGNMENT = 16
 class AdapterLimits:
     """Limits that an operator sets for adapters.
 
-    max_rank: largest rank of any linear.
-    max_bytes: largest size of a blob.
+    max_rank: maximum LoRA rank of any linear.
+    max_bytes: maximum size of a blob.
     """
 
     max_rank: int
@@ -78,7 +79,7 @@ class LinearLora:
     experts: int = 1
 
     def matrix(self, side: str) -> str:
-        """Return how error messages name one of the linear's two matrices.
+        """Return the name of one of the linear's two matrices, for error messages.
 
         side: A or B.
         """
@@ -181,7 +182,15 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
+    if token_rows_name(EMBEDDINGS.module) in rows and _leaves_out_the_scale(config, shape):
+        raise AdapterRejected(
+            f"PEFT before 0.18 trained these tokens while it left out the scale of all of "
+            f"{FAMILIES[shape.family].name}'s embeddings, not only of these: train them with a "
+            "newer PEFT",
+            field=EMBEDDINGS.module,
+        )
     linears = [_linear(module, pair, config, shape, limits) for module, pair in pairs.items()]
+    _check_lost_biases(config, linears, shape)
     return AdapterSpec(
         base_model=config.base_model_name_or_path,
         linears=tuple(sorted(linears, key=lambda part: (part.layer, part.linear))),
@@ -268,9 +277,28 @@ def _linear(
     found = shape.modules[linear]
     name = found.name if layer == shape.outer_layer else f"layers.{layer}.{found.name}"
     scaling, spans = config.scaling(module), (sides["A"], sides["B"])
+    if found.gathers and _leaves_out_the_scale(config, shape):
+        scaling /= math.sqrt(shape.hidden)  # by which the engine multiplies
     return LinearLora(
         layer, linear, name, rank, scaling, *spans, found.gathers, shape.matrices(linear)
     )
+
+
+def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape: BaseShape) -> None:
+    """Raise AdapterRejected if biases that PEFT has trained and not saved are of the base model."""
+    family = FAMILIES[shape.family]
+    for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():
+        if shape.modules[part.linear].group == "qkv":
+            raise AdapterRejected(
+                f"PEFT before 0.21 trained the bias of {family.name}'s {part.name} and did not "
+                "save it: train with bias='none'",
+                field="bias",
+            )
+
+
+def _leaves_out_the_scale(config: LoraConfig, shape: BaseShape) -> bool:
+    """Whether the adapter was trained without the scale of the base model's embeddings."""
+    return config.unscaled_embeddings and FAMILIES[shape.family].scales_in_module
 
 
 def _check_experts(

@@ -6,6 +6,12 @@ from typing import Any
 from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
+from lorikeet_engine.adapter_format.peft_release import (
+    SEPARATE_PATTERNS,
+    WHOLE_PATTERNS,
+    Release,
+    training_release,
+)
 from lorikeet_engine.adapter_format.tensor_names import (
     canonical_module,
     is_outer,
@@ -39,7 +45,8 @@ def check_targets(
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
         refer.
     run: matcher for the config's expressions.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if the modules that have weights are not those that the config selects.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}
@@ -128,23 +135,78 @@ def _missing(module: str, last: int, layers: Collection[int]) -> str:
     )
 
 
-def resolve_pattern(
-    raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions
-) -> dict[str, Any]:
-    """Return, for each module that a pattern of a PEFT config matches, the pattern's value.
+Patterns = tuple[dict[str, Any], dict[str, Any]]
+"""Ranks and alphas by module, of the modules that a rank_pattern and an alpha_pattern match."""
 
-    If several of the pattern's keys match a module, the first one determines the value.
-    key: rank_pattern or alpha_pattern.
-    run: matcher for the pattern's expressions.
+
+def resolve_patterns(
+    raw: Mapping[str, Any],
+    modules: Sequence[str],
+    run: Expressions,
+    warn: Callable[[str], object],
+) -> Patterns:
+    """Return the ranks and alphas of a config's patterns, as the release that trained reads them.
+
+    If several of a pattern's keys match a module, the first one determines the value.
+
+    raw: PEFT's config.
+    modules: modules that have weights, in the trainer's naming.
+    run: matcher for the patterns' expressions.
+    warn: called with a sentence if the config does not show the release, and releases differ.
     """
-    pattern = raw.get(key) or {}
-    if not isinstance(pattern, Mapping):
-        raise bad_config("want an object", key)
-    if len(pattern) > MAX_EXPRESSIONS:
-        raise bad_config(f"{len(pattern)} entries: the limit is {MAX_EXPRESSIONS}", key)
-    values = list(pattern.values())
-    matches = run.first_matches([_behind_any(name) for name in pattern], modules, key)
-    return {module: values[number] for module, number in matches.items()}
+    patterns = []
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = raw.get(key) or {}
+        if not isinstance(pattern, Mapping):
+            raise bad_config("want an object", key)
+        if len(pattern) > MAX_EXPRESSIONS:
+            raise bad_config(f"{len(pattern)} entries: the limit is {MAX_EXPRESSIONS}", key)
+        patterns.append(pattern)
+    release = training_release(raw)
+    found = _matched(patterns, modules, run, release or WHOLE_PATTERNS)
+    if release is None and any(patterns):
+        older = ((0, 0, 0), SEPARATE_PATTERNS)
+        if any(_matched(patterns, modules, run, each) != found for each in older):
+            warn(
+                "PEFT before 0.15 reads the names in rank_pattern or alpha_pattern otherwise, and "
+                "adapter_config.json does not show which release trained: served as the newest "
+                "reads them; name modules in full, or set peft_version"
+            )
+    return found
+
+
+def _matched(
+    patterns: Sequence[Mapping[str, Any]],
+    modules: Sequence[str],
+    run: Expressions,
+    release: Release,
+) -> Patterns:
+    """Return the values of patterns by module, as a release of PEFT reads them.
+
+    patterns: rank_pattern and alpha_pattern.
+    """
+    ranks, alphas = patterns
+    if release < SEPARATE_PATTERNS:  # the first key of both patterns is looked up in each
+        keys = [*ranks, *alphas]
+        matches = run.first_matches([_behind_a_dot(key) for key in keys], modules, "rank_pattern")
+        names = {m: keys[matches[m]] if m in matches else m for m in modules}
+        return _values(ranks, names), _values(alphas, names)
+    behind = _behind_a_dot if release < WHOLE_PATTERNS else _behind_any
+    found = []
+    for field, pattern in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        keys = list(pattern)
+        matches = run.first_matches([behind(key) for key in keys], modules, field)
+        names = {m: keys[matches[m]] if m in matches else m for m in modules}
+        found.append(_values(pattern, names))
+    return found[0], found[1]
+
+
+def _values(pattern: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a pattern's value for each module whose key the pattern has.
+
+    names: for each module, the key to look up.
+    """
+    return {module: pattern[key] for module, key in names.items() if key in pattern}
 
 
 def _behind_any(name: str) -> str:
@@ -153,6 +215,15 @@ def _behind_any(name: str) -> str:
     It matches the name alone, and the name after any prefix that ends in a dot.
     """
     return rf"(.*\.)?({name})"
+
+
+def _behind_a_dot(name: str) -> str:
+    """Return an expression that matches where PEFT before 0.15 finds a name in a config.
+
+    Its expression is not grouped, so each alternative of a name stands alone, and only the last one
+    must reach the end.
+    """
+    return rf"(?:.*\.{name}$).*"
 
 
 def _targeted(

@@ -35,6 +35,13 @@ _COPY = re.compile(
     r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
     r"(?:\.base_layer)?\.weight"
 )
+# Parts of vision-language models that see images: encoders, and projectors to hidden states.
+_VISION = re.compile(
+    r"(?:base_model\.model\.)?(?:model\.){0,2}(?:visual|vision_tower|vision_model"
+    r"|multi_modal_projector|mm_projector|mlp1)(?:\.|$)"
+)
+# Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
+_TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
 _SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
@@ -64,7 +71,8 @@ def split_tensor_name(name: str) -> tuple[str, str]:
 def split_saved_name(name: str) -> tuple[str, str]:
     """Parse the name of a LoRA tensor in a trainer's file: return (module, "A" or "B").
 
-    The module is named as in the trainer's config. Raises AdapterRejected.
+    The module is named as in the trainer's config. Raises AdapterRejected if the tensor is not
+    part of a LoRA adapter.
     """
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
@@ -77,6 +85,19 @@ def copied_module(name: str) -> str | None:
     """
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
     return match[1] if match else None
+
+
+def is_of_vision(name: str) -> bool:
+    """Whether a trainer's tensor or module is of the vision part of a vision-language model.
+
+    Answers to texts do not depend on this part.
+    """
+    return _VISION.match(_WRAPPERS.sub("", name)) is not None
+
+
+def is_training_state(name: str) -> bool:
+    """Whether a trainer's tensor is state of a training method, which answers do not depend on."""
+    return _TRAINING_STATE.search(name) is not None
 
 
 def token_rows_module(name: str) -> str | None:
@@ -120,7 +141,8 @@ def layers_prefix(saved: Iterable[str]) -> str:
     """Return the path before "layers." in the names of a decoder's modules.
 
     saved: names of modules, in the trainer's naming.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if they are modules of several decoders.
     """
     matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
     places = {match[1] for match in matches}

@@ -40,7 +40,7 @@ class TokenRows:
     rows: TensorSpan
 
     def matrix(self) -> str:
-        """Return how error messages name these rows."""
+        """Name of these rows, for error messages."""
         return f"{self.name}.trainable_tokens_delta"
 
 

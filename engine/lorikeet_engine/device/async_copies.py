@@ -19,12 +19,14 @@ def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) 
 def zeros_to_upload(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return zeros on the host, pinned if `device` is CUDA, so that `upload` need not pin them."""
+    """Return zeros in host memory, pinned if `device` is CUDA, so that `upload` copies them
+    directly.
+    """
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class Download:
-    """Running copy of a tensor from the device to the host."""
+    """Copy of a tensor from the device to the host, which runs in the background."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -40,7 +42,7 @@ class Download:
     def wait(self) -> torch.Tensor:
         """Wait for the copy and all that was launched before it, and return the values on the host.
 
-        Raises the device's errors up to then.
+        Raises any error of the device up to then.
         """
         if self._arrived is not None:
             self._arrived.synchronize()

@@ -25,11 +25,11 @@ class MemoryShare:
 
 
 Memory = int | MemoryShare
-"""Memory size: bytes, or a share of free memory."""
+"""Memory size: bytes, or a share of the memory that is free."""
 
 
 def resolve(memory: Memory, free: int) -> int:
-    """Convert a memory size to bytes. A share gives at least 1 byte.
+    """Convert a memory size to bytes; a share is at least 1 byte.
 
     free: bytes of memory that are free.
     """

@@ -78,8 +78,8 @@ def assemble(
     load: reads the base model, as load_model does.
     wake: called whenever adapters have been loaded.
 
-    Raises ModelError. Raises SettingsError if the device has too little memory or no attention
-    kernels for the model.
+    Raises ModelError if the base model cannot be loaded. Raises SettingsError if the device has too
+    little memory or no attention kernels for the model.
     """
     ranks = start_ranks(settings, load)
     try:
@@ -130,7 +130,7 @@ def load_weights(
     group: RankGroup | None,
     start: StartUpStages,
 ) -> LlamaModel:
-    """Load the base model, or this rank's part of it. Raises ModelError and SettingsError.
+    """Load the base model, or this rank's part of it. Raises what `load` raises.
 
     load: reads the base model, as load_model does.
     group: the processes that share the model; None if this process holds all of it.
@@ -207,7 +207,8 @@ def build_runner(
     The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
     page runs first. Then the runner is built again, with as many pages as fit into the memory that
     the trial left free. The trial's graphs cannot be kept, since they hold the address of its KV
-    pages. Raises SettingsError.
+    pages. Raises SettingsError if the memory for pages is too little for one sequence, or more than
+    is free.
 
     weights: memory of the adapters' weights on the device.
     start: records the memory and the time that each stage takes.

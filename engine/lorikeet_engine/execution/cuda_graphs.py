@@ -51,10 +51,10 @@ _NO_KV_SLOT = -1  # KV slot of a padding token: its key and value are not writte
 class StepLimits:
     """Limits of one step.
 
-    tokens: most tokens.
-    adapters: most distinct adapters.
-    rank: largest rank of an adapter.
-    pages: most KV pages, in one group of layers, of all sequences together.
+    tokens: maximum number of tokens.
+    adapters: maximum number of distinct adapters.
+    rank: maximum LoRA rank of an adapter.
+    pages: maximum number of KV pages, in one group of layers, of all sequences together.
     """
 
     tokens: int
@@ -99,7 +99,7 @@ class _Adapters(NamedTuple):
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Captured passes: number of tokens → adapters → pass for up to so many; both keys ascend."""
+"""Captured passes: number of tokens → adapters → pass for up to this much; both keys ascend."""
 
 
 class CudaGraphs:
@@ -281,7 +281,7 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def _seen_by_prompts(batch: Batch) -> int:
-    """Return how many tokens the batch's prompt tokens attend to, added up over the prompt tokens.
+    """Return the number of (prompt token, token that it attends to) pairs in the batch.
 
     In a whole graph, each prompt token reads all these keys by itself.
     """

@@ -23,12 +23,13 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
-    """The only tokens that may be sampled in those rows of a step that a grammar restricts.
+    """Tokens that may be sampled in those rows of a step's logits that a grammar restricts.
 
     rows: rows of the logits that are restricted.
     bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None if no row is restricted.
     errors: by row, the error of a grammar that failed.
-    forced: by row, tokens that must follow the sampled token, if only one token may be sampled.
+    forced: by row, forced tokens: those that the grammar requires after the sampled token, if only
+        one token may be sampled.
     """
 
     rows: list[int]
@@ -93,8 +94,9 @@ def allowed_tokens(
 class _ForcedTokens:
     """Forced tokens chosen for the next step; tokens beyond the budget are left to later steps.
 
-    The next step computes them in one chunk with the token before them, and each token attends to
-    all before it. Their number is bounded so that the step remains a single graph on CUDA
+    A forced token is the only one that a grammar allows, so it is not sampled. The next step
+    computes forced tokens in one chunk with the token before them, and each token attends to all
+    before it. Their number is bounded so that the step remains a single graph on CUDA
     (cuda_graphs.py).
     """
 
@@ -119,7 +121,7 @@ class _ForcedTokens:
             self._budget.spend(self._taken, self._taken_see)
 
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
-        """Return the forced tokens to compute with the next token; empty if a row has a choice.
+        """Return the forced tokens to compute with the next token; empty if tokens can be chosen.
 
         They follow the only token that the row can sample. A stop id among the forced tokens ends
         them: it is left to be sampled. No tokens are forced where the device must count each token

@@ -54,7 +54,7 @@ class LeadingRunner(ModelRunner):
         *,
         graphs: bool = True,
     ) -> None:
-        """Have the followers launch a step. Raises DeviceLost.
+        """Have the followers launch a step. Raises DeviceLost after any error, as `for_good` does.
 
         Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
 
@@ -72,11 +72,11 @@ class LeadingRunner(ModelRunner):
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Do as ModelRunner.forward. Raises DeviceLost."""
+        """Do as ModelRunner.forward. Raises DeviceLost after any error, as `for_good` does."""
         with for_good():
             return super().forward(batch, scores)
 
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Do as ModelRunner.forward_eager. Raises DeviceLost."""
+        """Do as ModelRunner.forward_eager. Raises DeviceLost after any error, like `forward`."""
         with for_good():
             return super().forward_eager(batch, scores)

@@ -27,7 +27,7 @@ class MemoryPlan:
     kv_dtype: EngineSettings.kv_dtype.
     kv_tokens: tokens whose keys and values fit into the KV pages. Where layers with windows save
         pages, this holds for sequences of max_context tokens.
-    max_context: most tokens of prompt plus output that model and settings allow.
+    max_context: maximum number of tokens of prompt plus output that model and settings allow.
     kv_of_longest: bytes of KV pages that one sequence of max_context tokens needs.
     """
 
@@ -100,13 +100,13 @@ def count_pages(
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
-    """Return how many adapters a slot pool may hold at most; each needs a row in the table.
+    """Return the number of rows of the adapters' table, a bound of the adapters in a slot pool.
 
     Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
     the first group. Compared with that, table rows are small.
 
     elements: size of the slot pool, in elements of the adapters' dtype.
-    at_least: distinct adapters of a step; the result is never less.
+    at_least: number of distinct adapters in a step; the result is never less.
     """
     qkv = next(iter(shape.groups.values()))
     widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
@@ -114,7 +114,7 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """Return the calculator of KV pages for an engine with this model and these settings."""
+    """Return the calculator of the KV pages that sequences need with this model and settings."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 

@@ -64,8 +64,8 @@ class PromptScores:
 
         chunks: the step's chunks in the order of the batch.
         scored: tokens to score, each range in one of the chunks.
-        max_running: most rows of logits to compute at once. The largest step computes as many, so
-            the memory for them is included in what was measured at start.
+        max_running: maximum number of rows of logits to compute at once. The largest step computes
+            as many, so the memory for them is included in what was measured at start.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
@@ -108,7 +108,7 @@ class PromptScores:
             logits = logits_of(hidden[rows], heads)
             piece = slice(at, at := at + len(rows))
             logprobs = LogprobReadback(logits, dict(enumerate(counts[piece])))
-            logprobs.download(logits, device_tokens[piece])
+            logprobs.download(logits, device_tokens[piece], ranked=True)
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:

@@ -49,7 +49,7 @@ class BuildRunner:
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit into a rank's memory and agree on the least count."""
+    """Command to count the KV pages that fit each rank's memory, and agree on the smallest."""
 
 
 class OneRank:
@@ -65,7 +65,7 @@ class OneRank:
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers that the ranks pass to this method."""
+        """Return the smallest of the numbers that the ranks pass to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
@@ -86,7 +86,7 @@ class OneRank:
 
 
 class LeadingRank(OneRank):
-    """First rank of an engine with tensor parallelism; starts and leads the others."""
+    """Leader of a tensor parallel engine: starts and commands the other ranks' processes."""
 
     group: RankGroup
     followers: Followers
@@ -96,7 +96,9 @@ class LeadingRank(OneRank):
 
         load: picklable function that reads the base model, as load_model does.
 
-        Raises SettingsError, ModelError, DeviceLost.
+        Raises SettingsError if there are too few GPUs or the model cannot be divided among the
+        ranks, ModelError if config.json cannot be served, and DeviceLost if a rank does not
+        connect.
         """
         # NCCL would wait for ranks that have ended; on CUDA the group ends with this process.
         self._leaves = settings.device == "cpu"
@@ -122,7 +124,10 @@ class LeadingRank(OneRank):
             raise
 
     def least(self, number: int) -> int:
-        """Wait until each rank has given a number, and return the least. Raises DeviceLost."""
+        """Wait until each rank has given a number; return the smallest.
+
+        Raises DeviceLost if a rank is gone.
+        """
         with _in_reach():
             return self.group.minimum((number,))[0]
 
@@ -176,7 +181,7 @@ def _in_reach() -> Iterator[None]:
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
-    """Start the processes of an engine's other GPUs. Raises SettingsError, ModelError, DeviceLost.
+    """Start the processes of an engine's other GPUs. Raises what LeadingRank raises.
 
     load: picklable function that reads the base model, as load_model does.
     """

@@ -23,8 +23,9 @@ _SUSTAINED_S = 0.25
 class StepTimer:
     """Timer of steps of dummy sequences.
 
-    window: most tokens that a decode attends to in layers with a sliding window; None without such.
-    windowed: share of the layers with a sliding window.
+    window: maximum number of tokens that a decode attends to in layers with a sliding window; None
+        if there are no such layers.
+    windowed: share of the layers that have a sliding window.
     kv_tokens: tokens that the KV pages hold, in sequences of the longest context.
     longest: tokens of the longest context.
     context: default context of decodes, in tokens.
@@ -59,7 +60,7 @@ class StepTimer:
         return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
 
     def seen(self, tokens: int) -> int:
-        """Return how many tokens a step of prompts attends to, added up over its tokens.
+        """Return the number of (token, token that it attends to) pairs in a step of prompts.
 
         tokens: tokens of the prompts together, as in `prompts_s`.
         """
@@ -84,7 +85,7 @@ class StepTimer:
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the least seconds of a few runs of a step: other work on the machine adds time."""
+        """Return the seconds of a step's fastest run of a few, as other work only adds time."""
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)

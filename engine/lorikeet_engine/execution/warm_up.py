@@ -148,7 +148,7 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
     logprobs = LogprobReadback(logits, counts) if counts else None
     tokens = sampler.sample(logits, rows, ProcessedLogprobs(counts) if counts else None)
     if logprobs is not None:
-        logprobs.download(logits, tokens)
+        logprobs.download(logits, tokens, ranked=True)
     for row in rows:
         if row.slot is not None:
             row.slot.release()
@@ -208,7 +208,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:
-    """Yield `first`, twice that, and so on below `most`, then `most`."""
+    """Yield `first`, twice that, four times that, and so on below `most`; then `most`."""
     while first < most:
         yield first
         first *= 2

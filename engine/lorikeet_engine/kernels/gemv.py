@@ -19,13 +19,13 @@ from lorikeet_engine.kernels.lora.expand_act import activated
 class GemvConfig:
     """Launch parameters of a matrix-vector product.
 
-    rows, columns: size of the block of the weight that a program reads at once.
+    rows, columns: size of the weight tile that a program reads at once.
     summed: number of neighbouring columns whose products a thread adds up as it reads them. With 1
-        a program keeps a sum for each column of a block, in registers that other programs on the
+        a program keeps a sum for each column of a tile, in registers that other programs on the
         multiprocessor could use.
-    stages: number of blocks that are loaded at the same time.
+    stages: number of tiles that are loaded at the same time.
     programs: number of persistent programs, which share all rows of the weight and prefetch their
-        next rows; blocks then have whole rows. 0: a program computes `rows` rows and ends.
+        next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
     """
 
     rows: int

@@ -23,7 +23,7 @@ _HASHED_BYTES = 16 << 20
 def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
     """Return the SHA-256 of a checkpoint's matrix cast to `dtype`, or None if it is quantised.
 
-    Raises ModelError.
+    Raises ModelError if config.json or a tensor header cannot be read or served.
 
     module: embed_tokens or lm_head.
     """

@@ -39,7 +39,7 @@ class Checkpoint:
     addition to the tensors, only Staging's buffers take host memory. On the meta device only the
     files' headers are read: a rehearsal, which finds all errors except bad values.
 
-    shard: this process's share of the model; callers pass the Cut of each tensor.
+    shard: part of the model that this process keeps; callers pass the Cut of each tensor.
     rounding: format that read_linear rounds to; None: as stored.
     nbytes: bytes on the device of the tensors read so far.
     """
@@ -61,7 +61,7 @@ class Checkpoint:
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
-        shard: this process's share of the model.
+        shard: part of the model that this process keeps.
         """
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
@@ -153,7 +153,7 @@ class Checkpoint:
         return weight
 
     def leave(self, names: Sequence[str]) -> None:
-        """Exempt tensors that only another process keeps from check_all_read."""
+        """Exempt tensors from check_all_read, because only another process keeps them."""
         self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
@@ -172,7 +172,8 @@ class Checkpoint:
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
         """Read a tensor in its stored dtype to the device; on the meta device without its values.
 
-        Raises ModelError, whose `field` is the tensor's name.
+        Raises ModelError, whose `field` is the tensor's name, if it is missing or has another dtype
+        or shape.
 
         dtype: dtype that the tensor must have, by safetensors' name.
         shape: shape that it must have.
@@ -183,7 +184,10 @@ class Checkpoint:
         return stored.values().to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor of floats, which must have one of these shapes. Raises ModelError."""
+        """Read a tensor of floats, which must have one of these shapes.
+
+        Raises ModelError if it is missing or has another shape or dtype.
+        """
         stored = self._stored.get(name)
         found = stored is not None and stored.shape in shapes
         stored = self._find(name, stored.shape if stored and found else shapes[0], tuple(DTYPES))
@@ -192,7 +196,7 @@ class Checkpoint:
     def floats(self, name: str) -> torch.Tensor:
         """Read a small tensor of floats to the CPU, even if the checkpoint's device is meta.
 
-        Raises ModelError, whose `field` is the tensor's name.
+        Raises ModelError, whose `field` is the tensor's name, if it is missing or holds no floats.
         """
         stored = self._stored.get(name)
         return self._find(name, stored.shape if stored else (), tuple(DTYPES)).values().float()
@@ -200,7 +204,7 @@ class Checkpoint:
     def stored_bytes(self, name: str) -> bytes:
         """Read the bytes of a small tensor, even if the checkpoint's device is meta.
 
-        Raises ModelError.
+        Raises ModelError if the tensor is missing or its dtype is not U8.
         """
         stored = self._stored.get(name)
         stored = self._find(name, stored.shape if stored else (), ("U8",))

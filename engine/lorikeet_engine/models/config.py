@@ -30,7 +30,7 @@ _IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 class ModelConfig:
     """Sizes of a decoder, and the properties in which model families differ.
 
-    max_context: most tokens of a sequence.
+    max_context: maximum number of tokens of a sequence.
     ropes: each layer's rotary embedding; None: none.
     windows: number of tokens that each layer's queries attend to, themselves included; None: all.
     kv_groups: which layers share KV pages.
@@ -78,8 +78,8 @@ class ModelConfig:
 
         Raises ModelError, whose `field` is the key at fault.
 
-        max_context: most tokens of a sequence, if fewer than the model has position embeddings for;
-            None: as many as these.
+        max_context: limit on the tokens of a sequence, if lower than the number of the model's
+            position embeddings; None: that number.
         """
         raw = read_config(folder)
         generation = folder / "generation_config.json"
@@ -239,11 +239,12 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window in tokens, a query's own token included; None: no window.
 
-    A window as long as the context excludes nothing, so it becomes None. Raises ModelError.
+    A window as long as the context excludes nothing, so it becomes None. Raises ModelError if
+    sliding_window is not a positive integer.
 
     raw: content of config.json.
     sliding: whether each layer has a sliding window, from _sliding_layers.
-    context: most tokens of a sequence.
+    context: maximum number of tokens of a sequence.
     """
     if not any(sliding) or raw["sliding_window"] is None:
         return (None,) * len(sliding)
@@ -254,9 +255,9 @@ def _windows(
 def _sliding_layers(
     raw: Mapping[str, Any], family: Family, turning: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Return which layers have a sliding window, provided that the model has a window.
+    """Return whether each layer has a sliding window, if config.json gives the window's size.
 
-    Raises ModelError.
+    Raises ModelError if a key of config.json that selects these layers has a bad value.
 
     raw: content of config.json.
     turning: whether each layer has a rotary embedding.

@@ -38,7 +38,7 @@ class Cut:
         return (math.prod(self.shape[:-1]), *self.shape[-1:]) if len(self.shape) > 2 else self.shape
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the part to keep, of a tensor whose shape is `shape`."""
+        """Return a view of the part of `tensor` to keep; the tensor has the shape `shape`."""
         kept = tuple(slice(side.start, side.stop) for side in self._sides)
         return tensor.view(self.matrix_shape)[kept]
 

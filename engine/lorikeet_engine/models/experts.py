@@ -34,7 +34,8 @@ class Experts:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         """Read a layer's experts from a checkpoint.
 
-        Raises ModelError, also if the checkpoint rounds linears to NF4.
+        Raises ModelError if a tensor is missing or malformed, or if the checkpoint rounds linears
+        to NF4.
 
         layer: index of the layer.
         """
@@ -107,11 +108,13 @@ class RoutedMlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read a layer's router, and this rank's part of its experts. Raises ModelError.
+        """Read a layer's router, and this rank's part of its experts.
+
+        Raises ModelError as Experts does.
 
         layer: index of the layer.
         ranks: processes that share the layers; None: this process alone.
-        output_norm: name of the weight of a norm of the output; None: no norm.
+        output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         self._ranks = ranks
         self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)

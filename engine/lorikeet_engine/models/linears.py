@@ -26,7 +26,9 @@ class LoraLinear:
     def __init__(
         self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
     ) -> None:
-        """Read the linears of a fused group, such as qkv. Raises ModelError.
+        """Read the linears of a fused group, such as qkv.
+
+        Raises ModelError if a tensor is missing or malformed.
 
         shape: shape of the whole model, not of this process's part.
         layer: index of the layer.
@@ -71,8 +73,8 @@ class LoraLinear:
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Compute __call__ for a result that act_and_mul reads.
+        """Compute `__call__` for linears whose output act_and_mul reads, an MLP's activation.
 
-        Only act_and_mul can read an UnexpandedDelta, which the delta may be.
+        The LoRA delta may then be an UnexpandedDelta, which only act_and_mul can read.
         """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)

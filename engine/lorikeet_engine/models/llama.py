@@ -67,8 +67,8 @@ class LlamaModel:
     With tensor parallelism, every process must get the same batches, and only the leader gets
     logits.
 
-    config: of the whole model.
-    shape: of the part of the layers that this process computes.
+    config: config of the whole model.
+    shape: shape of the part of the layers that this process computes.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class LlamaModel:
     ) -> None:
         """Read the parts of all tensors that this process keeps.
 
-        Raises ModelError, and SettingsError if the model cannot be divided among that many
-        processes.
+        Raises ModelError if a tensor is missing or malformed, and SettingsError if the model cannot
+        be divided among that many processes.
 
-        checkpoint: tensors, and in its `shard` this process's share of them.
+        checkpoint: tensors; its `shard` is the part that this process keeps.
         ranks: processes that share the layers; None: this process alone.
         """
         self.config = config

@@ -22,11 +22,13 @@ class Mlp:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        """Read this rank's part of a layer's MLP. Raises ModelError.
+        """Read this rank's part of a layer's MLP.
+
+        Raises ModelError if a tensor is missing or malformed.
 
         layer: index of the layer.
         ranks: processes that share the layers; None: this process alone.
-        output_norm: name of the weight of a norm of the output; None: no norm.
+        output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         shape, bias = config.shape, config.mlp_bias
         self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)

@@ -88,7 +88,7 @@ class RmsNorm:
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Compute add_and_norm, as input of a linear.
+        """Compute add_and_norm, and return the result as the input of a linear layer.
 
         rounded: whether the input is also rounded to FP8.
         """
@@ -104,7 +104,9 @@ class RmsNorm:
 def read_norm_weight(
     config: ModelConfig, checkpoint: Checkpoint, name: str | None
 ) -> torch.Tensor | None:
-    """Read a norm's weight [hidden]; None if `name` is None. Raises ModelError.
+    """Read a norm's weight [hidden]; return None if `name` is None.
+
+    Raises ModelError if a tensor is missing or malformed.
 
     name: name of the tensor.
     """
@@ -115,7 +117,7 @@ def read_norm_weight(
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
     """Read a layer's norm of this process's queries and keys; None if the model family has none.
 
-    Raises ModelError.
+    Raises ModelError if a tensor is missing or malformed.
 
     layer: index of the layer.
     """

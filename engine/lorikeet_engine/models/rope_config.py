@@ -111,10 +111,12 @@ def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
 
 
 def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> LayerRopes:
-    """Parse config.json's rotary embeddings. Raises ModelError.
+    """Parse config.json's rotary embeddings.
+
+    Raises ModelError if one of their keys has a value that cannot be served.
 
     raw: content of config.json.
-    context: tokens of the longest context that the engine serves.
+    context: maximum number of tokens of a context that the engine serves.
     """
     name, rope = _section(raw, family)
     theta = number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0))
@@ -140,7 +142,7 @@ def _rope(
     raw: content of config.json.
     name: name of the section, for errors.
     rope: content of the section, with its rope_theta.
-    context: tokens of the longest context that the engine serves.
+    context: maximum number of tokens of a context that the engine serves.
     """
     theta = number(rope, "rope_theta")
     rotary_dim = _rotary_dim(raw, rope, family, head_dim)
@@ -273,7 +275,7 @@ def _longrope(
     raw: content of config.json.
     rope: content of its RoPE section.
     plain: the rotary embedding without scaling.
-    context: tokens of the longest context that the engine serves.
+    context: maximum number of tokens of a context that the engine serves.
     """
     original, pairs = _original_context(raw, rope), plain.rotary_dim // 2
     short, long = (numbers(rope, f"{length}_factor", pairs) for length in ("short", "long"))

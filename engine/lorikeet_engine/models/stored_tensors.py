@@ -48,7 +48,10 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def values(self) -> torch.Tensor:
-        """Read the tensor's values in their stored dtype, one of PART_DTYPES. Raises ModelError."""
+        """Read the tensor's values in their stored dtype, one of PART_DTYPES.
+
+        Raises ModelError if the file ends early.
+        """
         # not by safe_open, which parses the whole header: 4 ms if it has 5,000 experts' tensors
         values = torch.empty(self.shape, dtype=PART_DTYPES[self.dtype])
         read_bytes(self.file, self.begin, values.view(-1).view(torch.uint8))
@@ -59,7 +62,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Find the tensors of the decoder in a checkpoint folder, by name.
 
     A vision-language model's decoder gets the names of a checkpoint of a decoder alone. Raises
-    ModelError, whose `field` is the file, or the key of config.json.
+    ModelError, whose `field` is the file or the key of config.json at fault.
     """
     stored, config = _stored_tensors(folder), folder / "config.json"
     if not config.exists() or not is_vision_language(read_json(config)):

@@ -102,8 +102,9 @@ class Followers:
         world: number of ranks, including the leader.
         start: first message to the followers, picklable.
         memory: shared memory, which the followers map too.
-        ring_bytes: capacity for messages that are not yet read, and so the limit of one message.
-        fds: descriptors that the followers inherit under the same numbers.
+        ring_bytes: capacity in bytes for messages that some follower has not read yet. No message
+            can be larger.
+        fds: file descriptors that the followers inherit under the same numbers.
         on_lost: called with rank and reason if a follower is lost; None: this process then ends.
         """
         self._on_lost = on_lost or _end_process
@@ -222,7 +223,7 @@ class Followers:
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """Context for work that all ranks do, which turns every error into DeviceLost.
+    """Context manager for work that all ranks do, which turns every error into DeviceLost.
 
     After an error in one rank alone, the ranks differ and can never work together again.
     """

@@ -27,7 +27,7 @@ class SharedMemory:
     def __init__(self, size: int, fd: int | None = None) -> None:
         """Create and map new memory, or map the memory of an existing descriptor.
 
-        size: bytes, which become at least 1.
+        size: bytes of the memory; 0 becomes 1.
         fd: descriptor of existing memory, which `close` will close; None: create new memory.
         """
         self.size = max(1, size)

@@ -52,12 +52,12 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One process's share of a model's layers.
+    """Part of a model's layers that one tensor parallel process computes.
 
     The first process keeps at least as much of everything as any other.
 
     index: index of the process.
-    world: number of processes that share the layers.
+    world: number of processes among which the layers are divided.
     """
 
     index: int = 0

@@ -36,7 +36,7 @@ Measured on two H200s (docs/benchmarks.md).
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
 MOST_SENT_BYTES = 1 << 20
-"""Most bytes that a rank sends for one sum by row exchange.
+"""Limit on the bytes that a rank sends for one sum by row exchange.
 
 Measured on two H200s (docs/log.md).
 """
@@ -74,17 +74,20 @@ class RankSums:
             dist.all_reduce(tensor)
 
     def connect_rows(self, width: int) -> None:
-        """Map memory to exchange rows of this width with all ranks, if all ranks can map it.
+        """Map memory of all ranks for exchanges of rows, if all ranks can. Waits for all ranks.
 
-        Waits for all ranks.
+        width: number of elements of a row.
         """
         if self._symmetric is not None:
             self._exchange = self._connect(partial(RowMemory, self._device, width))
 
     def exchange_for(self, rows: torch.Tensor) -> "RowExchange | None":
-        """Return the exchange by which a norm's kernel can itself sum rows of this shape and dtype.
+        """Return the exchange through which a norm's kernel sums these rows over ranks itself.
 
-        None: the rows must be summed by `all_reduce` before the norm.
+        Returns None if none supports their shape and dtype. Then `all_reduce` must sum the rows
+        before the norm.
+
+        rows [tokens, width]: only shape and dtype are read.
         """
         exchange = self._exchange
         return exchange if exchange is not None and exchange.can_sum(rows) else None
@@ -128,9 +131,9 @@ class SymmetricSums:
 
     NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
     memory that all ranks have mapped, and one of torch's kernels sums there. For a small tensor,
-    every rank sums the whole (one shot). For a larger tensor, every rank sums its share, after
-    which the ranks fetch one another's shares (two shots). There is one buffer for each dtype, used
-    by all sums in the order of launches.
+    every rank sums the whole (one shot). For a larger tensor, every rank sums one part, then
+    fetches the other parts from the ranks that summed them (two shots). There is one buffer for
+    each dtype, used by all sums in the order of launches.
 
     Call map_peers before the first sum.
     """
@@ -185,7 +188,7 @@ class SymmetricSums:
         self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
 
     def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
-        """Sum in two launches: every rank sums its share, then fetches the shares of all others."""
+        """Sum in two launches: every rank sums one part, then fetches the parts of all others."""
         shared = self._shared(tensor)
         self._operators.two_shot_all_reduce_(shared, "sum", self._group)
         tensor.copy_(shared)
@@ -205,13 +208,14 @@ class RowExchange:
     (kernels/pointwise/sum_over_ranks.py): the kernel writes its row directly to the memory of every
     other rank, and waits until their rows have arrived in its own.
 
-    Each 32-bit word in this memory holds one bfloat16 and 16 bits of the row's epoch, the number of
-    times that the row was summed. So neither the order of writes matters nor the thread that makes
-    them (NCCL calls this protocol LL): a word arrives whole, and its reader sees whether it is new.
+    Each 32-bit word in this memory holds one bfloat16 element and the last 16 bits of the row's
+    epoch, the number of times that the row was summed. A word arrives whole, and its reader sees
+    from these bits whether it is new. So the order of writes does not matter, nor which thread
+    makes them (NCCL calls this protocol LL).
 
     Each rank counts a row's epochs on the device, in the kernel itself, so replays of a CUDA graph
     continue the count. All ranks launch the same sums in the same order, so they agree on every
-    row's epoch, even with sums of fewer rows, or sums by another way, in between.
+    row's epoch, even if sums of fewer rows, or sums that use no row exchange, lie between.
 
     Even and odd epochs have separate memory. No rank overwrites a row that another has yet to read:
     rank A writes its row of epoch e over that of e - 2 in B's memory. A's kernel of epoch e - 1 has
@@ -220,15 +224,15 @@ class RowExchange:
     with all its reads. So A is ahead of B by one epoch at most. (This would not hold for a kernel
     that is launched before the preceding one has ended.)
 
-    No rank takes an old word for a new one: before epoch e, its place holds the word of e - 2, or a
-    zero before epochs 1 and 2, whose 16 bits differ from those of e. All rows have one width, so
-    every word is written in every epoch.
+    No rank takes an old word for a new one: until the word of epoch e arrives, memory holds the
+    word of e - 2, or 0 before epochs 1 and 2. Their 16 bits of the epoch differ from those of e.
+    All rows have one width, so every word is written in every epoch.
 
     rank: index of this rank.
-    received [2, world, most rows, width] int32: rows sent to this rank, by parity of the epoch and
-        by sending rank.
+    received [2, world, maximum rows, width] int32: rows sent to this rank, by parity of the epoch
+        and by sending rank.
     addresses [world] int64: address of each rank's `received`, as mapped on this GPU.
-    epochs [most rows] int32: last epoch of each row.
+    epochs [maximum rows] int32: last epoch of each row.
     """
 
     rank: int
@@ -243,9 +247,9 @@ class RowExchange:
 
 
 def most_rows(width: int, world: int) -> int:
-    """Return the largest number of rows that are summed by row exchange.
+    """Return the maximum number of rows that one row exchange sums.
 
-    width: elements of a row.
+    width: number of elements of a row.
     world: number of ranks.
     """
     word_bytes, peers = 4, world - 1

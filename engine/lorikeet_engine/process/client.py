@@ -110,7 +110,7 @@ class EngineProcessClient:
         """Status that the engine reported last, at most a tenth of a second old.
 
         Values that change without an event, such as waiting times and recent uses, may be a second
-        old. Raises EngineClosed.
+        old. Raises EngineClosed once the engine process has ended.
         """
         if self._error is not None:
             raise self._error

@@ -3,6 +3,8 @@
 `tiers` is the engine's interface: it reports an adapter's tier, takes requests
 (`requested_adapters`), pins (`pins`) and prefetches (`prefetches`), and leases adapters on the GPU.
 
+A blob is an adapter's safetensors file; an image, the adapter packed for the GPU.
+
     remote ──▶ disk                `loader`: downloads a blob into `disk`
     disk   ──▶ host                `loader`: packs a blob (`blob_packing`) into an image
                                    (`packed_image`) in `host_arena`, or reads an image file

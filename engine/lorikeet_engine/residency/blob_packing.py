@@ -1,7 +1,8 @@
 """Packing: writes the matrices of a blob as an image, in the layout of `packed_image`.
 
-Each call into torch releases the interpreter lock, and must get it back while the step loop runs.
-So layers that differ in values alone are read and written together, some megabytes at a time.
+A blob is an adapter's safetensors file; its image is what the GPU reads. Each call into torch
+releases the interpreter lock, and must get it back while the step loop runs. So layers that differ
+in values alone are read and written together, some megabytes at a time.
 """
 
 import math
@@ -33,6 +34,8 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class _StagedLayer(NamedTuple):
     """Adapted linears of one layer, and where their matrices lie in a staging buffer.
 
+    The staging buffer holds several layers, each in a part of its own.
+
     parts: the linears.
     places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
     size: size of that part, in bytes.
@@ -49,7 +52,7 @@ class _StagedLayer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position in the blob at which the layer's last matrix ends."""
+        """Byte of the blob's file at which the layer's last matrix ends."""
         return max(matrix.end for matrix in self.places)
 
 
@@ -67,11 +70,13 @@ def pack(
     16 MiB of memory, or the size of one layer in the file if that is more. If the blob's dtype
     differs from that of `out`, it also needs twice the size of the largest matrix of these layers.
 
+    blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
-    threads: number of threads that share the layers; None: chosen by the number of cores and the
-        size.
+    threads: number of threads that divide the layers among them; None: chosen by the number of
+        cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
         many bytes. A single thread then packs the blob.
+
     Raises AdapterRejected if a value does not fit the dtype, and the errors of `arrived`.
     """
     spans = torch.split(out, layout.elements)
@@ -101,7 +106,10 @@ def _threads(size_bytes: int) -> int:
 
 
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
-    """Return all layers with adapted linears, in the blob's order, including the outer layer."""
+    """Return all layers with adapted linears, in the blob's order.
+
+    They include the outer layer: lm_head and embeddings.
+    """
     table = layout.rows.tolist()
     layers = [
         _staged(tuple(parts), layout.layers[layer], table[layer])
@@ -113,9 +121,10 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs that can be packed together: alike, and equally spaced in the image.
+    """Group layers into runs that are packed together: of equal `likeness`, equally spaced in the
+    image.
 
-    max_bytes: largest size of a run of several layers in the staging buffer.
+    max_bytes: limit on the staging bytes of a run; a single layer may exceed it.
     """
     run: list[_StagedLayer] = []
     for layer in layers:
@@ -154,10 +163,11 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write layers of a blob to each span of the image.
+    """Write layers of a blob to each span of the image (one span for each tensor parallel rank).
 
     Returns the checksum of each layer in each span, by (number of the span, number of the layer).
-    The checksum of the outer layer is not final yet.
+    The checksum of the outer layer (lm_head and embeddings) is not final yet.
+
     arrived: waits until the blob's file has this many bytes; None for a complete blob.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
@@ -173,7 +183,7 @@ def _write_layers(
 
 
 class _Writer:
-    """Writes runs of layers to every span of an image.
+    """Writer of runs of layers to every span of an image.
 
     Reuses its buffers, since fresh memory for each run costs more than the copies.
     """
@@ -195,9 +205,10 @@ class _Writer:
     def write(self, descriptor: int, run: Sequence[_StagedLayer]) -> None:
         """Read layers from a blob's file, and write them to every span of the image.
 
-        descriptor: of the blob's file.
+        descriptor: descriptor of the blob's file.
         run: layers with equal `likeness`, equally spaced in the image.
-        Raises AdapterRejected.
+
+        Raises AdapterRejected if a value in the image is not finite.
         """
         for row, layer in enumerate(run):
             _read(descriptor, self._targets(layer, row * layer.size))
@@ -209,10 +220,11 @@ class _Writer:
             self._check(run, number)
 
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
-        """Return the memory to read each of a layer's matrices into.
+        """Return, for each of a layer's matrices, the memory to read it into.
 
         This is the image for an A that the image holds unchanged, and the staging buffer for all
-        others.
+        other matrices.
+
         row: offset of the layer's part of the staging buffer, in bytes.
         """
         stage, image = self._bytes
@@ -232,7 +244,8 @@ class _Writer:
         return fits and len(self._spans) == 1 and not shared
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """Return a matrix of the staged layers: [layers, experts, rows, columns].
+        """Return one matrix of all layers of a run, from the staging buffer: [layers, experts,
+        rows, columns].
 
         matrix: the matrix of the run's first layer; those of the other layers correspond to it.
         """
@@ -258,8 +271,9 @@ class _Writer:
         """Write one linear's A and B to a span of the image, for all layers of a run.
 
         A matrix that all experts share is written once for each expert.
+
         part: the linear of the run's first layer.
-        number: number of the span.
+        number: index of the span, which is the tensor parallel rank.
         b: scaled B of all layers, [layers, experts, rows, columns].
         """
         kept = self._layout.ranges[number][part.linear]
@@ -279,8 +293,9 @@ class _Writer:
         """Return views of one linear's A and transposed B in a span of the image.
 
         Both cover the layers of a run, and are [layers, experts, rows, columns].
+
         part: the linear of the run's first layer.
-        number: number of the span.
+        number: index of the span, which is the tensor parallel rank.
         """
         kept, span = self._layout.ranges[number][part.linear], self._spans[number]
         a_at, b_at, rank = self._table[run[0].parts[0].layer][part.linear]
@@ -294,7 +309,7 @@ class _Writer:
         """Raise AdapterRejected if a matrix in a span of the image has a value that is not finite.
 
         run: layers to check.
-        number: number of the span.
+        number: index of the span, which is the tensor parallel rank.
         """
         ends = (*self._layout.layers[1:], self._layout.elements)
         span = self._spans[number]
@@ -310,13 +325,14 @@ class _Writer:
 def _strided(
     memory: torch.Tensor, at: int, shape: tuple[int, int, int, int], stride: int
 ) -> torch.Tensor:
-    """Return a view of corresponding matrices in several layers.
+    """Return a view of one matrix in several equally spaced layers.
+
+    Made by one call into torch, since each call releases the interpreter lock.
 
     memory: contiguous elements that contain the matrices.
     at: element at which the first matrix begins.
     shape: layers, experts, rows, columns. Matrices of one layer are contiguous.
     stride: number of elements from one layer to the next.
-    Made by one call into torch, since each call releases the interpreter lock.
     """
     _, _, rows, columns = shape
     strides = stride, rows * columns, columns, 1
@@ -324,9 +340,9 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices from a blob, those that follow one another with a single system call.
+    """Read matrices from a blob; adjacent ones with a single system call.
 
-    descriptor: of the blob's file.
+    descriptor: descriptor of the blob's file.
     targets: memory for each matrix, in the file's order.
     """
     buffers, begin, end = list[memoryview](), 0, 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from lorikeet_engine.adapter import Residency
 
 OnChange = Callable[[str], None]
-"""Callback for a tier's change: takes the digest of an adapter that the tier has gained or lost."""
+"""Callback for a change of a tier's contents; takes the digest of the adapter gained or lost."""
 
 
 def ignore_change(_digest: str) -> None:
@@ -14,7 +14,7 @@ def ignore_change(_digest: str) -> None:
 
 
 class ResidencyChanges:
-    """Digests of adapters that a tier gained or lost since the reader's last call. Thread-safe.
+    """Digests of adapters that came to a tier or left it since the reader's last call. Thread-safe.
 
     Records only that an adapter's tier may have changed. The tier is looked up when the reader
     asks, so order and repetition of records do not matter.
@@ -37,9 +37,9 @@ class ResidencyChanges:
         self.changed.set()
 
     def on_disk(self, digests: Set[str]) -> None:
-        """Record all adapters whose last reported tier contradicts what is on the disk now.
+        """Record adapters that came to the disk or left it, as far as they were not reported yet.
 
-        digests: digests of all adapters on the disk.
+        digests: digests of all adapters that are on the disk now.
         """
         with self._reading:
             gone = {d for d, tier in self._reported.items() if tier is Residency.DISK} - digests
@@ -50,7 +50,9 @@ class ResidencyChanges:
             self.changed.set()
 
     def moved(self) -> dict[str, Residency]:
-        """Return the current tiers of adapters that changed tier since the reader's last call."""
+        """Return, by digest, the current tiers of adapters that changed tier since the last
+        call.
+        """
         with self._reading:
             with self._lock:
                 touched, self._touched = self._touched, set()

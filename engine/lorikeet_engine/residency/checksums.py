@@ -40,5 +40,5 @@ def layer_sums(image: torch.Tensor, layers: Sequence[int]) -> LayerSums:
 
 
 def added(sums: Iterable[int]) -> int:
-    """Add up layers' checksums, modulo 2⁶⁴, which gives the `word_sum` of all these layers."""
+    """Add up layers' checksums, modulo 2⁶⁴: the `word_sum` of all these layers together."""
     return (sum(sums) + 2**63) % 2**64 - 2**63

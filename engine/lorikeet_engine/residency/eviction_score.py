@@ -12,7 +12,7 @@ _MAX_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """An adapter's size and usage at one of its uses, from which its eviction score is computed.
+    """Adapter's size and usage when it was used, from which its eviction score is computed.
 
     elements: size of the adapter.
     uses: number of uses up to this one, with each use halved every HALF_LIFE_S.
@@ -32,7 +32,7 @@ class EvictionPolicy(Protocol):
     """
 
     def score(self, use: UsageRecord) -> float:
-        """Return the score that an adapter has from this use on."""
+        """Return the score that an adapter keeps from this use to the next."""
 
 
 class LeastRecentlyUsed:
@@ -47,8 +47,9 @@ class LeastUsedForItsSize:
     """Policy that evicts the adapter with the lowest uses / √elements.
 
     Each use is halved every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses / elements
-    would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the root is
-    halfway between. docs/eviction.md has the numbers.
+    would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the square
+    root is
+    a compromise. docs/eviction.md has the numbers.
     """
 
     def score(self, use: UsageRecord) -> float:

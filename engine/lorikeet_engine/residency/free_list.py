@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 
 class FreeList:
-    """Free blocks ("holes") of an arena of `total` elements. Not thread-safe."""
+    """Free blocks ("holes") and used blocks of an arena of `total` elements. Not thread-safe."""
 
     def __init__(self, total: int) -> None:
         self.total = total

@@ -19,8 +19,9 @@ from lorikeet_engine.telemetry.status import TierStatus
 
 @dataclass(slots=True)
 class _Image:
-    """packed: the image as a view of the arena; None while it is written, and once it is discarded.
+    """Image in the host arena, or memory reserved for one.
 
+    packed: the image as a view of the arena; None while it is written, and once it is discarded.
     holders: number of writers and readers that keep the image in place.
     """
 
@@ -33,8 +34,9 @@ class _Image:
 class HostArena:
     """Packed images in host memory, by digest. Thread-safe.
 
-    The least recently held images are evicted for a new one. An image that is held, by its writer
-    or by a copy from it, is never evicted.
+    To make place for a new image, those are evicted whose last hold is longest ago. An image that
+    is
+    held, by its writer or by a copy from it, is never evicted.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class HostArena:
         on_change: OnChange = ignore_change,
         shared: SharedMemory | None = None,
     ) -> None:
-        """pin: whether to page-lock the memory.
+        """Allocate the arena.
 
+        pin: whether to page-lock the memory.
         on_change: called with the digest of an image that the arena has gained or lost.
         shared: memory of budget_bytes that other processes read, to use instead of private memory.
         """
@@ -181,6 +184,8 @@ class HostArena:
 
         Returns the block's offset, or None if not enough memory can be freed. Looks at each image
         once: the engine's thread may be waiting for the lock, and there may be thousands of images.
+
+        elements: size of the new image.
         for_request: a request waits for the image, so pins are revoked if it does not fit
             otherwise.
         """

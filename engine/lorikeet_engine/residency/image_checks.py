@@ -42,7 +42,7 @@ _RETRY_S = 1.0  # a reload usually takes less
 
 
 class CheckedImage(NamedTuple):
-    """An image to check in one tier, or one rank's span of an image.
+    """Image to check in one tier, or one tensor parallel rank's span of an image.
 
     digest: digest of the adapter.
     sums: checksums of the layers in the span when the image was packed.
@@ -61,7 +61,7 @@ class CheckedImage(NamedTuple):
     def slices(self, max_bytes: int) -> Iterator["ImageSlice"]:
         """Yield the image in slices of whole layers.
 
-        max_bytes: largest size of a slice of more than one layer.
+        max_bytes: limit on the size of a slice; a single layer may exceed it.
         """
         most, layout = max_bytes // self.memory.itemsize, self.layout
         layers = list(zip(pairwise((*layout.layers, layout.elements)), self.sums, strict=True))
@@ -94,7 +94,7 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Checks the images on the GPU and on the host, one after another. Loads damaged images again.
+    """Periodic checks of the images on the GPU and on the host. Damaged images are loaded again.
 
     For the engine's thread only.
     """
@@ -108,8 +108,9 @@ class ImageChecks:
         ref_of: Callable[[str], AdapterRef | None],
         prefetch: Callable[[AdapterRef, Residency, float], None],
     ) -> None:
-        """gpu, pool: the adapters on the GPU and their places in the arena.
+        """Start with the first image of each tier.
 
+        gpu, pool: the adapters on the GPU and their places in the arena.
         arena: the GPU's memory for adapters.
         ref_of: returns the adapter with this digest; None if it is unknown.
         prefetch: Tiers.prefetch, which loads damaged images again.
@@ -127,7 +128,7 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; every EVERY_STEPS, compare the pending checksums and begin others."""
+        """Count a step; every EVERY_STEPS, compare the pending checksums and begin further ones."""
         self._steps += 1
         if self._steps % EVERY_STEPS:
             return
@@ -188,7 +189,7 @@ class ImageChecks:
 
 
 class _UnderWay(NamedTuple):
-    """Checksums being computed: at most one slice of each tier.
+    """Checksums being computed, of at most one slice of each tier.
 
     slices: by tier, the slice that is checked.
     totals: the checksums, in the order of `slices`.
@@ -210,7 +211,7 @@ def _round(
     """Yield all slices of a tier's images, again and again; None while there are no images.
 
     images: returns the images that the tier holds at the time of the call.
-    slice_bytes: largest size of a slice of more than one layer.
+    slice_bytes: limit on the size of a slice; a single layer may exceed it.
     """
     while True:
         any_there = False
@@ -222,7 +223,9 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images on this rank's GPU that steps may read, not those on other ranks' GPUs."""
+    """Yield the images that steps may read on this rank's GPU, without those on other ranks'
+    GPUs.
+    """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:

@@ -1,8 +1,8 @@
-"""Loads adapters from the remote store to the disk and to the host, on background threads.
+"""Loads of adapters from the remote store to the disk and to the host, on background threads.
 
-A blob is packed once: its image is also written to the disk (disk/image_file.py), and read from
-there the next time. An adapter that is loaded for nothing but a temporary pin gets no image file,
-and is packed again when it is loaded again.
+A blob (an adapter's safetensors file) is packed once: its image, which the GPU reads, is also
+written to the disk (disk/image_file.py), and read from there the next time. An adapter that is
+loaded only for temporary pins gets no image file, and is packed again when it is loaded again.
 
 Downloads, packing and writing of images have separate threads, so neither a source that hangs nor a
 slow disk delays adapters that are on the disk already. A blob that does not fit on a full or broken
@@ -40,7 +40,7 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""A download that takes this many seconds to fail shows that its source hangs.
+"""Seconds after which a failing download shows that its source hangs.
 
 A faster failure concerns the adapter alone.
 """
@@ -56,7 +56,7 @@ class LoadResult:
         releases it. DISK without an error if DISK was asked for, or if the host had no memory. In
         the latter case, try again once the host's `frees` differs from the value here. REMOTE if
         the load failed.
-    frees: the host's `frees` before the attempt, if the host had no memory.
+    frees: the host arena's counter `frees` before the attempt, if the host had no memory.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
         it: CPU seconds of the packing.
@@ -85,10 +85,10 @@ class _LoadTask:
     """A load that has not ended.
 
     tier: tier to load the adapter to, DISK or HOST.
-    passing: the load is for a temporary pin, so no image is written to the disk.
+    passing: whether the load is for a temporary pin, so that no image is written to the disk.
     asked_s: time.monotonic() of the first call of `load`.
     reading_since_s: time.perf_counter() at which reading from the disk began.
-    without_disk: the blob is downloaded to memory instead of the disk.
+    without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     """
 
@@ -105,7 +105,7 @@ class _LoadTask:
 
 
 class Loader:
-    """Loads adapters to the disk and to the host. A digest is loaded only once at a time.
+    """Loader of adapters to the disk and to the host. A digest is loaded only once at a time.
 
     `on_result` is called on the loading threads.
     """
@@ -143,11 +143,13 @@ class Loader:
     ) -> None:
         """Load an adapter to DISK or HOST.
 
-        If it is being loaded already, that load continues to the tier nearer to the GPU, and
+        If it is being loaded already, that load continues to the tier nearer to the GPU of the two,
+        and
         becomes urgent if this one is.
+
         urgent: load it before adapters that are not urgent.
-        passing: for a temporary pin. An image packed for such loads alone is not written to the
-            disk.
+        passing: the load is for a temporary pin. An image packed only for such loads is not written
+            to the disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)
@@ -208,9 +210,10 @@ class Loader:
             self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
     def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
-        """Continue a failed load without the disk; return False if that is impossible.
+        """Continue a failed load by downloading to memory instead of the disk.
 
-        Possible once per load, and not for a load to the disk.
+        Returns False if that is impossible: the second time in a load, and for a load to the disk.
+
         error: failure of the load, for the log.
         """
         with self._lock:
@@ -280,7 +283,7 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load an adapter's image file to the host; return False without a good file.
+        """Load an adapter's image file to the host; return False if there is none or it is damaged.
 
         A damaged file is removed.
         """
@@ -385,5 +388,7 @@ class Loader:
 
 
 def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
-    """Return an error of class `kind` that names the adapter and has the message of `error`."""
+    """Return an error of class `kind` that names the adapter and has the message of another
+    error.
+    """
     return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -1,10 +1,11 @@
 """Layout of an adapter's image: all matrices in one run of elements, the same on host and GPU.
 
-For each layer, and once more for the outer layer (lm_head and embeddings), and for each fused
-group: the A matrices of the group, then its B matrices, transposed. Every matrix begins at a
-multiple of ALIGNMENT elements and has its true rank. The matrices of one linear's experts follow
-each other without a gap. A of the embeddings is transposed, too, since a token reads one column.
-Last come the rows of trained tokens, stored as A, with their ids as B.
+The order: for each layer, and then for the outer layer (lm_head and embeddings); in it, for each
+fused group of linears; in that, first the A matrices of the group, then its B matrices, transposed.
+Every matrix begins at a multiple of ALIGNMENT elements and has its true rank, without padding. The
+matrices of one linear's experts follow each other without a gap. A of the embeddings is transposed,
+too, since a token reads one column. Last come the rows of trained tokens, stored as A, with their
+ids as B.
 
 Where tensor parallel ranks share the layers, an image has one span per rank, one after another. A
 rank's span has that rank's part of every matrix. All spans are laid out like rank 0's, whose parts
@@ -30,7 +31,8 @@ from lorikeet_engine.residency.checksums import LayerSums
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Layout of an adapter's image.
+    """Layout of an adapter's image. A span is the part of the image for one tensor parallel rank's
+    GPU.
 
     rows: [layers + 1, modules, 3] int64, on the CPU, with the rows and columns of BaseShape's
         tables: element offsets of A and B in the span, and the rank; all 0 for a linear that the
@@ -38,8 +40,8 @@ class PackedLayout:
     elements: size of a span, which is the image's size on one GPU.
     ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
         span.
-    layers: offset of each layer in the span, then of the outer layer. A layer without matrices has
-        the offset of the next.
+    layers: offset of each layer in the span, then of the outer layer (lm_head and embeddings). A
+        layer without matrices has the offset of the next.
     max_rank: largest rank of any linear.
     head_rank: rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.
@@ -96,10 +98,13 @@ class PackedLayout:
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these ranks.
 
-        A head that is tied to the embeddings gets the embeddings' rows.
-        ranks: for each (layer, module), the rank, or the number of trained token rows; may be 0.
+        If lm_head is tied to the embeddings, it gets the embeddings' trained rows as well.
+
+        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; may be
+        0.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the linear before them.
+
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
         ranks, outer = dict(ranks), shape.outer_layer
@@ -124,11 +129,12 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """Return the rows of the adapters' table for an image in the arena.
+        """Return the rows of the adapters' table for this layout's image in the arena.
 
         offset: offset of the image in the arena. If the image is in several pieces, a tensor
-            [layers + 1, 1, 1]: for each layer, where the image would begin if it were whole and its
-            piece stayed.
+            [layers + 1, 1, 1]: for each layer, the offset at which a whole image would begin that
+            had this
+            layer in the same place.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -143,7 +149,7 @@ def _places(
 ) -> tuple[torch.Tensor, tuple[int, ...], int]:
     """Compute where the matrices of an image lie: `rows`, `layers` and `elements` of PackedLayout.
 
-    ranks: for each (layer, module), the rank, or the number of trained token rows.
+    ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
     """
     modules = range(len(shape.modules))
@@ -172,11 +178,11 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 
 
 class PackedImage(NamedTuple):
-    """An image in memory, with the spans of all tensor parallel ranks.
+    """Image in memory, with the spans of all tensor parallel ranks.
 
     elements: [layout.image_elements].
-    sums: checksums of the layers when the image was packed, of the first span, then of the next
-        ones.
+    sums: checksums of the layers when the image was packed: those of the first span, then those of
+        the next spans.
     """
 
     layout: PackedLayout

@@ -76,7 +76,8 @@ class Pins:
 
         Returns the seconds after which to call again; None when all pinned adapters are in their
         tiers.
-        may_place: whether to place adapters on the GPU. False while requests wait for GPU memory.
+
+        may_place: whether to place adapters on the GPU; False while requests wait for GPU memory.
         """
         while self._updates:
             self._apply(*self._updates.popleft())

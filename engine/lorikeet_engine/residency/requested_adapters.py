@@ -50,8 +50,9 @@ class RequestedAdapters:
         place: PlaceOnGpu,
         wake: Callable[[], None],
     ) -> None:
-        """place: copies an image to the GPU.
+        """Start without requested adapters.
 
+        place: copies an image to the GPU.
         wake: called when `advance` has work that does not come from a load's result.
         """
         self._host, self._loader = host, loader
@@ -97,10 +98,7 @@ class RequestedAdapters:
         self._load(ref)
 
     def take_failure(self, digest: str) -> AdapterError | None:
-        """Return the error of an adapter's failed load; None without a failure.
-
-        Each failure is returned only once.
-        """
+        """Return the error of an adapter's failed load, once; None if no load failed since."""
         failure = self._failures.pop(digest, None)
         return failure.error if failure is not None else None
 
@@ -153,7 +151,8 @@ class RequestedAdapters:
     def placed(self, digest: str) -> SlotUser | None:
         """Stop tracking an adapter that has been placed on the GPU.
 
-        Returns its first user, if it was requested.
+        Returns the tenant, with the adapter, whose request was first to ask for it; None if no
+        request did.
         """
         user = self._waiting.pop(digest, None)
         self._blocked.pop(digest, None)

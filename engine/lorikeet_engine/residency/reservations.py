@@ -30,7 +30,9 @@ class MemoryReservations:
         return len(self._granted)
 
     def can_grant(self, elements: int) -> bool:
-        """Whether this many more elements can be reserved, leaving enough for other adapters."""
+        """Whether this many more elements can be reserved, leaving enough for an adapter without a
+        pin.
+        """
         return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
@@ -42,7 +44,7 @@ class MemoryReservations:
         return True
 
     def revoke_for(self, elements: int) -> None:
-        """Revoke reservations, newest first, until a requested adapter of this size fits."""
+        """Revoke reservations, the latest first, until a requested adapter of this size fits."""
         self._largest = max(self._largest, elements)
         while self._granted and self.granted + elements > self._capacity:
             self._granted.popitem()
@@ -52,5 +54,5 @@ class MemoryReservations:
         self._granted.pop(digest, None)
 
     def revoke_newest(self) -> bool:
-        """Revoke the newest reservation; return False if there is none."""
+        """Revoke the latest reservation; return False if there is none."""
         return bool(self._granted and self._granted.popitem())

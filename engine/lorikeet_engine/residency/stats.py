@@ -33,8 +33,9 @@ class ResidencyStats:
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
-        """itemsize: bytes per element of an image.
+        """Start with nothing measured.
 
+        itemsize: bytes per element of an image.
         residency: returns the tier of the adapter with this digest.
         """
         self._pool, self._gpu, self._copies, self._pins = pool, gpu, copies, pins
@@ -80,7 +81,9 @@ class ResidencyStats:
         return self._times.costs()
 
     def loads(self) -> dict[Residency, Distribution]:
-        """Return the distribution of load times, by the tier from which adapters were loaded."""
+        """Return the distribution of load times, in seconds, by the tier from which adapters were
+        loaded.
+        """
         return {tier: seconds.read() for tier, seconds in self._loads.items()}
 
     def copy_s(self, digest: str) -> float:
@@ -98,7 +101,8 @@ class ResidencyStats:
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
-        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer.
+        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer to
+        the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched.
         For any thread. Takes no lock that the engine's thread needs.
@@ -153,7 +157,9 @@ class _Seen:
 
 
 class SeenAdapters:
-    """Adapters last requested, pinned or prefetched, and their images' sizes. Thread-safe."""
+    """Adapters most recently requested, pinned or prefetched, and their images' sizes. Thread-
+    safe.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -186,7 +192,7 @@ class SeenAdapters:
 
 @dataclass(slots=True)
 class Hop:
-    """Exponentially weighted means of the loads from one tier to the next nearer one.
+    """Exponentially weighted means of the loads from one tier to the next one nearer to the GPU.
 
     seconds: mean time of a load, without waiting for a thread or for earlier loads.
     size_bytes: mean size of the image.
@@ -205,10 +211,14 @@ class Hop:
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Return the latency and the rate, scaled so that a load of mean size takes the mean time.
+        """Return the latency and the rate, scaled so that a load of mean size takes the measured
+        mean time.
 
-        Both are scaled by the same factor, since a mean cannot tell one from the other. They are
+        Both are scaled by the same factor, since one mean cannot tell which of the two is wrong.
+        They are
         returned unchanged while nothing was measured.
+
+        latency_s, bytes_per_s: the assumed latency and rate.
         """
         if not self.size_bytes:
             return latency_s, bytes_per_s

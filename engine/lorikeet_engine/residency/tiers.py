@@ -1,4 +1,4 @@
-"""Interface of the adapter tiers to the engine: remote → disk → host → GPU.
+"""Interface of the adapter tiers (remote → disk → host → GPU) to the engine.
 
 The engine's thread makes all decisions here, and never waits. Loading threads only bring images to
 the host and report that. `requested_adapters`, `pins` and `prefetches` each load adapters and have
@@ -46,10 +46,10 @@ from lorikeet_engine.telemetry.status import (
 
 
 class Tiers:
-    """Keeps each adapter as near to the GPU as memory and demand allow.
+    """Manager of all tiers: keeps each adapter as near to the GPU as memory and demand allow.
 
     For the engine's thread only: rank, loaded_at_s, request, lease, advance and close. Any thread
-    may call the rest, `moved` one thread at a time.
+    may call the other methods, but `moved` only one thread at a time.
 
     weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
     arena: the GPU's arena; its tensors are `weights`.
@@ -76,10 +76,10 @@ class Tiers:
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
-        source: source of blobs that are not on this machine.
+        source: store of blobs that are not on this machine.
         gpu_bytes, host_bytes, disk_bytes: memory for adapters in each tier. With several ranks,
             gpu_bytes is the memory on each rank's GPU.
-        max_slots: largest number of adapters on the GPU.
+        max_slots: maximum number of adapters on the GPU.
         wake: called on other threads when `advance` has work.
         world: number of tensor parallel ranks that share the model.
         followers: processes of the other ranks, which repeat all operations on `arena`.
@@ -117,7 +117,7 @@ class Tiers:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of the GPU's arena that are free or could be evicted now."""
+        """Bytes of the GPU's arena that are free or could be freed by evictions now."""
         return self._gpu.available_elements * self.weights.arena.itemsize
 
     @property
@@ -172,7 +172,7 @@ class Tiers:
         return self._gpu.loaded_at_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """Return the largest rank of an adapter that is on the GPU, else None."""
+        """Return the largest LoRA rank of an adapter that is on the GPU, else None."""
         return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
@@ -187,7 +187,9 @@ class Tiers:
     def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
         """Lease an adapter for a tenant's request; return None until it is on the GPU.
 
-        For an adapter on the GPU this costs no more than GpuAdapters.lease (gpu/adapters.py).
+        A leased adapter is not evicted. For an adapter on the GPU this costs no more than
+        GpuAdapters.lease (gpu/adapters.py).
+
         Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next request
         tries again.
         """
@@ -237,7 +239,8 @@ class Tiers:
 
         That is: requests, pins, and adapters with higher eviction scores. The prefetch is tried
         once, and forgotten if it fails.
-        uses: recent uses of the adapter by other replicas that this one could serve.
+
+        uses: recent uses of the adapter by other replicas, as far as this replica could serve them.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
@@ -257,7 +260,9 @@ class Tiers:
         }
 
     def loads(self) -> dict[Residency, Distribution]:
-        """Return the distribution of load times, by the tier from which adapters were loaded."""
+        """Return the distribution of load times, in seconds, by the tier from which adapters were
+        loaded.
+        """
         return self._stats.loads()
 
     @property
@@ -266,7 +271,8 @@ class Tiers:
         return self._stats.failures
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer.
+        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer to
+        the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched.
         Takes microseconds for each adapter.
@@ -274,7 +280,7 @@ class Tiers:
         return self._stats.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return how tenants used GPU slots since the last call."""
+        """Return tenants' use of GPU slots since the last call."""
         return self._usage.take()
 
     def take_damaged(self) -> dict[str, AdapterDamaged]:
@@ -296,7 +302,7 @@ class Tiers:
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU. See PlaceOnGpu."""
+        """Copy an image to the GPU, as PlaceOnGpu describes."""
         began_s = time.perf_counter()
         copy = self._gpu.place(ref, image, reason, uses)
         if copy is None:

@@ -6,7 +6,15 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
-from lorikeet_engine.kernels.log_softmax import COUNT, FIELDS, ROW, SCALE, likeliest, set_given
+from lorikeet_engine.kernels.log_softmax import (
+    COUNT,
+    FIELDS,
+    ROW,
+    SCALE,
+    likeliest,
+    set_given,
+    set_rank,
+)
 from lorikeet_engine.request import TokenLogprobs
 
 
@@ -38,23 +46,31 @@ class LogprobReadback:
         self._wanted = upload(wanted, logits.device)
         self._found = likeliest(logits, self._wanted, max(self._counts.values()))
 
-    def download(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
+    def download(
+        self, logits: torch.Tensor, sampled: torch.Tensor, *, ranked: bool = False
+    ) -> None:
         """Compute the sampled tokens' log probabilities, and start the copy of all to the host.
 
-        logits [rows, vocab]: at the sampled tokens, the same as before.
+        logits [rows, vocab]: at the sampled tokens, the same as before; with `ranked`, everywhere.
         sampled [rows] int64: tokens sampled from the logits.
+        ranked: compute the sampled tokens' ranks, too.
         """
         set_given(self._found, logits, self._wanted, sampled)
+        if ranked:
+            set_rank(self._found, logits, self._wanted, sampled)
+        self._ranked = ranked
         self._download = Download(self._found.packed)
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Wait for the copy to the host, and return the log probabilities by row of the logits."""
-        packed, begin = self._download.wait(), 1 + self._found.most
-        ids = packed[:, begin:].view(torch.int32).tolist()
-        results = zip(self._counts.items(), packed[:, :begin].tolist(), ids, strict=True)
+        packed, begin = self._download.wait(), 2 + self._found.most
+        bits = packed.view(torch.int32)
+        ranks = bits[:, 1].tolist() if self._ranked else [None] * len(packed)
+        ids = bits[:, begin:].tolist()
+        results = zip(self._counts.items(), packed[:, :begin].tolist(), ranks, ids, strict=True)
         return {
             row: TokenLogprobs(
-                values[0], tuple(zip(ids[:count], values[1 : 1 + count], strict=True))
+                values[0], tuple(zip(ids[:count], values[2 : 2 + count], strict=True)), rank
             )
-            for (row, count), values, ids in results
+            for (row, count), values, rank, ids in results
         }

@@ -101,5 +101,7 @@ def _has_filters(params: SamplingParams) -> bool:
 
 
 def _temperature(params: SamplingParams) -> float:
-    """Return the divisor of logits: the temperature, at least LEAST_TEMPERATURE, or 1 for 0."""
+    """Return the divisor of logits: the temperature, but at least LEAST_TEMPERATURE; 1 for
+    temperature 0.
+    """
     return max(params.temperature, LEAST_TEMPERATURE) if params.temperature > 0.0 else 1.0

@@ -8,6 +8,7 @@ deadlines       ends requests that have waited too long; refuses those that woul
 scheduler       plans a step under a token budget: preempt, decode, prefill.
 waiting_queue   orders the waiting sequences fairly between tenants, by the virtual token counters
                 of fairness.
+own_order       orders one tenant's sequences: by arrival and shortest first, in turn.
 admission       leases adapters and decides which waiting sequences may begin.
 kv_cache        finds cached prefixes and allocates KV pages: page_pool owns the pages, page_needs
                 counts the pages that a sequence needs.

@@ -1,7 +1,7 @@
-"""Admission of waiting sequences to a step: adapters are leased, and limits of adapters are kept.
+"""Admission of waiting sequences to a step: leases their adapters and keeps the limits on adapters.
 
-Reasons why a sequence waits, and which sequences after it in fair order (waiting_queue.py) wait as
-well:
+Reasons why a sequence waits, and which sequences behind it in fair order (waiting_queue.py) must
+then wait as well:
 
 adapter is not on the GPU         none: later sequences overtake.
 another sequence computes the     none: later sequences overtake until the pages can be shared.
@@ -25,33 +25,39 @@ MAX_OVERTAKES = 32
 
 
 class AdapterProvider(Protocol):
-    """Source of adapters, with the methods that the scheduler needs.
+    """Interface to the store of adapters, as far as the scheduler needs it.
 
     Implemented by Tiers (residency/tiers.py).
     """
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """Return the nearest tier that holds an adapter now."""
+        """Return the nearest tier (GPU, host, disk, remote) that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the seconds of copying an adapter to the GPU; 0 if it was requested before."""
+        """Return the seconds that copying an adapter to the GPU takes; 0 if it was requested
+        before.
+        """
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
         """Return when an adapter that is on the GPU was loaded there, by the monotonic clock."""
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start loading an adapter to the GPU for a tenant.
+        """Start loading an adapter to the GPU for a tenant, and protect it from eviction for a
+        while.
 
-        For a while the adapter is not evicted. Repeated calls change nothing.
+        Repeated calls change nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """Return the largest rank of an adapter; None if the adapter is not on the GPU."""
+        """Return an adapter's largest LoRA rank on any linear; None if the adapter is not on the
+        GPU.
+        """
 
     def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
-        """Lease an adapter to a tenant; return None if the adapter is not on the GPU.
+        """Lease an adapter's GPU slot to a tenant; a leased adapter is not evicted.
 
-        Raises AdapterError if loading the adapter failed.
+        Returns None if the adapter is not on the GPU. Raises AdapterError if loading the adapter
+        failed.
         """
 
 
@@ -59,8 +65,9 @@ class Admission:
     """Admission of waiting sequences to one step. Sequences must be asked about in fair order.
 
     running: sequences that run already, with their adapters' leases.
-    max_adapters: limit of distinct adapters in the step.
-    max_ranks: limit of Σ rank of the distinct adapters; a single adapter may exceed it.
+    max_adapters: limit on the number of distinct adapters in the step.
+    max_ranks: limit on the sum of the ranks of the distinct adapters; a single adapter may exceed
+    it.
     cache: tells whether another sequence is about to compute the same prefix.
     failed: by digest, the errors of adapters that could not be loaded.
     reserved_for: sequence that must begin before any other sequence with an adapter does; None if
@@ -103,7 +110,7 @@ class Admission:
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """Count a sequence that begins among the running ones."""
+        """Count a sequence that begins among the running sequences."""
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
@@ -125,7 +132,7 @@ class Admission:
         return False
 
     def _has_room(self, ref: AdapterRef) -> bool:
-        """Whether the limits of the step allow this adapter, too.
+        """Whether the step's limits on adapters and ranks allow this adapter, too.
 
         The rank of an adapter that is not on the GPU counts as 0.
         """

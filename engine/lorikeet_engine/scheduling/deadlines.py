@@ -19,17 +19,17 @@ _REFUSE_FACTOR = 2.0
 _MIN_RETRY_AFTER_S = 1.0
 
 _ErrorOf = Callable[[Request], EngineError | None]
-"""Returns the error with which a request that missed its deadline fails.
+"""Function that returns the error with which a request that missed its deadline fails.
 
-None if the deadline was for the adapter, and the adapter is on the GPU by now.
+It returns None if the deadline was for the adapter's load, and the adapter is on the GPU by now.
 """
 
 
 class _Deadline(NamedTuple):
-    """Time at which a request fails if it has not begun.
+    """Time at which a request fails if none of its choices has begun.
 
     at_s: the time, by the monotonic clock.
-    number: order among deadlines of equal time.
+    number: serial number, which orders deadlines of equal time.
     error_of: returns the error with which the request fails, or None if it need not fail.
     choices: the request's choices. Weak references, since most choices have finished by that time.
     """
@@ -67,14 +67,15 @@ class Deadlines:
         self._numbers = count()
 
     def check(self, params: SchedulingParams) -> None:
-        """Raise EngineOverloaded for a request that would wait much longer than max_queue_s."""
+        """Raise EngineOverloaded if a new request would wait much longer than its max_queue_s."""
         if params.max_queue_s is not None:
             wait_s = self._wait_s(params)
             if wait_s > _REFUSE_FACTOR * params.max_queue_s:
                 raise _overloaded(params, wait_s)
 
     def add(self, choices: list[Sequence]) -> None:
-        """Watch the deadlines of a new request.
+        """Watch the deadlines of a new request: for its start (max_queue_s) and its adapter
+        (max_load_s).
 
         choices: all choices of the request.
         """
@@ -101,7 +102,9 @@ class Deadlines:
         return left_s if timeout_s is None else min(left_s, timeout_s)
 
     def take_missed(self) -> dict[str, EngineError]:
-        """Return, by request id, the errors of requests that newly missed a deadline."""
+        """Return, by request id, the errors of requests that missed a deadline since the last
+        call.
+        """
         now_s, passed = time.monotonic(), list[_Deadline]()
         with self._lock:
             while self._deadlines and self._deadlines[0].at_s <= now_s:

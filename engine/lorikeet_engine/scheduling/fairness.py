@@ -2,14 +2,14 @@
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024, arXiv 2401.00588),
 Algorithm 2. A tenant's counter is the cost of the work done for the tenant, divided by its weight.
-The unit of cost is a prompt token:
+Costs are measured in prompt tokens without attention. Each kind of work adds to the counter:
 
-    += PROMPT_TOKEN for each computed prompt token, more the deeper the token stands in its prompt:
-       attention reads all tokens before it (prompt_cost)
-    += OUTPUT_TOKEN for each sampled token
-    += the prompt tokens that could be computed while an adapter is copied to the GPU for the tenant
+    computed prompt token: PROMPT_TOKEN, and more the deeper the token stands in its prompt, since
+        attention reads all tokens before it (prompt_cost)
+    sampled token: OUTPUT_TOKEN
+    copy of an adapter to the GPU for the tenant: the prompt tokens that could be computed meanwhile
 
-Of the waiting tenants, the one with the least counter is served next. Between two tenants that
+Of the waiting tenants, the one with the smallest counter is served next. Between two tenants that
 always wait, the difference in service, over any span of time and by weight, is at most
 
     2 · max(cost of the longest prompt, OUTPUT_TOKEN · tokens of a batch)
@@ -17,11 +17,11 @@ always wait, the difference in service, over any span of time and by weight, is 
 The paper charges a prompt as a whole when it begins, since it is computed in one step. Here each
 chunk is charged when it is computed: a tenant behind a long prompt waits for one chunk of it.
 
-Absence earns no credit: when a tenant begins to wait, its counter is raised to the least counter of
-the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens found
-in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv
-2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it finds. Loads
-no torch.
+Absence earns no credit: when a tenant begins to wait, its counter is raised to the smallest counter
+of the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens
+found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving"
+(arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it
+finds. Loads no torch.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,11 @@ _MIN_KEPT = 256
 class VirtualCounter:
     """Virtual token counter of one tenant, which decides when the tenant is served.
 
-    value: cost of the work done for the tenant, divided by weight.
+    value: cost of the work done for the tenant, divided by its weight.
     open: number of the tenant's sequences that have not finished.
     backlog: expected cost of the tenant's waiting sequences.
+    overtaking: cost of the work that the tenant's shorter prompts may get before its oldest one
+        (own_order.py).
     """
 
     tenant: str
@@ -48,6 +50,7 @@ class VirtualCounter:
     value: float = 0.0
     open: int = 0
     backlog: float = 0.0
+    overtaking: float = 0.0
 
     def charge(self, cost: float) -> None:
         """Add the cost of work done for the tenant."""
@@ -56,17 +59,31 @@ class VirtualCounter:
 
 @dataclass(slots=True, eq=False)
 class SequenceCost:
-    """Cost of one sequence, charged to its tenant's counter.
+    """Cost of computing one sequence, charged to its tenant's counter.
 
     counter: counter of the tenant.
     expected: estimate of the total cost.
     charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
         tokens before them are included.
+    to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
+        sequence an estimate, made when the sequence was queued.
+    next_chunk: part of to_compute that fits into one step.
     """
 
     counter: VirtualCounter
     expected: float
     charged_tokens: int = 0
+    to_compute: float = 0.0
+    next_chunk: float = 0.0
+
+    def set_tokens_to_compute(self, costs: StepCosts, begin: int, end: int) -> None:
+        """Set the cost of the tokens to compute before the next token is sampled.
+
+        begin: number of tokens that are computed or cached.
+        end: number of tokens that must be computed.
+        """
+        self.to_compute = prompt_cost(costs, begin, end)
+        self.next_chunk = prompt_cost(costs, begin, min(end, begin + costs.step_tokens))
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
         """Charge the tenant for computing prompt tokens `begin` to `end`; return their cost.
@@ -80,9 +97,9 @@ class SequenceCost:
 
 
 def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
-    """Return the cost of computing prompt tokens `begin` to `end`, without adapters.
+    """Return the cost of computing prompt tokens `begin` to `end`, without the cost of adapters.
 
-    The unit is a prompt token without attention. The cost is 0 if there are no such tokens.
+    The unit is a prompt token without attention. The cost is 0 if `end` is not after `begin`.
     """
     tokens = max(0, end - begin)
     seen = seen_tokens(tokens, begin)
@@ -90,10 +107,10 @@ def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
 
 
 class VirtualCounters:
-    """Virtual token counters of the tenants.
+    """Virtual token counters of all tenants.
 
-    Counters that change no tenant's place are dropped when there are many. Only one thread may use
-    the counters; any thread may call `cost_ahead_of`.
+    When there are many, counters that no longer change the order of tenants are dropped. Only one
+    thread may use the counters; any thread may call `cost_ahead_of`.
     """
 
     def __init__(self) -> None:
@@ -106,7 +123,10 @@ class VirtualCounters:
         return len(self._counters)
 
     def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
-        """Return the tenant's counter, and count a new sequence that has not finished."""
+        """Return the tenant's counter, and count one more unfinished sequence in it.
+
+        weight: the tenant's new weight; twice the weight gets twice the service.
+        """
         counter = self._counters.get(tenant)
         if counter is None:
             if len(self._counters) >= self._forget_above:
@@ -117,19 +137,21 @@ class VirtualCounters:
         return counter
 
     def start_waiting(self, counter: VirtualCounter) -> None:
-        """Count the tenant among the waiting ones. Raise its counter if it did not wait before."""
+        """Add the tenant to the waiting ones. If it did not wait before, raise its counter to
+        `level`.
+        """
         if counter.tenant not in self._waiting:
             counter.value = max(counter.value, self.level)
             self._waiting[counter.tenant] = counter
 
     def stop_waiting(self, counter: VirtualCounter) -> None:
-        """Stop counting the tenant among the waiting ones."""
+        """Remove the tenant from the waiting ones."""
         if self._waiting.pop(counter.tenant, None):
             self._last_waiting = counter
 
     @property
     def level(self) -> float:
-        """Least counter of the waiting tenants. It never falls.
+        """Smallest counter of the waiting tenants. It never falls.
 
         The counter of a tenant that begins to wait is raised to this level. Without waiting
         tenants, it is the counter of the tenant that stopped waiting last.
@@ -138,10 +160,13 @@ class VirtualCounters:
         return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
 
     def cost_ahead_of(self, tenant: str, weight: float) -> float:
-        """Return the cost of all work that would precede a request that this tenant sent now.
+        """Return the cost of all work that would be done before a request that this tenant sent
+        now.
 
         It is the sum of the tenant's own backlog and, for each other tenant, the part of the
         backlog that is served before the request. Any thread may call this.
+
+        weight: the tenant's weight.
         """
         own = self._counters.get(tenant) or VirtualCounter(tenant)
         served_at = max(own.value, self.level) + own.backlog / weight
@@ -152,10 +177,11 @@ class VirtualCounters:
         )
 
     def _forget(self) -> None:
-        """Drop the counters that change no order: no open sequence, and a value up to the level.
+        """Drop the counters without an open sequence whose value is at most the level.
 
-        The value would be raised to the level anyway. Counters above the level stay. By the
-        fairness bound the level reaches them soon.
+        Their value would be raised to the level anyway, so they change no order. Counters above the
+        level
+        stay; by the fairness bound the level reaches them soon.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -1,14 +1,15 @@
-"""Budget of tokens that grammars force, in steps that also compute other requests' tokens.
+"""Limit on the forced tokens that steps compute beside other requests' tokens.
 
-Forced tokens let their own sequence skip steps, but lengthen the step that computes them for all
-other sequences. So their time is estimated by StepCosts, and limited to a mean share of the time
-that the other sequences' decodes take:
+A forced token is the only one that a request's grammar allows after the token before it, so it is
+appended without sampling (jump-forward decoding). Forced tokens let their own sequence skip steps,
+but lengthen the step that computes them for all other sequences. So their time is estimated by
+StepCosts, and limited to a mean share of the time that the other sequences' decodes take:
 
     Σ more_s(forced tokens of a step) ≤ SHARE · Σ step_s(decodes of a step)
 
-Where steps are captured for certain sizes, the first token beyond a size costs as much as all up to
-the next size. So no forced token is taken until the budget is enough for a whole size; then one
-step, in three say, takes enough forced tokens to fill the size.
+Where CUDA graphs pad steps to certain sizes, the first token beyond a size costs as much as all
+tokens up to the next size. So no forced token is taken until the budget is enough to fill a size;
+then one step (in three, say) takes enough forced tokens to fill it.
 """
 
 from bisect import bisect_right
@@ -19,21 +20,28 @@ from lorikeet_engine.costs import StepCosts
 Row = TypeVar("Row")
 
 SHARE = 0.03
-"""Most time that forced tokens add to steps, as a share of the time of these steps' decodes.
+"""Limit on the time that forced tokens add to steps, as a share of the time of these steps'
+decodes.
 
-Answers under grammars may cost 5%; the rest is for masks and for more prompts.
+Answers under grammars may cost 5% in all; the other 2% are for masks and for more prompts.
 """
 _MOST = 128  # tokens in a step: up to 128 rows a GPU mostly reads the weights
 _SAVED_STEPS = 16  # steps whose unused share is kept
 
 
 class ForcedBudget:
-    """Budget of forced tokens for the steps of one engine. Only for the engine's thread."""
+    """Limit on the forced tokens that each step of one engine may compute. Only for the engine's
+    thread.
+
+    A forced token is the only one that a request's grammar allows, appended without sampling. Time
+    that
+    steps leave unused is saved for later steps.
+    """
 
     def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
-        """Start with an empty budget.
+        """Start with no time saved for forced tokens.
 
-        most: tokens that a step can compute in addition to one for each running sequence.
+        most: number of tokens that a step can compute in addition to one for each running sequence.
         costs: predicts the time of steps.
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
         """
@@ -45,9 +53,10 @@ class ForcedBudget:
         """Return how many forced tokens the next step may compute.
 
         decodes: number of decodes in the step.
-        context: Σ length of the decoding sequences.
-        beside_others: whether the step has sequences that cannot have forced tokens, and so would
-            only be delayed.
+        context: total length of the decoding sequences, in tokens.
+        beside_others: whether the step also has sequences that cannot have forced tokens, so that
+            forced tokens would only delay them. Without them, only the tokens of a step are
+            limited.
         """
         self._decodes = decodes
         if not beside_others:
@@ -64,18 +73,21 @@ class ForcedBudget:
         """Charge the budget for forced tokens that the next step computes.
 
         tokens: number of forced tokens.
-        seen: number of tokens that they attend to, added up over the forced tokens.
+        seen: number of (forced token, token that it attends to) pairs.
         """
         self._left_s -= self._more_s(tokens, seen)
 
     def rotated(self, rows: list[Row]) -> list[Row]:
-        """Return the rows rotated, by one more place at each call: each row is first in turn."""
+        """Return the rows rotated, by one more place at each call, so that each row comes first in
+        turn.
+        """
         first = self._turns % len(rows)
         self._turns += 1
         return rows[first:] + rows[:first]
 
     def _sizes_worth_paying(self) -> range | list[int]:
-        """Return the numbers of forced tokens that fill a step up to one of the sizes, ascending.
+        """Return the numbers of forced tokens with which a step just fills one of the sizes,
+        ascending.
 
         Returns all numbers if steps are not padded to sizes.
         """
@@ -87,7 +99,7 @@ class ForcedBudget:
         """Return the seconds that forced tokens add to a step.
 
         tokens: number of forced tokens.
-        seen: number of tokens that they attend to, added up over the forced tokens.
+        seen: number of (forced token, token that it attends to) pairs.
         """
         rows_s = self._costs.rows_s
         rows = self._padded(self._decodes + tokens), self._padded(self._decodes)

@@ -1,10 +1,9 @@
 """KV pages of sequences, and the prefix cache.
 
-Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. In groups
-whose layers attend only to a window, a growing sequence frees the pages that it no longer needs:
-those before everything that the token after the last full page attends to. Freed pages stay cached
-until they are needed. So a prefix is found as long as the pages of its last window are cached, and
-all pages of the other groups.
+Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Where a
+group's layers attend only to a sliding window, a growing sequence frees the pages that no later
+token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as all
+its pages are cached in the groups without a window, and the pages of its last window in the others.
 """
 
 import hashlib
@@ -19,7 +18,9 @@ from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 
 TokenIds = tuple[int, ...] | list[int]
-"""Tokens of a sequence: a tuple while it is the prompt, which choices share; then a list."""
+"""Tokens of a sequence: at first the prompt's tuple, which its choices share; later its own
+list.
+"""
 
 
 class PageKeys:
@@ -38,7 +39,8 @@ class PageKeys:
         salt: str = "",
         adapter_digest: str | None = None,
     ) -> None:
-        """Hash all of the prompt. Takes 1 to 2 µs a page: do not call on the engine's thread.
+        """Hash all full pages of the prompt. Takes 1 to 2 µs a page: do not call on the engine's
+        thread.
 
         salt: keeps tenants' cached prefixes apart.
         adapter_digest: adapter of the request; None for the base model alone.
@@ -68,10 +70,11 @@ class SequencePages:
     pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
         the sequence has no pages.
     first: number of leading pages that groups with a window have freed.
-    computed: tokens whose keys and values are in the pages after the steps launched so far.
-    written: tokens whose keys and values are in the pages after the steps read so far.
-    announced: number of first pages that KVCache has announced. Other sequences wait until these
-        are written.
+    computed: number of tokens whose keys and values the steps launched so far write.
+    written: number of tokens whose keys and values are known to be written, by the steps that the
+        host has read.
+    announced: number of first pages that other sequences wait for, because this sequence is about
+        to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
         are needed; None if only the last token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
@@ -123,7 +126,8 @@ class SequencePages:
     def shareable_keys(self) -> list[bytes]:
         """Return the cache keys of the full pages before the first token whose logits are needed.
 
-        Only these pages can be taken from the cache, since logits require that a token is computed.
+        Only these pages can be taken from the cache: logits exist only for tokens that are
+        computed.
         """
         tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
         return self.keys(tokens // self._prompt_keys.page_size)
@@ -134,7 +138,7 @@ class KVCache(PagePool):
 
     page_size: tokens of a page.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
-    step_tokens: most tokens that a step computes.
+    step_tokens: maximum number of tokens that a step computes.
     """
 
     def __init__(
@@ -152,31 +156,32 @@ class KVCache(PagePool):
         self._unwritten: Counter[bytes] = Counter()
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages, in one group of layers, that hold N tokens."""
+        """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def may_all_grow(self, tokens: int) -> bool:
-        """Whether the free pages suffice for N more tokens, whichever sequences get them."""
+        """Whether the free pages suffice for `tokens` more tokens, whichever sequences get them."""
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """Return the pages that a sequence of N tokens needs if none of them are cached."""
+        """Return the pages that a sequence of `tokens` tokens needs if none of them are cached."""
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
         """Return how many pages must be freed before a sequence can get `pages`; 0 or less if none.
 
-        spare: number of other sequences for which a free page in each group must be left.
+        spare: number of other sequences, for each of which one free page per group must be left.
         """
         return pages + spare * (self._whole + self._windowed) - self.free
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
-        """Give a sequence that has no pages those for N tokens, cached ones where possible.
+        """Give pages for `tokens` tokens to a sequence that has none; take cached pages where
+        possible.
 
         Groups with a window get the pages of the first window; `grow` adds the others later.
         Returns False and gives no pages if too few are free.
 
-        spare: number of other sequences for which a free page in each group must be left.
+        spare: number of other sequences, for each of which one free page per group must be left.
         """
         needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
         cached = self.find(keys) if self._whole else []
@@ -205,6 +210,14 @@ class KVCache(PagePool):
         self._unwritten.update(keys[hit:])
         return True
 
+    def expected_hit(self, kv: SequencePages) -> int:
+        """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
+
+        Exact for one group of layers, of which prefixes are evicted from their ends.
+        """
+        keys, pages = kv.shareable_keys(), self._pages_of[0]
+        return self.page_size * bisect_left(keys, True, key=lambda key: key not in pages)
+
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute a page that another is about to write.
 
@@ -220,10 +233,10 @@ class KVCache(PagePool):
         return end > found
 
     def reach(self, kv: SequencePages, tokens: int, spare: int) -> int:
-        """Return how many tokens, at most `tokens`, a sequence can have pages for.
+        """Return the number of tokens, at most `tokens`, for which a sequence can have pages.
 
         tokens: number of tokens wanted, from the sequence's start.
-        spare: number of other sequences for which a free page in each group must be left.
+        spare: number of other sequences, for each of which one free page per group must be left.
         """
         if not self._windowed:
             return tokens
@@ -232,9 +245,9 @@ class KVCache(PagePool):
         return min(tokens, (kv.first + len(kv.pages[-1]) + more) * self.page_size)
 
     def grow(self, kv: SequencePages, tokens: int) -> bool:
-        """Give a sequence the pages that it lacks for N tokens; return False if too few are free.
+        """Give a sequence the pages that it lacks to hold its first `tokens` tokens.
 
-        tokens: number of tokens, from the sequence's start.
+        Returns False and gives no pages if too few are free.
         """
         end = self.pages_for(tokens)
         whole = max(0, end - len(kv.pages[0])) if self._whole else 0
@@ -248,8 +261,9 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        Groups with a window then free the pages that a sequence sharing the last full page would
-        not need.
+        Groups with a window then free the pages that no later token attends to, not even one that
+        follows
+        the last full page in another sequence.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """
@@ -274,7 +288,9 @@ class KVCache(PagePool):
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def _hit(self, keys: list[bytes], most: int) -> int:
-        """Return how many pages of a prefix can be shared: all that are still needed are cached.
+        """Return the number of pages of the longest prefix that can be shared from the cache.
+
+        In groups with a window, only the pages of the prefix's last window must be cached.
 
         keys: keys of the sequence's first pages.
         most: number of these pages that are cached in the first group; ignored if all groups have
@@ -305,7 +321,7 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages so that pages of the same tokens are evicted together.
+        """Release a sequence's pages so that those that hold the same tokens are evicted together.
 
         This order holds where the groups have equally many pages.
 

@@ -10,7 +10,7 @@ class PageNeeds:
     page_size: tokens of a page.
     windows: attention window of each group of layers (models/kv_groups.py). Groups that attend to
         all tokens (None) come first; all others have the same window.
-    step_tokens: most tokens that a step computes.
+    step_tokens: maximum number of tokens that a step computes.
     """
 
     page_size: int
@@ -19,17 +19,18 @@ class PageNeeds:
 
     @property
     def whole(self) -> int:
-        """Number of groups of layers that keep the pages of all tokens."""
+        """Number of groups of layers without a window, which keep the pages of all tokens."""
         return self.windows.count(None)
 
     @property
     def windowed(self) -> int:
-        """Number of groups of layers that keep only the last pages; they come after the others."""
+        """Number of groups of layers with a window, which keep only the last pages."""
         return len(self.windows) - self.whole
 
     @property
     def window_pages(self) -> int:
-        """Most pages that a sequence has between two steps in a group of layers with a window.
+        """Maximum number of pages of a sequence, between two steps, in one group of layers with a
+        window.
 
         They are the pages that the token after the last full page attends to, and two that are
         being filled.
@@ -37,29 +38,33 @@ class PageNeeds:
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages, in one group of layers, that hold N tokens."""
+        """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """Return the first page that this token or a later one attends to, in groups with a window.
+        """Return the index of the first page that this token or a later one attends to, under a
+        window.
 
         token: index of the token in its sequence.
         """
         return max(0, token + 1 - (self.windows[-1] or 0)) // self.page_size
 
     def between_steps(self, tokens: int) -> int:
-        """Return the most pages, in all groups, of a sequence of N tokens between two steps."""
+        """Return the maximum number of pages, in all groups, of a sequence of `tokens` tokens
+        between steps.
+        """
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
-        """Return the pages, in all groups, that a sequence of N tokens needs to be computed.
+        """Return the pages, in all groups, that suffice to compute a sequence of `tokens` tokens by
+        itself.
 
-        It is computed in steps of up to step_tokens tokens, with no other sequence.
+        It is computed in steps of up to step_tokens tokens.
         """
         return self._with(self._pages_in_steps, self.pages_for(tokens))
 
     def longest(self, pages: int) -> int | None:
-        """Return the tokens of the longest sequence that `pages` pages suffice for.
+        """Return the length, in tokens, of the longest sequence for which `pages` pages suffice.
 
         None if they suffice for a sequence of any length.
         """

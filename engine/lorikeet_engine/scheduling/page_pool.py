@@ -13,7 +13,7 @@ class PagePool:
     """Pool of KV pages. A page can serve any group of layers.
 
     A method's time is linear in the number of pages it handles. A key stands for the same tokens in
-    all groups; each group has its own page of that key.
+    all groups; each group has its own page for that key.
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
@@ -28,7 +28,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Number of pages without references, which can be given out; includes cached pages."""
+        """Number of pages without references, which can be allocated; includes cached pages."""
         return len(self._free)
 
     @property
@@ -37,7 +37,8 @@ class PagePool:
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the first group's cached pages of these keys, up to the first key without one.
+        """Return the first group's cached pages of these keys, up to the first key that is not
+        cached.
 
         Adds no references.
         """
@@ -58,7 +59,7 @@ class PagePool:
             self._references[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Give out `count` free pages, each with one reference. At least that many must be free."""
+        """Allocate `count` free pages, each with one reference. At least that many must be free."""
         assert count <= self.free, f"{count} KV pages wanted, {self.free} free"
         taken: list[int] = []
         for _ in range(count):
@@ -86,7 +87,9 @@ class PagePool:
             pages[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove the keys of these pages, so that no sequence finds them. References remain."""
+        """Remove the keys of these pages, so that no sequence finds them. Their references
+        remain.
+        """
         for page in pages:
             key = self._keys[page]
             if key is not None:

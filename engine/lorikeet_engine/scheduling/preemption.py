@@ -23,13 +23,15 @@ _TIMES_AS_MUCH = 2.0
 
 
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
-    """Whether some waiting sequence may be able to begin.
+    """Whether any waiting sequence has a chance to begin in the next step.
 
-    It may if a slot is free, or if a running sequence's tenant has a higher counter than the
+    It has if a slot is free, or if a running sequence's tenant has a higher virtual counter than
+    the
     waiting tenant that is served next.
 
     active: running sequences that still compute tokens.
-    level: least virtual counter of the waiting tenants.
+    max_running: number of slots for running sequences.
+    level: smallest virtual counter of the waiting tenants.
     """
     return len(active) < max_running or any(
         sequence.cost.counter.value > level for sequence in active
@@ -43,6 +45,7 @@ def sequences_to_preempt(
 
     waiting: None if no sequence lacks a slot or KV pages.
     active: running sequences that still compute tokens.
+    max_running: number of slots for running sequences.
     cache: tells how many KV pages are needed and lacking.
     """
     if waiting is None or waiting.status is SequenceStatus.FINISHED:
@@ -58,7 +61,7 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key: by the tenant's virtual counter, then by the sequence's arrival."""
+    """Sort key of running sequences: the tenant's virtual counter, then the sequence's arrival."""
     return sequence.cost.counter.value, sequence.arrival
 
 

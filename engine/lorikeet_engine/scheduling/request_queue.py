@@ -34,7 +34,7 @@ class InputProcessor:
         self._arrivals = itertools.count()
 
     def process(self, request: Request) -> list[Sequence]:
-        """Make a sequence of each choice; max_tokens is cut to what the context leaves.
+        """Make a sequence of each choice; cut max_tokens to the context that the prompt leaves.
 
         May be called on any thread. The calling thread hashes the prompts; another one compiles the
         grammar.
@@ -146,7 +146,7 @@ class RequestQueue:
 
     Thread-safe, but only the stepping thread adds and takes outputs.
 
-    open_choices: request id → number of its choices that have not ended.
+    open_choices: request id → number of the request's choices that have not ended.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,9 @@ class RequestQueue:
     def submit(self, request_id: str, sequences: list[Sequence]) -> None:
         """Add all choices of a request to the queue.
 
-        Raises EngineClosed, and InvalidRequest if a request of the same id is in flight.
+        Raises EngineClosed if the queue was closed, and InvalidRequest if a request of the same id
+        is in
+        flight.
         """
         with self._lock:
             if self._closed:
@@ -274,9 +276,9 @@ class RequestQueue:
 
 
 def _set_matcher(sequence: Sequence) -> EngineError | None:
-    """Give a sequence its own copy of its grammar, if any; return the error of a bad grammar.
+    """Give a sequence its own copy of its compiled grammar, if it has one.
 
-    Compiling must have ended.
+    Returns the error of a grammar that could not be compiled. Compiling must have ended.
     """
     if sequence.compiled is None:
         return None

@@ -21,6 +21,7 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.own_order import Turn
 from lorikeet_engine.scheduling.preemption import (
     furthest_ahead_last,
     may_begin,
@@ -29,7 +30,7 @@ from lorikeet_engine.scheduling.preemption import (
 from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
 from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.scheduling.waiting_queue import WaitingQueue
+from lorikeet_engine.scheduling.waiting_queue import WaitingQueue, prefilling_in_fair_order
 
 # A plan begins no more sequences once the begun ones have this many KV pages, cached ones included:
 # allocating them takes some ms.
@@ -46,9 +47,9 @@ _ANSWERS = 100
 class SchedulerLimits:
     """Limits of one step.
 
-    tokens: most tokens.
-    sequences: most sequences.
-    adapters: most distinct adapters.
+    tokens: maximum number of tokens.
+    sequences: maximum number of sequences.
+    adapters: maximum number of distinct adapters.
     """
 
     tokens: int
@@ -62,7 +63,7 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: prompt tokens in the chunks whose log probabilities are wanted.
+    scored: prompt tokens in the chunks that score the token after them, for prompt_logprobs.
     """
 
     chunks: list[Chunk]
@@ -71,10 +72,10 @@ class StepPlan:
 
 
 class Throughput:
-    """Work that a busy engine does per second, and the mean length of answers.
+    """Running means of an engine's throughput under load, and of the length of answers.
 
     Work is in the cost units of fairness.py. Only time in which the engine was saturated is
-    measured. Before that, cost_per_s is the predicted one of full batches of decodes.
+    measured. Before that, cost_per_s is predicted from full batches of decodes.
 
     saturated: whether sequences wait only because the last planned step has no capacity left.
     answer_tokens: mean length of answers, in tokens.
@@ -95,7 +96,7 @@ class Throughput:
     def add(self, cost: float) -> None:
         """Add work that the current step gives to the device.
 
-        cost: cost of the work, in the units of fairness.py.
+        cost: cost of the work, in the cost units of fairness.py.
         """
         self._step_cost += cost
 
@@ -128,7 +129,7 @@ class Scheduler:
 
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
-    counters: counts the sequences that begin and are preempted.
+    counters: counts the sequences that begin and those that are preempted.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Scheduler:
         counter = self._tenants.open_sequence(params.tenant, params.weight)
         prompt = prompt_cost(self._costs, 0, sequence.prompt_length)
         sequence.cost = SequenceCost(counter, prompt + OUTPUT_TOKEN * answer)
-        self.waiting.add(sequence)
+        self._queue(sequence)
         self.request_adapter(sequence)
         counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
@@ -179,9 +180,9 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """Estimate the seconds that a new request with these parameters would wait. Any thread.
+        """Estimate the seconds that a new request with these parameters would wait.
 
-        The estimate is 0 unless the engine is saturated.
+        The estimate is 0 unless the engine is saturated. Any thread may call this.
         """
         if not self._throughput.saturated:
             return 0.0
@@ -195,14 +196,16 @@ class Scheduler:
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
-        step_budget: bounds Σ rank of the step's adapters, and the prompt tokens in steps with
-            decodes; None for no bounds.
+        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens in
+            steps with decodes; None for no bounds.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
         decodes = self._schedule_decodes(active)
         budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
+        for sequence in prefilling:
+            sequence.cost.set_tokens_to_compute(self._costs, sequence.kv.computed, sequence.length)
         prefills = self._schedule_prefills(active, prefilling, budget, step_budget)
         chunks = [*decodes, *prefills.chunks]
         if not chunks:
@@ -214,7 +217,8 @@ class Scheduler:
         """Record that a step with these chunks was launched. The next plan builds on it.
 
         chunks: chunks in the order of the batch.
-        forced: by row of the step's logits, tokens that must follow the sampled token.
+        forced: by row of the step's logits, forced tokens: those that the grammar requires after
+            the token sampled from this row.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -273,7 +277,7 @@ class Scheduler:
         self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence; preempt some where KV pages are too few.
+        """Return a chunk of each decoding sequence; preempt sequences where KV pages are too few.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -313,7 +317,7 @@ class Scheduler:
         active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.
         budget: prompt tokens that the step may still compute.
-        step_budget: bounds Σ rank of the step's adapters; None for no bound.
+        step_budget: bounds the sum of the ranks of the step's adapters; None for no bound.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
@@ -329,8 +333,8 @@ class Scheduler:
             failed = admission.failed
             served = {chunk.sequence for chunk in chunks}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
-        for sequence in prefilling:
-            chunks += self._prompt_chunk(sequence, budget, len(active))
+        for turn in prefilling_in_fair_order(prefilling):
+            chunks += self._prompt_chunk(turn, budget, len(active))
         return _Prefills(chunks, failed, saturated)
 
     def _prefill_in_fair_order(
@@ -350,7 +354,8 @@ class Scheduler:
         served: set[VirtualCounter] = set()  # tenants served, or not only for want of capacity
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
-        for sequence in order:
+        for turn in order:
+            sequence = turn.sequence
             if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
                     break  # just preempted: its last token comes with the step in flight
@@ -367,7 +372,7 @@ class Scheduler:
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += sum(map(len, sequence.kv.pages))
-            chunks += self._prompt_chunk(sequence, budget, active + len(begun))
+            chunks += self._prompt_chunk(turn, budget, active + len(begun))
             if not budget or pages > _PAGES_PER_PLAN:
                 break
         else:
@@ -394,24 +399,26 @@ class Scheduler:
         chunks: list[Chunk] = []
         while prefilling and not chunks and self._all_is_read():
             for sequence in prefilling:
-                chunks += self._prompt_chunk(sequence, budget, 0)
+                chunks += self._prompt_chunk(Turn(sequence), budget, 0)
             if not chunks:
                 self._preempt(prefilling.pop())
         return chunks
 
-    def _prompt_chunk(self, sequence: Sequence, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """Return the next chunk of a prompt and charge its tenant.
+    def _prompt_chunk(self, turn: Turn, budget: PromptBudget, spare: int) -> list[Chunk]:
+        """Return the next chunk of the prompt whose turn it is, as a list, and charge its tenant.
 
         The list is empty if the budget or the KV pages do not suffice.
 
-        spare: number of other sequences for which a free page in each group must be left.
+        spare: number of other sequences, for each of which one free page per group must be left.
         """
+        sequence = turn.sequence
         end = self._cache.reach(sequence.kv, sequence.length, spare)
         if not budget.fits(sequence, end):
             return []
         chunk = budget.take(sequence, end)
         grown = self._cache.grow(sequence.kv, chunk.end)
         assert grown, "a chunk without KV pages"
+        turn.computed(prompt_cost(self._costs, chunk.start, chunk.end))
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
@@ -436,6 +443,11 @@ class Scheduler:
         sequence.timings.preemptions += 1
         self._counters.preemptions += 1
         sequence.status = SequenceStatus.PREEMPTED
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        cached = self._cache.expected_hit(sequence.kv)
+        sequence.cost.set_tokens_to_compute(self._costs, cached, sequence.length)
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:

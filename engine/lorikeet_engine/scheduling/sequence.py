@@ -1,4 +1,6 @@
-"""Sequence: one choice of a request on its way through the engine. Chunk: its part of a step."""
+"""Sequence: one choice of a request on its way through the engine. Chunk: its tokens in one
+step.
+"""
 
 import time
 from array import array
@@ -43,15 +45,15 @@ class AdapterLease(Protocol):
 
     @property
     def slot(self) -> int:
-        """Index of the adapter's slot in the table of LoraWeights."""
+        """Index of the adapter's slot in the table of adapters on the GPU (LoraWeights)."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of the adapter on any linear."""
+        """Largest LoRA rank of the adapter on any linear."""
 
     @property
     def head_rank(self) -> int:
-        """Rank of the adapter on lm_head; 0 if it has no LoRA there."""
+        """LoRA rank of the adapter on lm_head; 0 if it has no LoRA there."""
 
     @property
     def head_rows(self) -> int:
@@ -67,7 +69,9 @@ class AdapterLease(Protocol):
 
 @dataclass(slots=True)
 class OvertakeCount:
-    """Number of sequences with adapters that have overtaken one which other adapters block.
+    """Number of sequences that have overtaken a waiting one. Only sequences with adapters count.
+
+    Counting lasts while other adapters keep the sequence waiting.
 
     count: this number at the last update.
     begun: number of sequences with adapters that had begun since the engine's start, at the last
@@ -100,7 +104,7 @@ class SequenceTimings:
     loaded_s: when the adapter was loaded to the GPU.
     begun_s: when the sequence's first step was planned.
     first_token_s: when the host read the first token.
-    last_token_s: when the host read the newest token, by perf_counter.
+    last_token_s: when the host read the latest token, by perf_counter.
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
@@ -118,7 +122,7 @@ class SequenceTimings:
     steps: int = 0
 
     def engine_timings(self) -> EngineTimings:
-        """Return the duration of each phase. Call right after the newest token has been read."""
+        """Return the duration of each phase. Call right after the latest token has been read."""
         now_s = time.monotonic()
         assert self.begun_s is not None, "a token of no step"
         if self.first_token_s is None:
@@ -141,9 +145,11 @@ class SequenceTimings:
 class Sequence:
     """Tokens of one choice, prompt and output, and the resources held for them.
 
+    A forced token is the only one that the grammar allows: it is computed without being sampled.
+
     choice: index of the choice in its request.
     arrival: number of the sequence in the order of arrival.
-    max_tokens: most tokens of the output: the request's max_tokens, cut to the context.
+    max_tokens: maximum number of output tokens: the request's max_tokens, cut to the context.
     stop_ids: token ids that end the sequence.
     seed: seed of this choice.
     compiled: compiled grammar, shared with other choices; None without a grammar.
@@ -153,7 +159,7 @@ class Sequence:
     tokens: tokens that the host knows. This is the request's own tuple until a token is added, so
         that a hundred waiting choices share one long prompt.
     pending_rows: for each token that was sampled but not read yet, its row in its step's logits.
-    forced: tokens that must follow the pending token, known before that token is read.
+    forced: forced tokens after the pending token, known before that token is read.
     length: number of tokens, pending and forced ones included.
     decode_tokens: number of tokens that the next decode computes: the last sampled one and the
         forced ones.
@@ -252,7 +258,8 @@ class Sequence:
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk; return those of its tokens that are to be scored.
+        """Record that a step computes this chunk; return its tokens whose logits score the next
+        token.
 
         Tokens that were scored before a preemption are left out.
         """
@@ -277,7 +284,8 @@ class Sequence:
         """Record that a step was launched in which the sequence's next token is sampled.
 
         row: row of the step's logits that the token is sampled from.
-        forced: tokens that must follow the sampled one, because the grammar leaves no choice.
+        forced: tokens that follow the sampled one without sampling, because the grammar leaves no
+        choice.
         """
         self.pending_rows.append(row)
         self.forced, self.decode_tokens = forced, 1 + len(forced)
@@ -288,7 +296,8 @@ class Sequence:
     def accept(self, token: int) -> FinishReason | None:
         """Add the first pending token, which the host has read, and the tokens forced after it.
 
-        Returns why the sequence ends; None if it goes on. A stop id ends the sequence and is not
+        Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
+        and is not
         added. Raises InvalidRequest if the grammar does not accept a token.
         """
         if token in self.stop_ids:
@@ -345,7 +354,7 @@ class Chunk(NamedTuple):
 class ScoredRows(NamedTuple):
     """Tokens `start` to `end` of a prompt, whose logits score the token that follows each of them.
 
-    All of them belong to one chunk.
+    All of them belong to one chunk. Scores are the log probabilities that prompt_logprobs asks for.
     """
 
     sequence: Sequence
@@ -359,5 +368,5 @@ class ScoredRows(NamedTuple):
 
     @property
     def alternatives(self) -> int:
-        """Number of most likely tokens to report in addition to each scored token."""
+        """Number of most likely tokens to report in addition to each scored prompt token."""
         return self.sequence.request.sampling.prompt_logprobs or 0

@@ -1,4 +1,4 @@
-"""Bounds of a step's ranks and prompt tokens that meet the inter-token goal.
+"""Limits on a step's adapter ranks and prompt tokens, to meet the inter-token latency goal.
 
 A step of decodes reads the weights of each of its adapters once, and the keys and values of all
 tokens that its sequences attend to:
@@ -41,6 +41,7 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
+    seconds: the time.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -49,12 +50,16 @@ class ExpectedStep(NamedTuple):
 
 
 class StepBudget:
-    """Bounds for the steps of one engine, learned from its steps. Only for the engine's thread."""
+    """Limits on adapter ranks and prompt tokens, learned from one engine's steps.
+
+    Only for the engine's thread.
+    """
 
     def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
         """Start with the predicted time of full steps of decodes, until steps have run.
 
-        goal_s: longest time of a step with decodes.
+        goal_s: goal for the time between two tokens: the longest time that a step with decodes may
+        take.
         costs: predicts the time of steps; rank_s must be above 0.
         sizes: numbers of tokens to which steps with prompts are padded, ascending; empty without
             padding.
@@ -65,9 +70,9 @@ class StepBudget:
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
 
     def max_ranks(self, context: float) -> float:
-        """Return the Σ rank of adapters with which a step of decodes just meets the goal.
+        """Return the sum of adapters' ranks with which a step of decodes just meets the goal.
 
-        0 or less if no rank does.
+        The result is 0 or less if the step exceeds the goal without adapters.
 
         context: number of tokens that the decodes attend to together.
         """
@@ -78,7 +83,7 @@ class StepBudget:
         """Return the budget for prompt tokens in a step with these decodes.
 
         decodes: the step's decodes; some may compute forced tokens as well.
-        tokens: most prompt tokens, whatever time they take.
+        tokens: maximum number of prompt tokens, whatever time they take.
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
@@ -89,7 +94,7 @@ class StepBudget:
 
         decodes: number of tokens that the decodes compute.
         tokens: number of prompt tokens.
-        seen: number of tokens that they attend to, added up over the prompt tokens.
+        seen: number of (prompt token, token that it attends to) pairs.
         """
         rows_s = self._costs.rows_s
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
@@ -111,7 +116,7 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run.
+        """Learn the base time, or the extra time of prompts, from a step that has run.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -134,19 +139,22 @@ class StepBudget:
 
 
 class PromptBudget:
-    """Budget of one step for prompt tokens: a number of tokens, and the time that the goal leaves.
+    """Prompt tokens that one step may compute: a number of tokens, and the time that the goal
+    leaves.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    scored: prompt tokens to score, in the chunks taken so far.
+    scored: prompt tokens, in the chunks taken so far, that score the token after them.
     """
 
     def __init__(
         self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
     ) -> None:
-        """Start with `tokens` prompt tokens and, if there is a goal, with left_s seconds.
+        """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
+        seconds.
 
-        budget: predicts the time of prompt tokens; None if there is no inter-token goal.
+        budget: predicts the time of prompt tokens; None if there is no goal.
         decodes: number of tokens that the step's decodes compute.
+        left_s: time that the step's decodes leave of the goal.
         """
         self.tokens = tokens
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
@@ -155,14 +163,15 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether a prompt at its beginning could get a chunk; deeper tokens take more time."""
+        """Whether a prompt could get a chunk at its very start; tokens deeper in a prompt take more
+        time.
+        """
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
-        """Whether a prompt can get a chunk.
+        """Whether a prompt can get a chunk in this step.
 
-        Under a goal, a chunk of very few tokens does not count.
-
+        Under a goal, a chunk of very few tokens does not count unless it is the prompt's last.
         If the step scores another prompt already, a prompt to be scored gets a chunk only if all
         its remaining tokens may be scored.
 
@@ -204,7 +213,7 @@ class PromptBudget:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return how many more prompt tokens the goal allows.
+        """Return how many more prompt tokens the inter-token goal allows.
 
         depth: number of tokens before them in their prompt.
         most: upper bound of the result.

@@ -1,55 +1,57 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
-WaitingQueue keeps one queue per tenant. FairOrder merges the queues: the next sequence is always of
-the tenant with the least virtual counter (fairness.py).
+WaitingQueue keeps one queue per tenant. FairOrder merges the tenants: the next sequence is always
+of the tenant with the smallest virtual counter (fairness.py). Between its own sequences,
+own_order.py decides.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
-from itertools import chain
+from itertools import chain, islice
 
 from lorikeet_engine.scheduling.fairness import VirtualCounter, VirtualCounters
+from lorikeet_engine.scheduling.own_order import OwnQueue, Turn, own_order
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
     """Waiting sequences, in one queue per tenant.
 
-    A tenant's preempted sequences come first, then others by priority, then by arrival. One thread
-    changes the queue; any thread may count and iterate.
+    One thread changes the queue; any thread may count and iterate.
 
     counters: virtual token counters of the tenants.
     """
 
     def __init__(self, counters: VirtualCounters) -> None:
         self._counters = counters
-        self._queues: dict[VirtualCounter, list[Sequence]] = {}  # none of them empty
+        self._queues: dict[VirtualCounter, OwnQueue] = {}  # none of them empty
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._queues.values())))
+        return sum(len(queue.by_age) for queue in list(self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over all waiting sequences, tenant by tenant."""
-        return chain.from_iterable(map(list, list(self._queues.values())))
+        return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and count the tenant among the waiting ones."""
+        """Add a sequence to its tenant's queue, and the tenant to the waiting ones."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
-        insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
+        queue = self._queues.get(counter) or OwnQueue()
+        queue.add(sequence)
+        self._queues[counter] = queue
         counter.backlog += sequence.cost.expected
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its tenant's queue.
 
-        The sequence must still have the status with which it was added.
+        The sequence must still have the status and costs with which it was added.
         """
         counter = sequence.cost.counter
         queue = self._queues[counter]
-        del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
+        queue.remove(sequence)
         counter.backlog -= sequence.cost.expected
-        if not queue:
+        if not queue.by_age:
             del self._queues[counter]
             counter.backlog = 0.0
             self._counters.stop_waiting(counter)
@@ -64,75 +66,81 @@ class WaitingQueue:
 
         The queue must not change during the iteration.
 
-        prefilling: running sequences that do not decode; they precede their tenants' waiting
-            sequences.
+        prefilling: running sequences that do not decode, each tenant's in the order of arrival.
         is_blocked: returns whether to skip a sequence, because its adapter cannot be used in this
             step.
         first: sequence that precedes all others, unless it has finished.
         """
-        queues: dict[VirtualCounter, list[Sequence]] = {}
-        for sequence in prefilling:
-            queues.setdefault(sequence.cost.counter, []).append(sequence)
-        for counter, queue in self._queues.items():
-            queues[counter] = [*queues[counter], *queue] if counter in queues else queue
-        return FairOrder(queues, is_blocked, first)
+        running = _by_tenant(prefilling)
+        own_orders = [
+            own_order(counter, running.get(counter, []), self._queues.get(counter), is_blocked)
+            for counter in dict.fromkeys((*running, *self._queues))
+        ]
+        return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Stop counting tenants as waiting that had no sequence to serve: they gain no credit."""
+        """Remove tenants that had no sequence to serve from the waiting ones, so that they gain no
+        credit.
+
+        counters: the tenants' counters.
+        """
         for counter in counters:
             self._counters.stop_waiting(counter)
 
 
 class FairOrder:
-    """Iterator over sequences in fair order; the tenant with the least counter is always next.
+    """Iterator over sequences in fair order: the next is of the tenant with the smallest counter.
 
-    Counters may change during the iteration. O(tenants) at first, then O(log tenants) for each
-    sequence.
+    Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
+    for each sequence.
 
-    queues: each tenant's sequences, in order; none is empty.
-    is_blocked: returns whether to skip a sequence.
+    own_orders: each tenant's sequences, in order.
     first: sequence that precedes all others, unless it has finished.
     exhausted: tenants of which all sequences have been returned or skipped.
     """
 
-    def __init__(
-        self,
-        queues: Mapping[VirtualCounter, list[Sequence]],
-        is_blocked: Callable[[Sequence], bool],
-        first: Sequence | None,
-    ) -> None:
-        self._queues, self._is_blocked = queues, is_blocked
+    def __init__(self, own_orders: Iterable[Iterator[Turn]], first: Sequence | None) -> None:
+        self._own_orders = own_orders
         if first is not None and first.status is SequenceStatus.FINISHED:
             first = None
         self._first = first
         self.exhausted: list[VirtualCounter] = []
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Turn]:
         if self._first is not None:
-            yield self._first
-        rests = [(counter, iter(queue)) for counter, queue in self._queues.items()]
-        turns = [_turn(counter, next(rest), rest) for counter, rest in rests]
-        heapify(turns)
-        while turns:
-            _, _, sequence, rest = turns[0]
-            counter = sequence.cost.counter
-            if sequence is not self._first:
-                yield sequence
-            following = next((s for s in rest if not self._is_blocked(s)), None)
+            yield Turn(self._first)
+        nexts = [_next(turn, rest) for rest in self._own_orders for turn in islice(rest, 1)]
+        heapify(nexts)
+        while nexts:
+            _, _, turn, rest = nexts[0]
+            if turn.sequence is not self._first:
+                yield turn
+            following = next(rest, None)
             if following is None:
-                heappop(turns)
-                self.exhausted.append(counter)
+                heappop(nexts)
+                self.exhausted.append(turn.sequence.cost.counter)
             else:
-                heapreplace(turns, _turn(counter, following, rest))
+                heapreplace(nexts, _next(following, rest))
 
 
-_Turn = tuple[float, int, Sequence, Iterator[Sequence]]
+def prefilling_in_fair_order(prefilling: Iterable[Sequence]) -> FairOrder:
+    """Return prefilling sequences in fair order.
+
+    prefilling: running sequences that do not decode, each tenant's in the order of arrival.
+    """
+    by_tenant = _by_tenant(prefilling).items()
+    return FairOrder([own_order(c, own, None, lambda _: False) for c, own in by_tenant], None)
 
 
-def _turn(counter: VirtualCounter, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
-    return counter.value, sequence.arrival, sequence, rest
+def _by_tenant(sequences: Iterable[Sequence]) -> dict[VirtualCounter, list[Sequence]]:
+    queues: dict[VirtualCounter, list[Sequence]] = {}
+    for sequence in sequences:
+        queues.setdefault(sequence.cost.counter, []).append(sequence)
+    return queues
 
 
-def _queue_key(sequence: Sequence) -> tuple[bool, int, int]:
-    priority = sequence.request.scheduling.priority
-    return sequence.status is not SequenceStatus.PREEMPTED, -priority, sequence.arrival
+_Next = tuple[float, int, Turn, Iterator[Turn]]
+
+
+def _next(turn: Turn, rest: Iterator[Turn]) -> _Next:
+    return turn.sequence.cost.counter.value, turn.sequence.arrival, turn, rest

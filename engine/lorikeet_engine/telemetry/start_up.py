@@ -14,7 +14,7 @@ class DeviceMemory:
     """Free memory of a device, and the memory that parts of the engine have taken.
 
     free: bytes still free.
-    bytes: bytes that each part has taken, by its name.
+    bytes: part's name → bytes that the part has taken.
     """
 
     def __init__(self, free: int) -> None:
@@ -34,8 +34,8 @@ class DeviceMemory:
 class StartUpStages(DeviceMemory):
     """Memory and time that each stage of an engine's start took.
 
-    bytes: bytes of device memory that each finished stage took, by its name.
-    seconds: seconds that each finished stage took, by its name.
+    bytes: stage's name → bytes of device memory that the finished stage took.
+    seconds: stage's name → seconds that the finished stage took.
     free: bytes free on the device for the next stage. Memory of other processes counts as used.
     """
 

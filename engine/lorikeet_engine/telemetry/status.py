@@ -12,11 +12,12 @@ from lorikeet_engine.costs import MeasuredCosts, StepCosts
 class EngineInfo:
     """Facts about a started engine that callers need; they never change.
 
-    max_context: most tokens of prompt plus output.
+    max_context: maximum number of tokens of prompt plus output.
     step_costs: costs of steps, measured at the start.
-    quantization: how the base model's linears were rounded, in words; None if they were not.
+    quantization: format to which the base model's linears were rounded, in words; None if they were
+        not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
-    tensor_parallel: number of GPUs, or processes on a CPU, that share the base model.
+    tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     """
 
     vocab_size: int
@@ -50,7 +51,7 @@ class TierStatus:
     folder, except evictions and checksum_failures, which are this process's own.
 
     adapters: number of adapters; an adapter counts in every tier that holds it.
-    pinnable_bytes: most bytes that images of pinned adapters may take.
+    pinnable_bytes: limit on the bytes that images of pinned adapters may take.
     evictions: adapters evicted since the start.
     checksum_failures: adapters found damaged since the start.
     """
@@ -66,7 +67,7 @@ class TierStatus:
 class EvictionCandidate(NamedTuple):
     """Adapter that would be evicted first from the GPU.
 
-    uses: recent uses of the adapter, as the eviction policy counts them.
+    uses: recent uses of the adapter: a count of requests that halves every 45 s.
     """
 
     image_bytes: int
@@ -83,14 +84,14 @@ class LiveStats:
         earlier tokens again.
     waiting: number of sequences that take part in no step.
     pending_tokens: tokens that the waiting and prefilling sequences have yet to compute.
-    pending_seen: number of tokens that the pending tokens attend to, added up (costs.seen_tokens).
-    ranks: Σ rank of the distinct adapters of decoding sequences.
+    pending_seen: number of (pending token, token that it attends to) pairs (costs.seen_tokens).
+    ranks: sum of the ranks of the decoding sequences' distinct adapters.
     context: number of tokens that the decoding sequences attend to together, averaged over the
         layers (StepCosts.decode_sees).
     oldest_wait_s: longest time that a sequence without an output token has waited.
     loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
     free_bytes: unused bytes of the GPU's adapter memory.
-    room_bytes: free_bytes plus bytes that could be freed by evictions now.
+    room_bytes: free_bytes plus the bytes that evictions could free now.
     victim: adapter that would be evicted first; None if none can be.
     """
 
@@ -121,7 +122,7 @@ class EngineStatus:
     """State of an engine, contents of each tier, and counts since the start.
 
     costs: costs of steps and loads; defaults where nothing was measured.
-    lookups: number of accepted requests by the tier that held their adapter.
+    lookups: tier → number of accepted requests whose adapter that tier held.
     loads: seconds of loads, by the tier that an adapter was loaded from: from remote to the disk,
         from the disk to the host, from the host to the GPU. An adapter loaded from remote makes all
         three loads.
@@ -136,7 +137,7 @@ class EngineStatus:
     step_adapters: numbers of distinct adapters in a step.
     inter_token_s: seconds between two outputs of a choice, by the tier that held its adapter when
         the request came; None without an adapter.
-    tensor_parallel: number of GPUs, or processes on a CPU, that share the base model.
+    tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
     """
@@ -164,12 +165,12 @@ class AdapterStatus(NamedTuple):
 
     image_bytes: bytes of the adapter's image on each GPU; None while this engine does not know the
         image.
-    uses: recent uses, as the eviction policy counts them.
+    uses: recent uses: a count of requests that halves every 45 s.
     pinned: whether there is a pin of the adapter, to any tier.
 
     The other fields are about the GPU's adapter memory:
 
-    rank: largest rank of the adapter; None if the adapter is not there.
+    rank: largest LoRA rank of the adapter; None if the adapter is not there.
     leases: number of sequences that use the adapter now.
     kept: whether a pin keeps the adapter there.
     arriving: whether the copy is not finished, so that no request can use the adapter yet.

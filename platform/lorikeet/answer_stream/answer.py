@@ -41,22 +41,25 @@ Log probabilities of short tokens take 40 MB at most. With longer tokens, a choi
 body reaches this limit.
 """
 RESPONSE_COPIES = 4
-"""Number of times that the last events of a streamed response repeat all log probabilities."""
+"""Number of times that the last events of a streamed response (Responses API) repeat all its log
+probabilities.
+"""
 
 
 class Answer:
     """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
-    stopped: choices that ended at a stop string or after a single tool call while the engine still
-        generates for them; the owner aborts these choices and clears the list.
+    stopped: choices that ended at a stop string or after a single tool call while the engine
+        still generates for them; the owner aborts these choices and clears the list.
 
     Constructor arguments:
     prompts: token ids of each prompt.
     syntax: the model's syntax for tool calls; None if no tools may be called.
-    thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
-    echoes: the prompts as the answer repeats them; None computes them here, which is slow for long
-        prompts.
+    thinking: whether the model's thinking may come before its answer, or has begun in the
+        prompt.
+    echoes: the prompts in the forms in which the answer repeats them; None computes them here,
+        which is slow for long prompts.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Answer:
         return [chunk] if chunk else []
 
     def usage(self) -> FinalUsage:
-        """Return the number of tokens of all prompts and choices until now."""
+        """Return the number of tokens of all prompts and choices so far."""
         made = sum(choice.tokens for choice in self._choices)
         prompts = range(0, len(self._choices), self._call.n)
         # Later choices of a prompt hit the prefix that its first choice computed: take the least.
@@ -126,7 +129,7 @@ class Answer:
         return FinalUsage(sum(map(len, self._prompts)), cached, made, timings, thought)
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return the number of tokens of one choice and its prompt until now."""
+        """Return the number of tokens of one choice and its prompt so far."""
         prompt_tokens = len(self._prompts[choice // self._call.n])
         made, cached = self._choices[choice], self._cached.get(choice, 0)
         return FinalUsage(
@@ -138,7 +141,9 @@ class Answer:
         return self._choices[choice].stop_string
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
-        """Add a prompt's log probabilities; return the bytes that they take in the body."""
+        """Add a prompt's log probabilities to the answer; return their number of bytes in the
+        body.
+        """
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
         size = self._prompt_logprobs[output.choice // call.n].add(output.logprobs)
@@ -246,6 +251,12 @@ def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> by
         case Endpoint.MESSAGES:
             return message_body(call, choices[0], usage)
     return json_body(call, choices, usage)
+
+
+def token_count_body(endpoint: Endpoint, tokens: int) -> bytes:
+    """Return the JSON body that answers a request to count tokens."""
+    kind = b'"object":"response.input_tokens",' if endpoint is Endpoint.INPUT_TOKENS else b""
+    return b'{%s"input_tokens":%d}' % (kind, tokens)
 
 
 def refusal_of(error: EngineError) -> Refusal:

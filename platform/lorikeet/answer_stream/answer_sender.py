@@ -14,9 +14,11 @@ from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 Abort = Callable[[str, int], object]
 """Function that aborts one choice: takes the request's id and the choice's index."""
 _REPORT_EVERY = 64
-"""Generated tokens between two RunningUsage items: less than 2% more items for a gateway."""
+"""Number of generated tokens between two RunningUsage items. At this value they are less than 2% of
+the items that a gateway gets.
+"""
 _PROMPT_LOGPROBS_AT_ONCE = 128
-"""Prompt tokens whose log probabilities are formatted in one callback of the event loop.
+"""Number of prompt tokens whose log probabilities are formatted in one callback of the event loop.
 
 They take some 4 ms with 20 alternatives each. One step of the engine computes thousands of them.
 """
@@ -26,15 +28,15 @@ class AnswerSender:
     """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
-    switches of the event loop would cost more than the work.
+        switches of the event loop would cost more than the work.
 
-    ended: future that is done once the whole answer is sent. It fails with an exception if our own
-        code raises one.
+    ended: future that is done once the whole answer is sent. It fails if Lorikeet's own code
+        raises an exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
-    abort: called for choices that have ended, as at a stop string, while the engine still generates
-        for them.
+    abort: called for choices that have ended, as at a stop string, while the engine still
+        generates for them.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class AnswerSender:
             self._work()
 
     def _work(self) -> None:
-        """Send waiting outputs; yield to the event loop between parts of prompt logprobs."""
+        """Send waiting outputs. Long log probabilities of prompts are sent in parts; between two
+        parts the event loop runs other tasks.
+        """
         assert self._header is not None
         self._is_scheduled = False
         while self._waiting and not self.ended.done():

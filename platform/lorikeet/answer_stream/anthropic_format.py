@@ -36,11 +36,11 @@ class AnswerProgress(Protocol):
     """State of a growing answer that its deltas do not include. Implemented by Answer."""
 
     def usage(self) -> FinalUsage:
-        """Return the number of tokens of all prompts and choices until now."""
+        """Return the number of tokens of all prompts and choices so far."""
         ...
 
     def choice_usage(self, choice: int) -> FinalUsage:
-        """Return the number of tokens of one choice and its prompt until now."""
+        """Return the number of tokens of one choice and its prompt so far."""
         ...
 
     def stop_string(self, choice: int) -> str | None:
@@ -69,7 +69,7 @@ class MessageEventStream:
         reasoning: str = "",
         token_ids: Sequence[int] = (),  # noqa: ARG002
     ) -> bytes:
-        """Return events for new text and tool calls and, with `finish`, the last block's end.
+        """Return events for new text and tool calls and, with `finish`, the end of the last block.
 
         choice: always 0.
         reasoning: new thinking, which comes before the text.
@@ -157,11 +157,6 @@ def failed_message_event(call: Call, code: str, message: str) -> bytes:
     return b"event: error\ndata: " + body + b"\n\n"
 
 
-def token_count_body(tokens: int) -> bytes:
-    """Return the JSON body that answers a request to count tokens."""
-    return b'{"input_tokens":%d}' % tokens
-
-
 def _stop_reason(call: Call, finish: Ending, stop: str | None, usage: FinalUsage) -> str:
     if stop is not None:
         return "stop_sequence"
@@ -210,9 +205,10 @@ def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
 
 
 def _input(arguments: str) -> bytes:
-    """Return a tool's input as JSON. If the call was cut off, return the part that can be parsed.
+    """Return a tool's input as JSON. If the call was cut off, return what can be parsed of it.
 
-    Complete input keeps its text: Python may be unable to represent a number that is valid JSON.
+    Complete input keeps its text, in ASCII: Python may be unable to represent a number that is
+        valid JSON.
     """
     try:
         from_json(arguments, allow_inf_nan=False)

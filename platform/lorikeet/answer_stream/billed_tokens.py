@@ -8,13 +8,12 @@ from lorikeet_engine.request import Output, Tokens
 
 
 class BilledTokens:
-    """Counter of the tokens of one call that its tenant is billed for.
+    """Counter of the tokens of one call for which its tenant is billed.
 
-    A finished answer is billed by its FinalUsage. If the client disconnects, or the answer fails
-    halfway, the bill has the prompts that reached their first token and the tokens generated until
-    then. A call that was refused, or failed before its first byte, is billed nothing: another
-    replica
-    may repeat it, and tokens are billed once.
+    A finished answer is billed by its FinalUsage. If the client disconnects, or the answer
+        fails halfway, the bill has the prompts that reached their first token and the tokens
+        generated until then. A call that was refused, or failed before its first byte, is
+        billed nothing: another replica may repeat it, and tokens are billed once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -27,7 +26,7 @@ class BilledTokens:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens generated until now."""
+        """Number of tokens generated so far."""
         return self._output_tokens
 
     def on_output(self, output: Output) -> None:
@@ -40,7 +39,9 @@ class BilledTokens:
                 self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
-        """Note an item sent to the gateway, as far as it decides what is billed."""
+        """Note an item sent to the gateway. Its kind decides between billing FinalUsage, the tokens
+        so far, or nothing.
+        """
         if isinstance(item, bytes):
             self._begun = True
         elif isinstance(item, FinalUsage):
@@ -49,11 +50,13 @@ class BilledTokens:
             self.failed()
 
     def failed(self) -> None:
-        """End a call that failed, as opposed to one whose client disconnected."""
+        """Record that the call failed on its own, and not because its client disconnected."""
         self._refused = not self._begun
 
     def counts(self) -> UsageCounts | None:
-        """Return the usage to bill until now; None for a call that is not billed."""
+        """Return the usage to bill for what was generated so far; None for a call that is not
+        billed.
+        """
         if self._refused:
             return None
         if (usage := self._usage) is not None:

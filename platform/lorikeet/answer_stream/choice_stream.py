@@ -19,7 +19,7 @@ from lorikeet_engine.request import TokenLogprobs, Tokens
 class OutputDelta:
     """New part of a choice: thinking, then text, then tool calls.
 
-    logprobs: logprobs of this text's tokens, if asked for.
+    logprobs: log probabilities of the tokens of `text`, if asked for.
     token_ids: all new tokens, if asked for; `logprobs` then covers all of them.
     """
 
@@ -33,20 +33,19 @@ class OutputDelta:
 class ChoiceStream:
     """Converter of one choice's tokens into thinking, text and tool calls.
 
-    finish: why the choice ended; set with the last delta.
+    finish: reason for the choice's end; set with the last delta.
 
     Constructor arguments:
     text: the choice's detokenizer.
     parser: parser of tool calls; None if the model may call no tools.
     vocabulary: names of tokens; None if no logprobs are asked for.
-    echo: prompt text that the choice's text begins with; None without `echo`. With an echo, special
-        tokens have logprobs too: clients that know the prompt's number of tokens expect one entry
-        for
-        each.
-    reasoning: parser of thinking, which the detokenizer `text` feeds; None if the model does not
-    think.
-    thinking_shown: deltas include the thinking.
-    returns_token_ids: deltas include token ids.
+    echo: prompt text that the choice's text begins with; None without `echo`. With an echo,
+        special tokens have logprobs too: clients that know the prompt's number of tokens expect
+        one entry for each.
+    reasoning: parser of thinking, which the detokenizer `text` feeds; None if the model does
+        not think.
+    thinking_shown: whether deltas include the thinking.
+    returns_token_ids: whether deltas include token ids.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ChoiceStream:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the choice received until now."""
+        """Number of tokens of the choice received so far."""
         return self._text.tokens
 
     @property
@@ -129,7 +128,8 @@ class ChoiceStream:
         return OutputDelta(text, calls, logprobs, thought, token_ids)
 
     def _sent_logprobs(self, vocabulary: Vocabulary) -> tuple[list[SampledToken], int]:
-        """Return the logprobs of the answer text that is sent now, and the number of tokens sent.
+        """Return the logprobs of the answer text that is sent now, and the number of tokens sent so
+        far.
 
         Tokens of thinking and of tool calls have no logprobs but are counted.
         """
@@ -173,9 +173,11 @@ def open_choice(
 
     index: index of the prompt that the choice continues.
     prompt: token ids of that prompt.
-    thinking: whether the model's thinking may come before the answer, or has begun in the prompt.
+    syntax: the model's syntax for tool calls; None if it may call no tools.
+    thinking: whether the model's thinking may come before the answer, or has begun in the
+        prompt.
     stop: stop strings of the call.
-    echoes: the prompts as the answer repeats them.
+    echoes: the prompts in the forms in which the answer repeats them.
     """
     shown: list[str] = []
     reasoning = None
@@ -193,7 +195,9 @@ def open_choice(
         hidden = (hidden or vocabulary.special).union(call.sampling.stop_token_ids)
     echo = echoes.texts[index] if call.echo else None
     text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
-    logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
+    logprob_vocabulary = None
+    if call.sampling.logprobs is not None:
+        logprob_vocabulary = vocabulary.by_id if call.tokens_as_ids else vocabulary
     return ChoiceStream(
         text,
         parser,

@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from copy import copy
+from functools import cached_property, lru_cache
 
 import regex
 from tokenizers import Tokenizer, decoders
@@ -23,9 +24,9 @@ _KEPT_NAMES = 2**15
 """Number of tokens whose names and JSON are cached, at some 400 bytes each."""
 _CONTEXT_TOKENS = 8  # enough for decoders that join words with spaces
 _MAX_UNDECODED = 64
-"""Longest run of tokens that is held back because it ends in an incomplete character.
+"""Maximum number of tokens that are held back because their bytes end in an incomplete character.
 
-Each further token decodes the whole run again.
+Each further token decodes all of them again.
 """
 _PART_TOKENS = 3  # longest incomplete UTF-8 character, at one byte a token
 
@@ -45,6 +46,15 @@ class Vocabulary:
         self.special = frozenset(i for i, token in self._added.items() if token.special)
         self.added = {str(token.content): i for i, token in self._added.items()}
         self.named = lru_cache(_KEPT_NAMES)(self._named)
+
+    @cached_property
+    def by_id(self) -> "Vocabulary":
+        """Copy of the vocabulary in which a token's name is its id, "token_id:17", as in vLLM."""
+        other = copy(self)
+        other.named = lru_cache(_KEPT_NAMES)(
+            lambda token: NamedToken(f"token_id:{token}", self.bytes_of(token))
+        )
+        return other
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
         """Return the ids of all special tokens except those whose text is in `shown`."""
@@ -117,7 +127,9 @@ class StopStrings:
         return min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
 
     def at(self, text: str, begin: int) -> str:
-        """Return which stop string is in the text at `begin`, a position that `find` returned."""
+        """Return the stop string that a text contains at `begin`, a position that `find`
+        returned.
+        """
         return next(stop for stop in self._stop if text.startswith(stop, begin))
 
     def partial_length(self, text: str) -> int:
@@ -136,14 +148,14 @@ class Detokenizer:
 
     tokens: number of tokens received.
     sent_tokens: number of tokens whose text was returned.
-    offsets: index in the text of each token's first character.
-    stop_string: the stop string that ended the choice.
+    offsets: for each token, the index in the text of its first character.
+    stop_string: the stop string that ended the choice; None if no stop string did.
 
     Constructor arguments:
     min_tokens: number of leading tokens in which stop strings are ignored.
     hidden: ids of tokens that are left out of the text; None hides all special tokens.
-    reasoning: parser that removes thinking from the text's beginning; stop strings are looked for
-        only after the thinking.
+    reasoning: parser that removes thinking from the text's beginning; stop strings are looked
+        for only after the thinking.
     """
 
     def __init__(
@@ -222,9 +234,9 @@ class Detokenizer:
         return str(text)
 
     def _flush_undecodable(self) -> str:
-        """Decode a run of tokens that never became text, except its last tokens.
+        """Decode a run of tokens that never became complete characters, except its last tokens.
 
-        The last tokens may be the beginning of a character, so they are decoded afresh.
+        The last tokens may begin a character, so they are kept for the next decoding.
         """
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
@@ -249,7 +261,10 @@ class Detokenizer:
         self._ends += [self._decoded] * (tokens - len(self._ends))
 
     def tokens_until(self, character: int) -> int:
-        """Return the number of tokens that end at or before an index of the choice's text."""
+        """Return the number of tokens that end at or before a character of the choice's text.
+
+        character: index in the text.
+        """
         return bisect_right(self._ends, character)
 
     def _count_sent(self) -> None:

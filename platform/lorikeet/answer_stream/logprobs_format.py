@@ -39,7 +39,7 @@ class NamedToken:
 
 
 class SampledToken(NamedTuple):
-    """A token with its log probability and those of the likeliest tokens in its place.
+    """A token with its log probability and those of the likeliest tokens at its position.
 
     tokens: the sampled token, then the alternatives, likeliest first.
     logprobs: log probabilities of `tokens`; (None,) for a prompt's first token, which has none.
@@ -52,7 +52,9 @@ class SampledToken(NamedTuple):
 
 
 Fields = Mapping[str, bytes]
-"""Lists of a `logprobs` object by field name; each value is JSON elements without the brackets."""
+"""Lists of a `logprobs` object by field name; each value is the list's JSON without the
+brackets.
+"""
 
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:
@@ -61,7 +63,10 @@ def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:
 
 
 def response_logprobs(tokens: Sequence[SampledToken]) -> Fields:
-    """Return the `logprobs` of a text in the Responses API, as "content"; `bytes` is never null."""
+    """Return the `logprobs` of a text in the Responses API, under the field name "content".
+
+    Unlike in chat completions, `bytes` is never null.
+    """
     return {"content": b",".join([_chat_entry(sampled, b"[]") for sampled in tokens])}
 
 
@@ -134,7 +139,7 @@ class LogprobsJson:
         return sum(map(len, shaped.values()))
 
     def before(self, later: "LogprobsJson") -> "LogprobsJson":
-        """Return a copy with the entries of later tokens appended."""
+        """Return a copy to which the entries of `later` are appended."""
         joined = copy(self)
         joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}
         return joined
@@ -146,7 +151,7 @@ class LogprobsJson:
         return b"{%s}" % b",".join(fields + refusal)
 
     def values(self, field: str) -> bytes:
-        """Return the elements of one list of the `logprobs` object.
+        """Return the elements of one list of the `logprobs` object, as JSON without brackets.
 
         field: name of the list.
         """

@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Ending(Enum):
-    """Reason for the end of a choice, in OpenAI's values.
+    """Reason for the end of a choice; the values are OpenAI's.
 
     STOP: the model ended it, or a stop string or token did, possibly within a tool call.
     LENGTH: the token limit was reached.
@@ -79,10 +79,10 @@ class EventStream:
     choice's first delta.
 
     Constructor arguments:
-    choice_usage: function that returns the usage of a choice until now, for each event; None leaves
-        the usage out.
-    prompts: JSON of each prompt's token ids, for the first event of a chat or of each choice of a
-        completion; empty if not asked for.
+    choice_usage: function that returns the usage of a choice so far, for each event; None
+        leaves the usage out.
+    prompts: JSON of each prompt's token ids, for the first event of a chat or of each choice of
+        a completion; empty if not asked for.
     """
 
     def __init__(
@@ -171,10 +171,12 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Add the prompt's token ids to the two JSON parts of an event, if they were not sent yet.
+        """Return `of_choice` and `close`, one of them with the prompt's token ids if these were not
+        sent yet.
 
-        of_choice: members of the event's choice.
-        close: end of the event.
+        choice: index of the choice.
+        of_choice: JSON members of the event's choice.
+        close: JSON text that ends the event.
         """
         prompt = _member("prompt_token_ids", self._unsent_prompts.pop(choice, None))
         if not self._chat:
@@ -202,7 +204,7 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
 
 
 def _adapter(call: Call) -> bytes:
-    """Return the `adapter` member of an answer; b"" for the base model."""
+    """Return an answer's JSON member `adapter`; b"" for the base model."""
     ref = call.adapter
     if ref is None:
         return b""
@@ -217,7 +219,9 @@ def failed_completion_event(code: str, message: str, param: str | None = None) -
 
 
 def _has_functions(call: Call) -> bool:
-    """Return True if calls are answered in the shape of OpenAI's deprecated `functions`."""
+    """Return True if the client used OpenAI's deprecated `functions`, which shape the answer's
+    calls.
+    """
     return call.tools is not None and call.tools.functions
 
 

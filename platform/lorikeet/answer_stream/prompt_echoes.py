@@ -1,4 +1,6 @@
-"""Prompts as answers repeat them, made once for all choices and off the event loop."""
+"""Prompts that answers repeat: their text and token ids, computed once per call, off the event
+loop.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ _AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 class PromptEchoes:
     """Prompts of one call, in the forms in which its answer repeats them.
 
-    texts: text of each prompt, which its choices begin with; () without `echo`.
+    texts: text of each prompt, with which the text of its choices begins; () without `echo`.
     token_ids: JSON of each prompt's token ids; () without `return_token_ids`.
     """
 

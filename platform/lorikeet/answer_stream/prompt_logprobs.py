@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt in an answer."""
+"""Log probabilities of a prompt's tokens in an answer."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,7 @@ class PromptLogprobsJson:
 
     def __init__(self, call: Call, prompt: Sequence[int], vocabulary: Vocabulary) -> None:
         self._prompt, self._vocabulary = prompt, vocabulary
+        self._echo_vocabulary = vocabulary.by_id if call.tokens_as_ids else vocabulary
         self._echo_alternatives = call.sampling.logprobs if call.echo else None
         self._alternatives = call.prompt_logprobs
         self._text = Detokenizer(vocabulary.tokenizer, ())
@@ -24,7 +25,8 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Add the log probabilities of the prompt's next tokens; return the bytes that they take.
+        """Add the log probabilities of the prompt's next tokens; return their number of bytes as
+        JSON.
 
         logprobs: one entry for each token; None for the prompt's first token.
         """
@@ -36,7 +38,7 @@ class PromptLogprobsJson:
             offsets = self._text.offsets[begin:]
             size += self.echoed.add(
                 [
-                    vocabulary.describe(token, known, offset, count)
+                    self._echo_vocabulary.describe(token, known, offset, count)
                     for (token, known), offset in zip(scored, offsets, strict=True)
                 ]
             )
@@ -56,16 +58,16 @@ def _entry(
 ) -> bytes:
     """Return one token's entry in `prompt_logprobs`: the token and its alternatives by id.
 
-    The entry of a prompt's first token is null. Only alternatives have a rank.
+    The entry of a prompt's first token is null.
     """
     if logprobs is None:
         return b"null"
     top = logprobs.top[:alternatives]
     ids = [token, *[i for i, _ in top]]
     likely = json_numbers([logprobs.logprob, *[likely for _, likely in top]])
-    ranks = (b"null", *(b"%d" % rank for rank in range(1, len(ids))))
+    ranks = (logprobs.rank, *range(1, len(ids)))
     entries = {
-        i: b'"%d":{"logprob":%s,"rank":%s,"decoded_token":%s}'
+        i: b'"%d":{"logprob":%s,"rank":%d,"decoded_token":%s}'
         % (i, known, rank, vocabulary.named(i).json)
         for i, known, rank in zip(ids, likely, ranks, strict=True)
     }

@@ -1,8 +1,9 @@
 """Thinking of a model before its answer, and the parser that separates the two.
 
-Models that think write their thinking between two tags at the beginning of an answer. Their chat
-templates remove thinking from past turns, so a template that contains the closing tag identifies
-them. Some templates write the opening tag themselves, or both tags if the caller wants no thinking.
+Models that think write their thinking between two tags at the beginning of an answer. Chat
+templates of such models remove thinking from past turns, so a template that contains the closing
+tag shows that its model thinks. Some templates write the opening tag themselves, or both tags if
+the caller wants no thinking.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ THINK_TAGS = (OPENS, CLOSES)
 
 
 class Thinking(Enum):
-    """Possibility of thinking before an answer, as far as the prompt decides it.
+    """State of the thinking at the end of a prompt.
 
     NEVER: the answer begins at once.
     POSSIBLE: the model may begin to think.
@@ -26,7 +27,7 @@ class Thinking(Enum):
 
 
 def thinking_behind(prompt: str) -> Thinking:
-    """Return whether thinking may follow a prompt, or has begun in it.
+    """Return whether thinking may follow a prompt, or has begun at its end.
 
     prompt: text of the prompt's end.
     """
@@ -37,7 +38,10 @@ def thinking_behind(prompt: str) -> Thinking:
 
 
 def thinking_within(said: str) -> Thinking:
-    """Return whether thinking may follow the given beginning of an answer, or has begun in it."""
+    """Return whether thinking may follow, or has begun in, a given beginning of an answer.
+
+    said: this beginning.
+    """
     if said.rfind(OPENS) > said.rfind(CLOSES):
         return Thinking.BEGUN
     return Thinking.NEVER if said.strip() else Thinking.POSSIBLE
@@ -70,7 +74,7 @@ class ReasoningParser:
     def push(self, text: str, *, last: bool = False) -> str:
         """Parse new text of the choice; return the part that belongs to the answer.
 
-        last: no more text follows.
+        last: True if no more text follows.
         """
         self._rest += text
         return self._look(last)

@@ -1,4 +1,4 @@
-"""Both ends of the one stream that carries all answers from a replica to a gateway.
+"""Both ends of the single stream that carries all answers from one replica to one gateway.
 
 A step of the engine adds a delta to every answer. One Ray Serve call a delta would cost a replica's
 event loop 70 us, more than all other work on the delta, so one message carries all deltas. On a
@@ -30,10 +30,10 @@ answers in flight to that gateway.
 """
 _OPENING_S = 5.0
 DELTAS_PER_S = 5_000
-"""Deltas a second that one gateway can forward; the size of deltas hardly matters.
+"""Deltas a second that one gateway can forward; their size hardly matters.
 
 From `make bench-gateway`: a delta takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
-behind Serve's own proxy.
+ms behind Serve's own proxy.
 """
 
 
@@ -53,7 +53,7 @@ class ResponseStream:
     def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
         """Add new items of an answer, split into parts that fit a message.
 
-        ended: these are the answer's last items.
+        ended: True if these are the answer's last items.
         """
         waiting = self._waiting.setdefault(request_id, [])
         for item in items:
@@ -163,17 +163,17 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    Nothing between this buffer and the client slows deltas down, so deltas that are too frequent
-    for
-    this gateway would queue up where they can no longer be joined. This buffer joins them: the next
-    delta is ready `interval_s` after the one before was taken. The first and last never wait.
+    Nothing between this buffer and the client slows deltas down: deltas that come faster than
+        this gateway can send them would queue up where they can no longer be joined. This
+        buffer joins them: the next delta is ready `interval_s` after the previous one was
+        taken. The first and last never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
 
     Constructor arguments:
-    interval_s: function that returns the least seconds between two deltas.
+    interval_s: function that returns the minimum time between two deltas, in seconds.
     """
 
     def __init__(self, interval_s: Callable[[], float]) -> None:
@@ -190,7 +190,7 @@ class ResponseBuffer:
     def put(self, items: Sequence[StreamItem], *, ended: bool) -> None:
         """Add new items of the answer; wake `take` once the interval between deltas has passed.
 
-        ended: these are the answer's last items.
+        ended: True if these are the answer's last items.
         """
         self._items += items
         self.received += len(items)
@@ -233,7 +233,7 @@ class ResponseBuffer:
 
 
 class ResponseBuffers:
-    """A gateway's ResponseBuffers, one for each open call, by request id."""
+    """A gateway's ResponseBuffers, one for each open call, found by request id."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseBuffer] = {}
@@ -256,18 +256,24 @@ class ResponseBuffers:
                 buffer.put(items, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
-        """Fail all answers of a replica that have begun and are not complete."""
+        """Fail all answers that a replica has begun and not completed."""
         for buffer in self._open.values():
             if buffer.replica == replica:
                 buffer.fail(error)
+
+    def fail_call(self, request_id: str, error: BaseException) -> None:
+        """Fail the answer of one open call; ignore a call that is closed."""
+        if buffer := self._open.get(request_id):
+            buffer.fail(error)
 
     def awaits(self, replica: str) -> bool:
         """Return True if a call is open whose answer comes from the replica."""
         return any(buffer.replica == replica for buffer in self._open.values())
 
     def _interval_s(self) -> float:
-        """Return the shortest interval between an answer's deltas that this gateway can sustain.
+        """Return the shortest interval in seconds between an answer's deltas that this gateway can
+        sustain.
 
-        In seconds; it grows with the number of open calls.
+        It grows with the number of open calls.
         """
         return len(self._open) / DELTAS_PER_S

@@ -41,7 +41,7 @@ class ItemStatus(Enum):
 class ItemEvent(NamedTuple):
     """Event of one output item of a response.
 
-    kind: event type after `response.`.
+    kind: the event's type without its prefix `response.`.
     members: JSON members other than the item's id and index.
     """
 
@@ -50,7 +50,7 @@ class ItemEvent(NamedTuple):
 
 
 class ItemState(NamedTuple):
-    """JSON of an output item at its beginning or end, and the events sent with it."""
+    """JSON of an output item when it begins or ends, and the events to send with it."""
 
     json: bytes
     events: list[ItemEvent]
@@ -308,7 +308,7 @@ def failed_response_event(
 ) -> bytes:
     """Return the event that ends a stream that failed after its first byte.
 
-    number: number of earlier events, which hold all output until the failure.
+    number: number of events sent before, which hold all output until the failure.
     """
     error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))
@@ -355,7 +355,7 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 def _of_part(kind: str, members: bytes) -> ItemEvent:
     """Return an event of an output item's only content part.
 
-    kind: event type after `response.`.
+    kind: the event's type without its prefix `response.`.
     members: JSON members of the event besides the index of the part.
     """
     return ItemEvent(kind, b'"content_index":0,' + members)

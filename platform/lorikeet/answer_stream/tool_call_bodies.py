@@ -1,4 +1,6 @@
-"""Bodies of tool calls: finding their end while text comes, and parsing them."""
+"""Bodies of tool calls (their text between the marks): finding their end in streamed text, and
+parsing.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -42,7 +44,9 @@ _ITEM_SO_FAR = {
     "{": regex.compile("([ws](:[wsb]?)?)?"),
     "[": regex.compile("[wsb]?"),
 }
-"""Valid beginnings of an item within each bracket: w is a word, s a string, b a bracket pair."""
+"""Regular expressions of an item's valid beginnings, by the bracket around the item: w is a word, s
+a string, b a bracket pair.
+"""
 _WHOLE_ITEM = {_OUTSIDE: 2, _CALLS: 2, "(": 3, "{": 3, "[": 1}
 _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 
@@ -51,7 +55,11 @@ class BodyEnd(Protocol):
     """Incremental finder of the end of a body of tool calls. It reads each character once."""
 
     def find(self, text: str) -> int | None:
-        """Return how many new characters precede the end of the body; None before that end."""
+        """Return the number of new characters up to the end of the body; None if it does not end in
+        them.
+
+        text: new characters, which follow those of earlier calls.
+        """
         ...
 
 
@@ -63,7 +71,11 @@ class JsonEnd:
         self._in_string = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return how many new characters precede the end of the body; None before that end."""
+        """Return the number of new characters up to the end of the body; None if it does not end in
+        them.
+
+        text: new characters, which follow those of earlier calls.
+        """
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -85,9 +97,8 @@ class PythonEnd:
     """Finder of the end of tool calls in Python syntax.
 
     Calls end with the closing mark, or without one at their list's closing bracket. Text that
-    cannot
-    belong to a call, such as an apostrophe outside a string, is an end as well: otherwise all later
-    text would be held back. Values are not checked.
+    cannot belong to a call, such as an apostrophe outside a string, is an end as well: otherwise
+    all later text would be held back. Values are not checked.
 
     closes: the closing mark, or "".
     """
@@ -100,7 +111,11 @@ class PythonEnd:
         self._open, self._items = [_OUTSIDE], [""]  # current item of each open bracket
 
     def find(self, text: str) -> int | None:
-        """Return how many new characters precede the end of the body; None before that end."""
+        """Return the number of new characters up to the end of the body; None if it does not end in
+        them.
+
+        text: new characters, which follow those of earlier calls.
+        """
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -131,7 +146,11 @@ class PythonEnd:
         return not (char.isspace() or (self._ends_item() if char == "," else self._takes(char)))
 
     def _takes(self, part: str) -> bool:
-        """Add a part to the innermost bracket's current item; return whether it is valid there."""
+        """Add a part to the current item of the innermost bracket; return whether it is valid
+        there.
+
+        part: w for a word, s for a string, b for a bracket pair, else the separator itself.
+        """
         before = self._items[-1]
         if self._open[-1] == _OUTSIDE and len(before) == _WHOLE_ITEM[_OUTSIDE]:
             before = ""  # no separator between calls
@@ -172,7 +191,11 @@ class GemmaEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return how many new characters precede the end of the body; None before that end."""
+        """Return the number of new characters up to the end of the body; None if it does not end in
+        them.
+
+        text: new characters, which follow those of earlier calls.
+        """
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
             if self._tail.endswith(_ESCAPE):

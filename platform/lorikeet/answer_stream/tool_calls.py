@@ -1,4 +1,4 @@
-"""Parsers that split a model's output into text and tool calls while it comes."""
+"""Parsers that split a model's output into text and tool calls while it is generated."""
 
 import json
 from bisect import bisect_right
@@ -28,12 +28,11 @@ class ToolCallParser:
     """Incremental parser of one choice's text and tool calls, in time linear in their length.
 
     Text that begins like a call is held back until it proves to be a call or not. Everything else
-    is
-    text, including a call of a function that the client did not offer. Whitespace before calls and
-    after the last call is dropped.
+    is text, including a call of a function that the client did not offer. Whitespace before calls
+    and after the last call is dropped.
 
     done: True if no further call is wanted.
-    parsed: number of characters assigned to text or calls until now.
+    parsed: number of characters assigned to text or calls so far.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
@@ -60,7 +59,7 @@ class ToolCallParser:
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:
         """Parse new text; return the text and call parts that later text can no longer change.
 
-        last: no more text follows.
+        last: True if no more text follows.
         """
         self._rest += text
         while not self.done and self._look():
@@ -158,8 +157,7 @@ class ToolCallParser:
         """Emit all remaining characters as text.
 
         This state serves syntaxes without an opening mark: their calls must begin the answer, and
-        this
-        answer began with text.
+            this answer began with text.
         """
         self._emit_text(self._take_rest(len(self._rest)))
         return False
@@ -224,11 +222,11 @@ class ToolCallParser:
 
 
 class ForcedCallParser:
-    """Incremental parser of an answer that a grammar constrains to calls; it streams arguments.
+    """Incremental parser of an answer that a grammar constrains to tool calls; it streams the
+    arguments.
 
     A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-    call
-    without arguments.
+        call without arguments.
     """
 
     done = False

@@ -44,7 +44,7 @@ class ToolSyntax:
 
     @property
     def can_be_held(self) -> bool:
-        """Whether a grammar can constrain a model to this syntax and to the tools' schemas."""
+        """Whether a grammar can enforce this syntax together with the tools' schemas."""
         return self.style is not CallStyle.GEMMA
 
 
@@ -77,7 +77,7 @@ PHI = ToolSyntax(
     opens="<|tool_call|>",
     closes="<|/tool_call|>",
 )
-"""Tool calls of a Phi-4-mini whose own template shows tools."""
+"""Tool calls of Phi-4-mini if its own template shows the tools."""
 FUNCTOOLS = ToolSyntax(
     before="functools[",
     between=", ",
@@ -102,7 +102,9 @@ TOOL_CODE = ToolSyntax(
     closes="```",
     style=CallStyle.PYTHON,
 )
-"""Gemma whose template shows this code block, as in Google's guides: one call a line."""
+"""Tool calls of Gemma with a template that shows this code block, as in Google's guides: one call a
+line.
+"""
 PYTHON_LIST = ToolSyntax(before="[", between=", ", after="]", style=CallStyle.PYTHON)
 """Tool calls of Gemma 3 with vLLM's template."""
 FUNCTION_GEMMA = ToolSyntax(

@@ -76,14 +76,14 @@ def apply_entries(state: CatalogState, entries: Iterable[Entry]) -> CatalogState
 def apply_changes(state: CatalogState, changes: Iterable[Change], time: float) -> CatalogState:
     """Return the state that these changes would produce, without committing them.
 
-    time: of the changes, Unix seconds.
+    time: time of the changes, Unix seconds.
     """
     imagined = Entry(seq=state.seq + 1, nonce="", actor="", time=time, changes=tuple(changes))
     return apply_entries(state, [imagined])
 
 
 def apply_to_partition(partition: Partition, number: int, entries: Iterable[Entry]) -> Partition:
-    """Return partition `number` with its part of these entries' changes applied."""
+    """Return partition `number` after the changes of these entries that concern it."""
     draft = _Draft(partition, number)
     for entry in entries:
         for change in entry.changes:
@@ -244,7 +244,7 @@ class _Draft:
 def _apply_to_adapter(
     record: AdapterRecord, change: AnyAdapterChange, entry: Entry
 ) -> AdapterRecord:
-    """Return the adapter after a change of the entry."""
+    """Return the adapter's record after `change`, which is one of the entry's changes."""
     match change:
         case VersionRegistered():
             version = _version(change, entry.time)

@@ -57,7 +57,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 LONGEST_OVERLAP_S = 90 * 86400
-"""Longest time that a rotated key stays valid beside its successor, in seconds."""
+"""Limit on the seconds for which a rotated key stays valid beside its successor."""
 _SECRET_PREFIX = "lk_"
 _ATTEMPTS = 60  # with 16 concurrent writers, 1 in 50 gives up
 _LONGEST_PAUSE_S = 1.0
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def blob_key(digest: str) -> str:
-    """Return the key in the store of the blob with this SHA-256 (64 hex digits)."""
+    """Return the store's key of the adapter blob with this SHA-256 (64 hex digits)."""
     return f"blobs/{digest[:2]}/{digest}"
 
 
@@ -107,7 +107,10 @@ class AdapterCatalog:
     def create_tenant(
         self, name: str, *, actor: str, **options: Unpack[TenantOptions]
     ) -> TenantRecord:
-        """Create a tenant. Raises InvalidInput, and Conflict if the name is taken."""
+        """Create a tenant.
+
+        Raises InvalidInput if its name or an option is not allowed, Conflict if the name is taken.
+        """
         check_name(name, "tenant")
         check_options(options)
         after = self._commit(actor, lambda state: tenant_rules.create_tenant(state, name, options))
@@ -116,10 +119,11 @@ class AdapterCatalog:
     def limit_tenant(
         self, name: str, *, actor: str, **options: Unpack[TenantOptions]
     ) -> TenantRecord:
-        """Change the given options of a tenant. Raises InvalidInput, UnknownTenant.
+        """Change the given options of a tenant.
 
         Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
         fit the budget.
+        Raises InvalidInput if an option is not allowed, and UnknownTenant.
         """
         check_options(options)
         change = TenantOptionsSet(tenant=name, options=options)
@@ -361,8 +365,9 @@ class AdapterCatalog:
         question: Callable[[CatalogState, CatalogState], T],
         **options: Unpack[PinOptions],
     ) -> T:
-        """Ask a question about the states before and after a pin, without making the pin.
+        """Answer a question about the states before and after a pin, without making the pin.
 
+        question: called with the state now and the state that the pin would produce.
         Raises the errors of `pin`.
         """
         now = self._clock()
@@ -379,9 +384,10 @@ class AdapterCatalog:
         self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
-        """Append the changes that `decide` makes of the newest state; return the state after them.
+        """Append the changes that `decide` derives from the newest state; return the next state.
 
-        Without changes nothing is appended. Raises Conflict after _ATTEMPTS lost races.
+        Nothing is appended if there are no changes. Raises Conflict if other writers appended first
+        in all _ATTEMPTS attempts.
         """
         asked_s = time.monotonic()
         with self._writing:

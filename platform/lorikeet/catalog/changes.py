@@ -142,7 +142,7 @@ class AliasRolledBack(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGiven(AdapterChange):
-    """Share of an alias's requests for a second version; 0 < fraction < 1."""
+    """Routing of a fraction of an alias's requests to a second version; 0 < fraction < 1."""
 
     alias: str
     version: int

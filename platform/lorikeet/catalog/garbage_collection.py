@@ -34,7 +34,10 @@ from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
 LEAST_GRACE_S = 86400.0
-"""Shortest grace period: twice the longest time from protecting an object to naming it."""
+"""Shortest grace period, in seconds.
+
+Twice the longest time between a writer's protection of an object and the write that names it.
+"""
 
 _NEWEST_KEPT = 4  # snapshots; readers keep using one while a few newer ones appear
 _OLD_KEPT_EVERY = 2**14  # entries between the older snapshots that are kept, for history
@@ -155,7 +158,7 @@ class GarbageCollector:
 
 
 def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
-    """Return the digests of versions that can be used or restored."""
+    """Return the digests of the blobs of all versions that can be used or restored."""
     return {
         version.digest
         for record in state.adapters()
@@ -165,14 +168,21 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """Return the snapshots to keep: the newest, the young, and a few of the older ones."""
+    """Return the snapshots to keep: the newest, the young, and a few of the older ones.
+
+    manifests: newest first.
+    before: Unix seconds from which a snapshot is young.
+    """
     of_range = {manifest_seq(found.key) // _OLD_KEPT_EVERY: found for found in reversed(manifests)}
     young = (found for found in manifests if found.modified >= before)
     return {*manifests[:_NEWEST_KEPT], *young, *of_range.values()}
 
 
 def _stored(upload: Upload) -> StoredObject:
-    """Return the upload as an entry of the store's listing, with the size that it was to have."""
+    """Return the upload as an entry of the store's listing.
+
+    Its size is that of the whole blob, or 0 if the blob was stored before the upload began.
+    """
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)
 

@@ -12,7 +12,7 @@ from lorikeet.errors import InvalidInput
 
 _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
-"""Most entries that one search reads before it returns a page: about 160 objects of the log."""
+"""Limit on the entries that a search reads before it returns a page: about 160 log objects."""
 _CLOCKS_DIFFER_S = 3600.0
 """Largest difference between the clocks of two writers, whose times the entries hold."""
 
@@ -61,7 +61,7 @@ class HistoryPage:
 
 
 class History:
-    """History up to entry `newest`."""
+    """Past of the catalog up to log entry `newest`: searches, and views as of an earlier entry."""
 
     def __init__(self, log: Log, snapshots: Snapshots, newest: int) -> None:
         self._log = log
@@ -113,7 +113,10 @@ class History:
         return self.as_of(first)
 
     def _backwards(self, before: int) -> Iterator[Entry]:
-        """Yield every entry before `before`, newest first: reads one block, then 16 at a time."""
+        """Yield every log entry before entry `before`, newest first.
+
+        Reads one block of the log, then 16 at a time.
+        """
         more = 0
         while before > 1:
             after = max((before - 1) // BLOCK * BLOCK - more, 1) - 1

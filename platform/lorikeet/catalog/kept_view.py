@@ -1,10 +1,10 @@
-"""File on local disk with the newest view of the catalog, for starts while the store is away.
+"""Copy of the catalog on local disk, for gateways that start while the store is unreachable.
 
 All gateways of a machine share the file. Its first line is the number of the newest entry; the rest
 is compressed. The first line of the compressed part is JSON: the entry's time and, for each
 partition, a digest and the number of its bytes after that line. Bytes without a digest are the
-partition (snapshots.py). Bytes with a digest are the log entries since the snapshot that holds the
-unread partition under that digest.
+partition (snapshots.py). Bytes with a digest belong to a partition that was not read: they are the
+log entries since the snapshot that holds it under that digest.
 """
 
 import hashlib
@@ -87,7 +87,11 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return a partition as (None, bytes), an unread one as (digest, its pending log entries)."""
+    """Return the digest and the bytes that the file holds of a partition.
+
+    A partition that was read has no digest and all its bytes; an unread one has its digest in the
+    store and the log entries since then.
+    """
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

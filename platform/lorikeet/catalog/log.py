@@ -23,7 +23,7 @@ BLOCK = 128
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17
-"""Bytes above which an object repeats no earlier entries."""
+"""Limit on the bytes of an object that repeats earlier entries; a larger one holds only its own."""
 
 
 class Log:

@@ -15,9 +15,9 @@ _NAME_RULE = (
 
 
 def check_name(value: str, param: str) -> str:
-    """Return a valid name of a tenant or an adapter. Raises InvalidInput.
+    """Return the name of a tenant or an adapter unchanged. Raises InvalidInput if it is not valid.
 
-    param: name of the parameter in the error.
+    param: name of the request's field, for the error.
     """
     if not _is_name(value):
         raise InvalidInput(f"{param}={_shown(value)}: {_NAME_RULE}", param=param)
@@ -25,7 +25,10 @@ def check_name(value: str, param: str) -> str:
 
 
 def check_alias(value: str, param: str = "alias") -> str:
-    """Return a valid alias. Raises InvalidInput."""
+    """Return an alias unchanged. Raises InvalidInput if it is not valid.
+
+    param: name of the request's field, for the error.
+    """
     if not _is_name(value) or value.isdecimal() or is_digest(value):
         raise InvalidInput(
             f"{param}={_shown(value)}: {_NAME_RULE}; digits alone would be a version, 64 "
@@ -50,7 +53,10 @@ def is_digest(value: str) -> bool:
 
 
 def check_selector(value: str, param: str = "selector") -> str:
-    """Return a valid alias or version number. Raises InvalidInput."""
+    """Return an alias or version number unchanged. Raises InvalidInput if it is neither.
+
+    param: name of the request's field, for the error.
+    """
     return value if _VERSION.fullmatch(value) else check_alias(value, param)
 
 

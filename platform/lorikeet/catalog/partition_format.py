@@ -31,7 +31,8 @@ PARTITION_SCHEMA = 4
 READ_SCHEMAS = (2, 3, 4)
 """Format versions that this release reads.
 
-Versions of adapters lack `touches` in schema 2; trained tokens and `trained_on` in schema 3.
+In schema 2 the versions of adapters lack `touches`, and up to schema 3 trained tokens and
+`trained_on`.
 """
 
 Json = Any

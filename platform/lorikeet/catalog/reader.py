@@ -104,8 +104,9 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Read unread partitions from the newest snapshot from now on, so that fewer entries are
-        pending.
+        """Take unread partitions from the newest snapshot from now on.
+
+        Fewer log entries then have to be applied to a partition when it is read.
         """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
@@ -115,7 +116,10 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state. Raises PartitionsNotRead for unread partitions with pending entries."""
+    """Return the state unchanged if no log entries wait for a partition to be read.
+
+    Raises PartitionsNotRead with the partitions that have pending entries.
+    """
     partitions = enumerate(state.partitions)
     pending = frozenset(
         at

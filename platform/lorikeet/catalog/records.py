@@ -52,12 +52,13 @@ class TenantRecord:
     """A tenant: owner of adapters and keys, to which limits apply.
 
     created: Unix seconds.
-    weight: relative part of a busy replica, > 0; 1 by default.
-    max_adapters: usable adapters of its own; None: no limit.
-    max_total_bytes: blobs of all usable versions of its adapters; None: no limit.
-    pin_budget_bytes: images of its pinned adapters on one replica; None: no limit.
-    max_rank: rank of one of its adapters; None: the service's limit, which applies in any case.
-    max_adapter_bytes: size of one of its adapters; None: likewise.
+    weight: the tenant's part of a busy replica relative to other tenants', > 0; 1 by default.
+    max_adapters: limit on usable adapters of its own; None: no limit.
+    max_total_bytes: limit on the blobs of all usable versions of its adapters; None: no limit.
+    pin_budget_bytes: limit on the images of its pinned adapters on one replica; None: no limit.
+    max_rank: limit on the LoRA rank of each of its adapters; None: only the service's limit
+        applies.
+    max_adapter_bytes: limit on the size of each of its adapters; None: likewise.
     """
 
     name: str

@@ -37,12 +37,13 @@ class Upload:
     """One upload.
 
     digest: SHA-256 of the blob, as the sender states it.
-    owner: id of the admin's key.
+    owner: id of the admin's key that sends it.
     size_bytes: size of the blob.
     part_bytes: size of every part but the last.
     created: Unix seconds.
-    nonce: random last component of `key`.
-    token: the store's id of the parts; None if the blob was in the store when the upload began.
+    nonce: random last component of the object key `key`.
+    token: the store's id of the multipart upload, which holds all parts; None if the store already
+        had the blob when the upload began.
     """
 
     digest: str
@@ -137,7 +138,10 @@ class ResumableUploads:
             )
 
     def keep(self, digest: str, owner: str, blob: Path) -> None:
-        """Store a downloaded blob: copies the parts inside the store, or else writes the file."""
+        """Store the blob of an upload under its digest, unless the store has it.
+
+        The store copies the uploaded parts if it can; else the bytes come from the file `blob`.
+        """
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):
             with suppress(ObjectNotFound):  # another registration of the upload has ended it

@@ -41,8 +41,8 @@ _LAST = 10**12 - 1
 class Manifest:
     """Manifest of the snapshot of entry `seq`.
 
-    time: of the entry, Unix seconds.
-    partitions: SHA-256 of each partition, in order.
+    time: time of the entry, Unix seconds.
+    partitions: SHA-256 of each partition's bytes, by partition number.
     """
 
     seq: int
@@ -76,7 +76,7 @@ class Snapshots:
     def write(self, state: CatalogState) -> Manifest:
         """Write a snapshot of a state and return its manifest. Idempotent.
 
-        state: a partition of it may be unread if it has no pending entries.
+        state: a partition of it may be unread if no log entries wait to be applied to it.
         """
         partitions = tuple(in_parallel(self._write, state.partitions))
         manifest = Manifest(state.seq, state.time, partitions)

@@ -39,9 +39,9 @@ def partition_of(name: str) -> int:
 class Partition:
     """An immutable part of the state.
 
-    tenants: by name; as JSON until an entry changes the tenant.
-    keys: by id.
-    key_ids: by SHA-256 of the secret.
+    tenants: tenants by name; each as JSON until an entry changes it.
+    keys: keys by id.
+    key_ids: ids of keys by SHA-256 of the secret.
     shared: tenant and name of every shared adapter.
     admin_keys: ids of admins' keys that are valid and never expire.
     digest: SHA-256 of the partition's bytes in the store, None once it differs from them;
@@ -84,7 +84,7 @@ class CatalogState:
 
     Every method raises PartitionsNotRead if it needs an unread partition; `ask` of CatalogView or
     GatewayCatalogView reads the partition and asks again.
-    time: of the entry, Unix seconds.
+    time: time of entry `seq`, Unix seconds.
     """
 
     seq: int = 0
@@ -97,13 +97,13 @@ class CatalogState:
         """Return the version that `model` names for a tenant: its own adapter's or a shared one's.
 
         model: owner/name, owner/name@alias, owner/name@version or owner/name@digest; without @,
-            the alias prod.
+            the alias prod; without an owner, the tenant.
         session: key of the request's session, for aliases with a share; see AdapterRecord.select.
         Raises UnknownModel, with the same message for absent, retired, misspelt and other tenants'
         models.
         """
         path, at, selector = model.partition("@")
-        owner, _, name = path.partition("/")
+        owner, name = path.split("/", 1) if "/" in path else (tenant, path)
         selector = selector if at else DEFAULT_ALIAS
         if is_selector(selector) and self._may_use(tenant, owner, name):
             record = self.find(owner, name)

@@ -57,7 +57,10 @@ class CatalogView:
             self._state = replace(self._state, partitions=tuple(now))
 
     def advance(self, entries: Sequence[Entry]) -> None:
-        """Apply the new ones among these entries, which follow each other without a gap."""
+        """Apply those of these entries that are newer than the state.
+
+        entries: consecutive log entries, in order.
+        """
         with self._changing:
             new = [entry for entry in entries if entry.seq > self._state.seq]
             if new:

@@ -121,9 +121,11 @@ def parse_count(text: str) -> int:
 
 
 def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int | None:
-    """Parse a bound, or the word for no bound, for which None is returned.
+    """Parse a bound; return None for the word that means "no bound".
 
-    unbounded: that word. Raises typer.BadParameter.
+    parse: parses a bound.
+    unbounded: that word, such as none.
+    Raises typer.BadParameter.
     """
     if text == unbounded:
         return None

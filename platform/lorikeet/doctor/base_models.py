@@ -43,7 +43,7 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def is_of_base_model(error: EngineError) -> bool:
-    """Whether an error is about a base model's folder or settings rather than about memory."""
+    """Whether an error is about a base model's folder or settings, and not about memory."""
     return isinstance(error, ModelError) or error.fields.get("field") == _TENSOR_PARALLEL
 
 

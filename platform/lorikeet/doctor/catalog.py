@@ -69,7 +69,7 @@ def _check_secret(state: CatalogState, secret: str) -> Finding:
 
 
 def _check_adapters(planned: PlannedStart, catalog: CatalogReader) -> Iterator[Finding]:
-    """Check that arenas hold the largest adapters, and that all their base models are served."""
+    """Check that arenas can hold the largest adapters, and that their base models are served."""
     versions = catalog.ask(_usable)
     served = planned.settings.base_models
     unserved = {v.base_model for v in versions if v.base_model not in served}

@@ -12,8 +12,11 @@ from lorikeet_engine.errors import SettingsError
 
 CALLBACK = "lorikeet.serving.proxy_middleware:middlewares"
 LARGEST_MESSAGE = 128 * 2**20
-"""Bytes of Ray Serve's largest message: the largest request, or the largest answer without `stream`
-(with all log probabilities that a request may ask for), which the proxy receives as one message."""
+"""Limit on the bytes of a message of Ray Serve.
+
+The largest messages are the largest request, and the largest answer without `stream` (with all log
+probabilities that a request may ask for), which the proxy receives as one message.
+"""
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
@@ -21,7 +24,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 class _Wanted(NamedTuple):
     """A variable that Ray reads.
 
-    value: the wanted value; of a number the least one, or the largest if `most`.
+    value: the wanted value; if it is a number, larger ones are fine too, or smaller ones if `most`.
     harm: effect of another value.
     """
 

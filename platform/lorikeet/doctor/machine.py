@@ -18,7 +18,7 @@ _SHM = Path("/dev/shm")
 class Host:
     """The machine without its GPUs.
 
-    memory, available: bytes; of the container if it has a lower limit.
+    memory, available: total and available bytes; the container's if it has a lower limit.
     shm: free bytes of /dev/shm; None: there is no /dev/shm.
     open_files: hard limit of open files for each process; Ray raises its soft limit to it.
     """
@@ -67,7 +67,7 @@ Version = tuple[int, int]
 class Gpu:
     """One GPU.
 
-    memory, free: bytes.
+    memory, free: total and free bytes.
     capability: CUDA compute capability.
     """
 

@@ -25,7 +25,7 @@ class PlannedStart:
     """Environment and machine of a planned start, inspected lazily and once.
 
     gpu_memory: bytes of each GPU, to plan for a machine with other GPUs; None: inspect this one's.
-    http_port: the port for tenants.
+    http_port: port of the public API, for tenants.
     find_gpus: returns the GPUs and CUDA versions.
     find_host: returns the machine without its GPUs.
     """
@@ -73,13 +73,16 @@ class PlannedStart:
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs of all engines at the start; on CPUs, of their processes."""
+        """Number of GPUs that all engines need at the start; on the CPU, of engine processes."""
         settings = self.settings
         return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
 
     @property
     def device_free(self) -> int | None:
-        """Free bytes for one engine: of the GPU with the least; None if no GPU is known."""
+        """Bytes that one engine finds free on its device; None if no GPU is known.
+
+        Of several GPUs the one with the fewest free bytes counts.
+        """
         if self.device == "cpu":
             return self.host.available
         found = [self.gpu_memory] if self.gpu_memory else [gpu.free for gpu in self.cuda.gpus]

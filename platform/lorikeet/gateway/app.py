@@ -21,11 +21,13 @@ from lorikeet.gateway.error_responses import (
     add_error_handlers,
     client_api,
     internal_error_response,
+    websocket_refusal,
 )
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
+from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
@@ -40,6 +42,7 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet.ui.routes import ui_routes
 from lorikeet.usage.writer import UsageWriter
 
@@ -67,20 +70,22 @@ def create_app(services: Services) -> FastAPI:
     _subscribe(request_log, services, traffic)
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
+    read_limiter = ReadLimiter()
+    reads = TenantReads(authenticator, read_limiter)
 
     app = _application(services, catalog_view, limit_sync, pipeline)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
-    app.router.routes += generate_routes(*checks, stored)
+    app.router.routes += generate_routes(*checks, stored, read_limiter)
     for router in (
-        request_routes(authenticator, request_log),
-        usage_routes(authenticator, usage),
-        model_routes(services, authenticator),
-        response_routes(authenticator, rate_limiter, request_log, stored),
-        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, pipeline)),
-        openapi_routes(authenticator),
+        request_routes(reads, request_log),
+        usage_routes(reads, usage),
+        model_routes(services, authenticator, reads),
+        response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
+        push_routes(PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)),
+        openapi_routes(reads),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
         ),
@@ -165,7 +170,8 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Set the request's id and pass the request on to the application."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            app = websocket_refusal(scope) if scope["type"] == "websocket" else self._app
+            await app(scope, receive, send)
             return
         request_id = scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
         started = False

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
@@ -27,7 +28,7 @@ _REFUSALS = {
 class ResolvedModel(NamedTuple):
     """Base model and adapter that a request's `model` names.
 
-    rank: largest rank of the adapter; 0 for a base model.
+    rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
     image_bytes: the adapter's size on a GPU; 0 for a base model.
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
     trained_on: as VersionRecord.trained_on; None for a base model.
@@ -77,7 +78,7 @@ class RequestAuthenticator:
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
-        """Return a generate request's tenant and key.
+        """Return the tenant and key of a request that generates or reads.
 
         Raises InvalidKey, Forbidden, Unavailable.
         """
@@ -96,10 +97,6 @@ class RequestAuthenticator:
             raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
         return caller
 
-    async def tenant(self, request: Request) -> TenantRecord:
-        """Return the tenant of a request's key. Raises InvalidKey, Forbidden, Unavailable."""
-        return (await self.caller(request)).tenant
-
     async def admin(self, request: Request) -> None:
         """Set request.state.key to an admin's key. Raises InvalidKey, Forbidden, Unavailable.
 
@@ -112,10 +109,13 @@ class RequestAuthenticator:
     ) -> ResolvedModel:
         """Return the base model and adapter that `model` names for a tenant.
 
-        session: chooses between two versions that share an alias; None chooses the first.
+        A name without a tenant is that of a base model, else of the tenant's own adapter.
+        session: name of the session; chooses between two versions that share an alias. None chooses
+            the first.
 
-        Raises UnknownModel, without distinguishing missing models from other tenants'; Unavailable
-        if the base model is not served here, or if the name is unknown and the catalog unreachable.
+        Raises UnknownModel, without distinguishing missing models from other tenants' models;
+        Unavailable if the base model is not served here, or if the name is unknown and the catalog
+        unreachable.
         """
         if model in self._base_models:
             return ResolvedModel(model)
@@ -123,7 +123,8 @@ class RequestAuthenticator:
         def find(state: CatalogState) -> ResolvedModel:
             log = state
             if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
-                state = self._pushed.applied_to(state, model.partition("/")[0])
+                owner, named, _ = model.partition("/")
+                state = self._pushed.applied_to(state, owner if named else tenant)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
             is_recorded = state is log or _holds(log, ref)
@@ -140,9 +141,10 @@ class RequestAuthenticator:
         return found
 
     async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
-        """Return the adapters that a tenant may use, including pushed versions not yet in the log.
+        """Return the adapters that a tenant may use, including pushed versions not yet in the
+        catalog's log.
 
-        Raises Unavailable.
+        Raises Unavailable if the catalog cannot be read.
         """
         return await self._catalog_view.ask(
             lambda state: self._pushed.applied_to(state, tenant).visible_to(tenant)
@@ -172,12 +174,18 @@ def _holds(log: CatalogState, ref: AdapterRef) -> bool:
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
-    """Return a request's Authorization header; on tenants' routes x-api-key may stand in its place.
+    """Return a request's Authorization header; None without one.
 
-    Raises InvalidKey if the two headers have different keys.
+    On tenants' routes a Basic header is returned as the Bearer header of its password, and
+    x-api-key may stand in the header's place. Raises InvalidKey if Authorization and x-api-key have
+    different keys.
     """
     authorization = request.headers.get("authorization")
-    api_key = request.headers.get("x-api-key") if scope is not Scope.ADMIN else None
+    if scope is Scope.ADMIN:
+        return authorization
+    if authorization is not None:
+        authorization = as_bearer(authorization)
+    api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization
     if authorization is None:

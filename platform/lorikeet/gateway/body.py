@@ -17,12 +17,14 @@ from lorikeet.errors import InvalidInput, RequestTimeout, RequestTooLarge, Unsup
 
 MAX_JSON_BYTES = 8 * 2**20
 BODY_S = 10.0
-"""Seconds within which a request's body must arrive, plus one second for each LEAST_BYTES_PER_S
-received.
+"""Seconds within which a request's body must arrive. For every LEAST_BYTES_PER_S bytes received,
+one more second is allowed.
 """
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
-"""Approximate limit of a JSON body's values and keys: parsing 8 MiB of [] blocks a gateway 3 s."""
+"""Approximate limit on a JSON body's values and keys: parsing 8 MiB of [] blocks a gateway for
+3 s.
+"""
 # A string without an end matches too, else the search would start anew at each quote in it.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # Servers refuse most malformed lengths; int() accepts "+5" and "1_0", and fails at 4,301 digits.
@@ -68,7 +70,8 @@ class Body(BaseModel):
         """Return an instance with the given fields, which are not validated, and defaults for all
         others.
 
-        Takes a fifth of model_construct's time, which computes each default again.
+        It takes a fifth of the time of pydantic's model_construct, which computes each default
+        again.
         """
         made: Self = _with_defaults(cls).model_copy(update=fields)
         return made
@@ -170,7 +173,7 @@ async def bounded_parts(
     """Yield a body's parts as they arrive. Raises RequestTooLarge before yielding more than
     max_bytes.
 
-    limit: name of the setting behind max_bytes, for the error.
+    limit: name of the setting that max_bytes comes from, for the error.
     """
     declared_bytes(request, max_bytes, limit)
     received = 0
@@ -182,9 +185,9 @@ async def bounded_parts(
 
 
 def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int | None:
-    """Return a request's Content-Length; None without one.
+    """Return a request's Content-Length; None if it has no such header.
 
-    limit: name of the setting behind max_bytes, for the error.
+    limit: name of the setting that max_bytes comes from, for the error.
 
     Raises InvalidInput for an invalid length, and RequestTooLarge for one above max_bytes.
     """
@@ -228,16 +231,17 @@ def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
 
 
 class ValueBudget:
-    """Budget of JSON values that several texts of one request share. A key counts as about one
-    value.
+    """Limit on the number of JSON values that several texts of one request may contain together.
+
+    A key of an object counts as about one value.
     """
 
     def __init__(self, max_values: int) -> None:
         self._max_values = self._left = max_values
 
     def spend(self, text: bytes) -> None:
-        """Subtract the values in a JSON text. Raises RequestTooLarge if the budget does not
-        suffice.
+        """Subtract the number of values in a JSON text. Raises RequestTooLarge if too few are
+        left.
         """
         # strings are cut out, as their commas do not count; more strings than this are too many
         self._left -= _count_separators(_STRING.sub(b"", text, count=2 * self._left + 1))
@@ -248,7 +252,7 @@ class ValueBudget:
 
 
 def _count_separators(text: bytes) -> int:
-    """Count the characters in a JSON text, without its strings, that precede or separate values."""
+    """Count the characters that precede or separate values in a JSON text without its strings."""
     return sum(map(text.count, (b",", b"[", b"{", b":")))
 
 
@@ -285,14 +289,17 @@ def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
 
 
 def misfit(param: str, message: str) -> PydanticCustomError:
-    """Return the error for a validator to raise if field `param` does not fit the object's other
-    fields.
+    """Return the error for a validator to raise if a field does not fit the object's other fields.
+
+    param: the field's name.
     """
     return PydanticCustomError("misfit", message, {"param": param})
 
 
 def _among(value: object, others: Sequence[Any]) -> bool:
-    """Return whether a value equals one of `others`, where false differs from 0 and true from 1."""
+    """Return whether a value equals one of `others`. Unlike in Python, false differs from 0 and
+    true from 1.
+    """
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in others
     )

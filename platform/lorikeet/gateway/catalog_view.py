@@ -1,4 +1,6 @@
-"""The gateway's view of the catalog, refreshed by rate-limited reads of the store."""
+"""The gateway's view of the catalog: a copy in memory, refreshed by rate-limited reads of the
+store.
+"""
 
 import asyncio
 import logging
@@ -16,18 +18,22 @@ from lorikeet.retry_after import STORE_AWAY_S
 log = logging.getLogger(__name__)
 
 MIN_GAP_S = 0.1
-"""Least seconds between two refreshes, however many unknown names clients ask for."""
+"""Minimum seconds between two refreshes, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
-"""Longest wait for a store that does not answer. It delays only responses to unknown names."""
+"""Maximum seconds to wait for a store that does not answer. The wait delays only responses to
+unknown names.
+"""
 MISSING_S = 1.0
 """Seconds for which a name that was not found is refused without another lookup."""
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
-"""Largest share of time spent on saving the view to a file. Saving 10,000 adapters takes 0.1 s."""
+"""Maximum fraction of time spent on saving the view to a file. Saving 10,000 adapters takes
+0.1 s.
+"""
 
 Name = tuple[str, str]
-"""A tenant, and a model that a request of the tenant names."""
+"""A tenant, and the `model` that a request of the tenant names."""
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -73,7 +79,8 @@ class GatewayCatalogView:
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
         """Return question(state), with the last view's state.
 
-        Partitions that the question needs and that were not read are read first, in a thread.
+        If the question needs partitions of the catalog that were not read yet, they are read first,
+        in a thread.
 
         Raises Unavailable if the store does not answer.
         """
@@ -105,9 +112,10 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """Refresh the view, then return question(state), called in a thread because it takes long.
+        """Refresh the view, then return question(state), called in a thread because such questions
+        take long.
 
-        Raises StoreError if a partition that the question needs cannot be read.
+        Raises StoreError if a partition of the catalog that the question needs cannot be read.
         """
         await self.refresh()
         return await self.in_thread(self._catalog.ask, question)
@@ -132,7 +140,9 @@ class GatewayCatalogView:
             raise self._failure
 
     async def keep(self) -> None:
-        """Save the view to its file each time that the store confirms it, until cancelled."""
+        """Save the view to its file repeatedly, while the store still confirms it, until
+        cancelled.
+        """
         if self._kept is None:
             return
         held: CatalogState | None = None
@@ -161,14 +171,15 @@ class GatewayCatalogView:
             await self.refresh()
 
     async def refresh(self) -> CatalogState:
-        """Return the catalog's state as read after this call; the last one if the store does not
-        answer.
+        """Return the catalog's state, as read after this call began.
+
+        If the store does not answer, the last known state is returned.
         """
         await self._read()
         return self.state
 
     async def refresh_or_raise(self) -> CatalogState:
-        """Return the catalog's state as read after this call.
+        """Return the catalog's state, as read after this call began.
 
         Raises Unavailable if the store does not answer.
         """
@@ -181,8 +192,10 @@ class GatewayCatalogView:
         return self.state
 
     async def _read_partitions(self, numbers: Collection[int]) -> None:
-        """Read partitions of the catalog, each once for all tasks that wait for it. Raises
-        Unavailable.
+        """Read partitions of the catalog by number. Tasks that wait for the same partition share
+        one read.
+
+        Raises Unavailable if the store does not answer.
         """
         wanted = [number for number in numbers if number not in self._partitions]
         if wanted:

@@ -27,7 +27,7 @@ CREATED = 201
 ACCEPTED = 202
 
 _LONGEST_RETRY_S = 60
-"""Longest Retry-After, in seconds, that clients should wait out by themselves.
+"""Maximum Retry-After, in seconds, that clients should wait out by themselves.
 
 With a longer one, x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at
 once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic 2.14).
@@ -35,6 +35,7 @@ once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anth
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
 
+_NO_WEBSOCKETS = "there are no WebSockets here: send the request over HTTP, with stream for events"
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
 _TEXT = ": this service only generates text, at /v1/chat/completions and /v1/completions"
@@ -50,29 +51,42 @@ _ENDPOINTS = {
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
-"""Advice in the 404 of missing endpoints that clients may call, by the part of the path after
-/v1.
+"""Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
+the path after /v1.
+"""
+_LIKE_IDS = {
+    "/v1/responses/compact": ": conversations are not compacted here, send the turns that the model"
+    " is to see, or ask the model itself for a summary of earlier ones",
+}
+"""Advice in the 404 for missing endpoints whose path looks like that of an object with an id, by
+path.
 """
 
 
+_RESPONSES_PARAMS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
 _PARAMS = {
     Endpoint.CHAT: {"prompt": "messages"},
-    Endpoint.RESPONSES: {
-        "messages": "input",
-        "prompt": "input",
-        "max_tokens": "max_output_tokens",
-        "logprobs": "top_logprobs",
-    },
+    Endpoint.RESPONSES: _RESPONSES_PARAMS,
+    Endpoint.INPUT_TOKENS: _RESPONSES_PARAMS,
     Endpoint.MESSAGES: {
         "prompt": "messages",
         "continue_final_message": "messages",
     },
 }
-"""Field names of each endpoint, by the names that replicas and engines use for the same fields."""
+"""Field names of each endpoint, by the names that replicas and engines use in errors for the same
+fields.
+"""
 
 
 class Refused(LorikeetError):
-    """A replica's Refusal as an exception, with `param` named as the client's endpoint names it."""
+    """A replica's Refusal as an exception, whose `param` is the field's name at the client's
+    endpoint.
+    """
 
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
         param = refusal.param
@@ -83,8 +97,9 @@ class Refused(LorikeetError):
 
 
 def client_api(scope: Scope) -> ClientApi:
-    """Return the API whose clients send such a request, judged by path and header
-    anthropic-version.
+    """Return the API (OpenAI's or Anthropic's) whose client sent a request.
+
+    The path and the header anthropic-version show it.
     """
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ClientApi.ANTHROPIC
@@ -123,6 +138,15 @@ def internal_error_response(scope: Scope) -> Response:
     return _response(scope, LorikeetError.code, _INTERNAL)
 
 
+def websocket_refusal(scope: Scope) -> Response:
+    """Return the refusal of a request for a WebSocket.
+
+    On status 426 Codex sends its requests over HTTP at once; on any other it tries seven times,
+    for nine seconds.
+    """
+    return _response(scope, "upgrade_required", _NO_WEBSOCKETS, headers={"upgrade": "HTTP/1.1"})
+
+
 async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LorikeetError)
     return error_response(error, request.scope)
@@ -140,15 +164,15 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code, message = LorikeetError.code, _INTERNAL
-    if error.status_code == 404:
-        path = request.url.path
+    code, message, path = LorikeetError.code, _INTERNAL, request.url.path
+    if error.status_code == 404 or path in _LIKE_IDS:
         code, message = "not_found", f"there is no {path} here{_instead_of(path)}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} does not work here: want {allowed}"
         code = "method_not_allowed"
-    return _response(request.scope, code, message, headers=error.headers)
+    headers = None if code == "not_found" else error.headers
+    return _response(request.scope, code, message, headers=headers)
 
 
 def _response(
@@ -167,12 +191,14 @@ def _response(
 
 
 def _instead_of(path: str) -> str:
-    """Return advice on which path to use in place of one that does not exist."""
+    """Return advice on the right path, to append to the 404 for a path that does not exist."""
     first, _, rest = path.strip("/").partition("/")
     if first != "v1":
         known = first and first in _ENDPOINTS
         return f": base_url must end in /v1, for /v1{path}" if known else _LISTENERS
     if rest and path.endswith("/"):
         return ": leave out the last /"
+    if path in _LIKE_IDS:
+        return _LIKE_IDS[path]
     endpoint, _, _ = rest.partition("/")
     return ": base_url has /v1 twice" if endpoint == "v1" else _ENDPOINTS.get(endpoint, "")

@@ -15,7 +15,7 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
@@ -25,7 +25,6 @@ from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     RunningUsage,
     StreamItem,
@@ -33,12 +32,14 @@ from lorikeet.protocol.messages import (
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_headers
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet_engine.request import SchedulingParams
 
 SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
@@ -55,7 +56,13 @@ loaded.
 """
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens reserved in the rate limits for each choice of a request without a limit of its own."""
+"""Tokens that the rate limits reserve for each choice of a request that does not limit its
+length.
+"""
+_BYTES_OF_READ = 16 * 2**10
+"""Bytes of a token-counting request's body that cost one more read in its tenant's limit of
+reads.
+"""
 
 
 def generate_routes(
@@ -64,8 +71,9 @@ def generate_routes(
     rate_limiter: RateLimiter,
     request_log: RequestLog,
     stored: StoredResponses,
+    reads: ReadLimiter,
 ) -> list[Route]:
-    """Return a Starlette route for each path that generates, without FastAPI.
+    """Return a Starlette route for each path that generates, bypassing FastAPI.
 
     FastAPI's resolution of dependencies, though there are none, would take a quarter of the
     gateway's time on a request.
@@ -75,7 +83,7 @@ def generate_routes(
         Route(
             path,
             GenerateEndpoint(
-                schema, services, authenticator, rate_limiter, request_log, stored, bodies
+                schema, services, authenticator, rate_limiter, request_log, stored, reads, bodies
             ),
             methods=["POST"],
         )
@@ -94,10 +102,11 @@ class GenerateEndpoint:
         rate_limiter: RateLimiter,
         request_log: RequestLog,
         stored: StoredResponses,
+        reads: ReadLimiter,
         bodies: LargeBodies,
     ) -> None:
         self._schema, self._services, self._stored = schema, services, stored
-        self._bodies = bodies
+        self._reads, self._bodies = reads, bodies
         self._authenticator, self._rate_limiter, self._request_log = (
             authenticator,
             rate_limiter,
@@ -144,12 +153,14 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
-        hold: hold on the limits that admitted the request.
+        hold: the request's place in the rate limits that admitted it.
 
         Only requests of /v1/responses read or save stored responses.
         """
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         received = await read_body(request)
+        if self._schema in (CountTokensRequest, InputTokensRequest):
+            self._reads.count(caller.tenant.name, 1 + len(received) / _BYTES_OF_READ)
         hold.body_is_here()  # before a large body waits for its tenant's parse lock
         body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)
@@ -183,12 +194,13 @@ class GenerateEndpoint:
 
 
 class RateLimitObserver(RequestObserver):
-    """Observer that reserves a call's tokens in the rate limits, and finally charges those it used.
+    """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
+    used.
 
     Complete answer: the tokens of FinalUsage are charged.
-    Failure before the first bytes: none.
-    Client disconnected or replica lost during the answer: the larger of the reservation, and the
-    prompt plus the tokens of the last RunningUsage.
+    Failure before the first bytes: no tokens are charged.
+    Client disconnected or replica lost during the answer: the larger of two numbers is charged,
+        the reserved tokens, or the prompt's tokens plus those of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -199,8 +211,9 @@ class RateLimitObserver(RequestObserver):
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
-        """Reserve the call's tokens. Raises RateLimited or Overloaded, having released the limits'
-        hold.
+        """Reserve the call's tokens.
+
+        Raises RateLimited or Overloaded, after releasing the call's place in the limits.
         """
         try:
             self._hold.reserve(self._reserved, self._base_model)
@@ -209,8 +222,8 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the call's hold on concurrency, and give back reserved tokens that it did not
-        use.
+        """Return reserved tokens that the call did not use, and its place in the limit on
+        concurrent requests.
         """
         if not self._settled:
             failed = isinstance(error, Exception) and not self._answered
@@ -230,16 +243,19 @@ class RateLimitObserver(RequestObserver):
                 self._settled = True
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
-    def on_first_bytes(self) -> Headers:
-        """Return the status of the rate limits as headers."""
+    def on_first_bytes(self) -> None:
+        """Record the time of the first token; from now on a failure is charged."""
         self._answered = True
         self._hold.first_token()
+
+    def headers(self) -> Headers:
+        """Return the state of the tenant's and key's rate limits as response headers."""
         return _limit_headers(self._hold)
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. Of the rate limits only those of requests apply
-    to it.
+    """Observer of a call that only counts tokens. It is subject to limits on requests but not on
+    tokens.
     """
 
     def __init__(self, hold: RateLimitHold) -> None:
@@ -249,23 +265,26 @@ class CountObserver(RequestObserver):
         """Reserve no tokens."""
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the call's hold on concurrency."""
+        """Release the call's place in the limit on concurrent requests."""
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
         """Ignore the item."""
 
-    def on_first_bytes(self) -> Headers:
-        """Return the status of the rate limits as headers."""
+    def on_first_bytes(self) -> None:
+        """Do nothing."""
+
+    def headers(self) -> Headers:
+        """Return the state of the tenant's and key's rate limits as response headers."""
         return _limit_headers(self._hold)
 
 
 def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
     """Return the observer that charges a call to the rate limits of its tenant and key.
 
-    hold: hold on these limits that admitted the request.
+    hold: the call's place in these limits, which admitted it.
     """
-    if call.endpoint is Endpoint.COUNT_TOKENS:
+    if call.endpoint.counts:
         return CountObserver(hold)
     return RateLimitObserver(hold, call, base_model)
 
@@ -276,7 +295,10 @@ def _limit_headers(hold: RateLimitHold) -> Headers:
 
 
 def _max_load_s(header: str | None) -> float | None:
-    """Return the seconds in LOAD_HEADER's value; None without the header. Raises InvalidInput."""
+    """Return the seconds in LOAD_HEADER's value; None without the header.
+
+    Raises InvalidInput unless the value is an integer from 0 to _LONGEST_LOAD_MS.
+    """
     if header is None:
         return None
     if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:

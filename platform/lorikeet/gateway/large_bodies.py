@@ -13,11 +13,11 @@ from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
 
 LARGE_BYTES = 32 * 2**10
-"""Least size in bytes of a body that counts as large. Parsing 8 MiB takes 30 ms."""
+"""Size in bytes from which a body counts as large. Parsing 8 MiB takes 30 ms."""
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes of one tenant's large bodies that wait to be parsed, on one gateway."""
+"""Limit on the bytes of one tenant's large bodies that wait to be parsed on one gateway."""
 _SHORT_S, _MOST_REST_S = 1e-3, 2.0
-"""Bounds, in seconds, that determine the pause after a tenant's large body.
+"""Seconds that determine the pause between two large bodies of one tenant.
 
 A parse of t seconds is followed by a pause of t, or of t · t / _SHORT_S if t is longer than
 _SHORT_S: a long parse blocks all other requests, so long parses have to be rarer. The pause is at
@@ -41,7 +41,8 @@ class LargeBodies:
         """Parse a tenant's JSON body by a schema; a large body under the tenant's lock.
 
         Raises the same errors as body.parse_json; RateLimited if too many bytes of the tenant wait
-        for the lock; ClientDisconnect if the client has disconnected when the lock is acquired.
+        for the lock; ClientDisconnect if the client has disconnected by the time the lock is
+        acquired.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)
@@ -63,8 +64,8 @@ class LargeBodies:
 
 
 class _ParseLock(asyncio.Lock):
-    """Lock under which one tenant's large bodies are parsed. It counts the bytes that wait for
-    it.
+    """Lock under which one tenant's large bodies are parsed. It counts the bytes that wait for the
+    lock.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
-"""Loops that agree with other gateways on shares of rate limits, and read recorded usage for
-budgets.
+"""Background loops for rate limits and budgets.
+
+One agrees with the other gateways on this gateway's share of each rate limit; one reads recorded
+usage, which budgets limit.
 """
 
 import asyncio
@@ -21,8 +23,8 @@ _QUESTION = "shares"
 
 
 class LimitSync:
-    """Two background loops: one agrees with the other gateways on shares of the rate limits, one
-    reads the tenants' recorded usage for their budgets.
+    """Two background loops. One agrees with the other gateways on each one's share of the rate
+    limits. The other reads the tenants' recorded usage, which is compared with their budgets.
 
     After a failure the last shares and the last usage stay in force.
     """
@@ -60,7 +62,7 @@ class LimitSync:
     async def _read_usage(self) -> NoReturn:
         budget = self._rate_limiter.budget
         while True:
-            began = time.time()
+            began = time.monotonic()
             if budget.due(began):
                 try:
                     await asyncio.to_thread(budget.read)
@@ -72,8 +74,9 @@ class LimitSync:
             await asyncio.sleep(ROUND_S)
 
     def _log_change(self, event: str, trouble: str | None) -> None:
-        """Log a problem once when it begins, not in every round.
+        """Log a problem when it begins or changes, not in every round.
 
+        event: name of the log record, and of the problem's kind.
         trouble: description of the problem; None: there is none now.
         """
         if trouble is not None and trouble != self._logged.get(event):

@@ -20,6 +20,7 @@ from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting, Overloaded
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers, error_response
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.routes.health import LIVENESS, READINESS
 from lorikeet.retry_after import FULL_GATEWAY_S
 
@@ -30,13 +31,13 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on tenants' paths, `/v1/*`, and probes, and answers any other path
-    by 404.
+    """ASGI wrapper that passes on probes and tenants' paths, `/v1/*`, and answers all others with
+    404.
 
-    max_requests: most requests at once. Further requests are refused, except probes. None: no
-    limit.
-        It is less than the number that Serve sends this gateway at once. At Serve's own limit,
-        health checks would queue too, and load balancers would drop the gateway.
+    max_requests: maximum number of requests at once; None: no limit. Further requests are
+        refused, except probes. Must be less than the number that Serve sends this gateway at
+        once: at Serve's own limit, health checks would queue too, and load balancers would drop
+        the gateway.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
@@ -48,7 +49,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request for a tenants' path or a probe on; answer any other by 404."""
+        """Pass on a probe or a request for a tenants' path; answer any other with 404."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -99,6 +100,8 @@ class AdminListener:
             uvicorn.Config(
                 app,
                 lifespan="off",  # the application runs already
+                http=BoundedHttpProtocol,
+                ws="none",
                 access_log=False,
                 log_config=None,
                 log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt

@@ -1,4 +1,4 @@
-"""Reception of a large body into a file, with its digest, in a few megabytes of memory."""
+"""Reception of a large body into a file, and its SHA-256, in a few megabytes of memory."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ async def receive_file(
     workers: threads that hash and write.
     scan: scan of tensors' values that is fed with the body; None: no scan.
 
-    Raises what `parts` raises, and StoreError when the file cannot be written.
+    Raises the errors that `parts` raises, and StoreError if the file cannot be written.
     """
     loop = asyncio.get_running_loop()
     try:

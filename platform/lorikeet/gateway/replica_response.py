@@ -14,6 +14,7 @@ from lorikeet.answer_stream.responses_format import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.client_disconnect import run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused
+from lorikeet.gateway.keep_alive import EVENT_END, KeptAliveStream
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -29,10 +30,9 @@ Items = AsyncGenerator[StreamItem, None]
 BeforeEnd = Callable[[bytes], Awaitable[bytes]]
 """Function that gets an answer's last bytes before they are sent, and returns the bytes to send.
 
-The last bytes are the whole body, or the complete events that a stream has after its FinalUsage.
+The last bytes are a whole JSON body, or the complete events that a stream has after its FinalUsage.
 """
 
-EVENT_END = b"\n\n"
 _SILENT = "the replica ended without an answer: send the request again"
 
 
@@ -50,10 +50,12 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
         """
         ...
 
-    def on_first_bytes(self) -> Headers:
-        """Record that the answer's first bytes have arrived; return headers to add to the
-        response.
-        """
+    def on_first_bytes(self) -> None:
+        """Record that the answer's first bytes have arrived."""
+        ...
+
+    def headers(self) -> Headers:
+        """Return headers to add to the response."""
         ...
 
 
@@ -61,8 +63,10 @@ class ReplicaResponse(Response):
     """Response that runs one call on a replica and sends its answer to the client.
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
-    status; a later failure ends a stream with an error event. When the client disconnects, `items`
-    is closed at once (client_disconnect.py). Observers are entered in order and left in reverse.
+    status; a later failure ends a stream with an error event. A stream that a replica has accepted
+    and that has no bytes for KEEP_ALIVE_S gets its headers and a keep-alive event (keep_alive.py);
+    its failure is an error event from then on. When the client disconnects, `items` is closed at
+    once (client_disconnect.py). Observers are entered in order and left in reverse.
 
     items: the replica's answer.
     first_item_timeout_s: longest wait for the replica's first item, in seconds.
@@ -85,44 +89,69 @@ class ReplicaResponse(Response):
         self._first_item_timeout_s = first_item_timeout_s
         self._before_end = before_end
         self._ending = False
+        self._header: AnswerHeader | None = None
+        self._failure_sent = False
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raises LorikeetError only before anything is sent."""
-        with ExitStack() as left_at_the_end:
-            for observer in self._observers:
-                left_at_the_end.enter_context(observer)
-            await run_until_disconnect(receive, self._answer(send))
+        try:
+            with ExitStack() as left_at_the_end:
+                for observer in self._observers:
+                    left_at_the_end.enter_context(observer)
+                await run_until_disconnect(receive, self._answer(send))
+        except LorikeetError:
+            if not self._failure_sent:
+                raise
 
     async def _answer(self, send: Send) -> None:
         async with aclosing(self._items) as items:
-            header, first = await self._begin(items)
             if self._call.stream:
-                await send(self._start(header, b"text/event-stream; charset=utf-8"))
-                async for message in self._bodies(first, items):
-                    await send(message)
-            else:
-                body = first + b"".join([self._bytes(item) async for item in items])
-                if self._before_end is not None:
-                    body = await self._before_end(body)
-                await send(self._start(header, b"application/json", len(body)))
-                await send(_body(body, more=False))
+                await self._stream(items, send)
+                return
+            first = await self._begin(items)
+            body = first + b"".join([self._bytes(item) async for item in items])
+            if self._before_end is not None:
+                body = await self._before_end(body)
+            await send(self._start(b"application/json", len(body)))
+            await send(_body(body, more=False))
 
-    async def _begin(self, items: Items) -> tuple[AnswerHeader, bytes]:
-        """Return an answer's header and first bytes.
+    async def _stream(self, items: Items, send: Send) -> None:
+        """Send a stream. Raises LorikeetError for a failure before its first bytes.
 
-        A replica sends a second header, and a replica that replaces a dead one sends headers again.
-        The last header before the first bytes is returned.
+        If the client has got headers by then, it also gets the failure, as an error event.
         """
-        header: AnswerHeader | None = None
+
+        def start() -> Message | None:
+            accepted = self._header is not None
+            return self._start(b"text/event-stream; charset=utf-8") if accepted else None
+
+        with KeptAliveStream(send, self._call.endpoint, start) as stream:
+            try:
+                first = await self._begin(items)
+            except LorikeetError as error:
+                if stream.started:
+                    self._failure_sent = True
+                    await stream.send(_body(failed_event(self._call, 0, error), more=False))
+                raise
+            async for message in self._bodies(first, items):
+                await stream.send(message)
+
+    async def _begin(self, items: Items) -> bytes:
+        """Set `_header`; return the answer's first bytes.
+
+        A replica sends a second header, and a replica that replaces a dead one sends headers again:
+        `_header` is the last one before the first bytes.
+        """
         try:
             async with asyncio.timeout(self._first_item_timeout_s) as limit:
                 async for item in items:
                     if isinstance(item, AnswerHeader):
-                        header = item
+                        self._header = item
                         limit.reschedule(None)  # the client decides how long to wait for the work
                     if first := self._bytes(item):
-                        assert header is not None, "a header comes before bytes"
-                        return header, first
+                        for observer in self._observers:
+                            observer.on_first_bytes()
+                        return first
         except TimeoutError as error:
             raise Unavailable(
                 f"no replica took this request in {self._first_item_timeout_s:g} s: send it again"
@@ -166,16 +195,15 @@ class ReplicaResponse(Response):
             raise Refused(item, self._call.endpoint)
         return item if isinstance(item, bytes) else b""
 
-    def _start(
-        self, header: AnswerHeader, content_type: bytes, length: int | None = None
-    ) -> Message:
-        headers = [(b"content-type", content_type), *_headers(header)]
+    def _start(self, content_type: bytes, length: int | None = None) -> Message:
+        assert self._header is not None, "a header comes before bytes"
+        headers = [(b"content-type", content_type), *_headers(self._header)]
         if length is None:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:
             headers.append((b"content-length", b"%d" % length))
         for observer in self._observers:
-            headers += observer.on_first_bytes()
+            headers += observer.headers()
         return {"type": "http.response.start", "status": OK, "headers": headers}
 
 

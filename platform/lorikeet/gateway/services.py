@@ -48,7 +48,10 @@ class EngineClient(Protocol):
         ...
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test of an adapter on a replica. Raises LorikeetError."""
+        """Let a replica generate with and without an adapter, to test the adapter (smoke test).
+
+        Raises LorikeetError.
+        """
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
@@ -59,16 +62,16 @@ class EngineClient(Protocol):
         ...
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
-        """Send an adapter to the replicas that lack it; return whether all have it on their hosts.
+        """Send an adapter to the replicas that lack it.
 
-        Each replica keeps the adapter for a minute or until `release`. Call `deliver` again to keep
-        it longer.
+        Return whether all replicas have it on their hosts. Each keeps the adapter for a minute or
+        until `release`. Call `deliver` again to keep it longer.
         """
         ...
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Announce to the replicas an adapter whose blob is being written, before `deliver` sends
-        it.
+        """Announce an adapter to the replicas while its blob is still being written, before
+        `deliver`.
 
         digest: SHA-256 of the whole blob.
         blob: file to which the blob is being written.
@@ -83,7 +86,7 @@ class EngineClient(Protocol):
         ...
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Let replicas evict a delivered adapter again.
+        """Allow replicas to evict a delivered adapter again.
 
         digest: SHA-256 of the adapter's blob.
         """
@@ -92,15 +95,22 @@ class EngineClient(Protocol):
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         """Return a report of every replica of every base model: its adapters and its load.
 
-        tier: farthest tier from the GPU whose adapters are listed. Adapters in the GPU's arena
-        always
-            are.
+        tier: farthest tier from the GPU whose adapters are listed. Adapters in the GPU's arena (its
+            memory for adapters) are always listed.
         """
         ...
 
     def ready(self) -> bool:
-        """Return whether any replica of any base model has started, by the last state known from
-        Serve.
+        """Return whether any replica of any base model has started, by the last state that Serve
+        reported.
+        """
+        ...
+
+    def max_context(self, base_model: str) -> int | None:
+        """Return the maximum length of prompt plus output, in tokens, that all replicas of a base
+        model accept.
+
+        None: not known yet.
         """
         ...
 
@@ -115,8 +125,10 @@ class ServedModel:
     """Base model that is served.
 
     aliases: further names that adapters may use for it, e.g. its Hub name.
-    quantization: format that its linears are rounded to, in words; None if not quantized.
-    chat_template: digest of the chat template in its folder (template_digest); None without one.
+    quantization: format that the weights of its linear layers are rounded to, in words; None if
+        not quantized.
+    chat_template: digest of the chat template in its folder (template_digest); None without
+        one.
     """
 
     shape: BaseShape
@@ -132,12 +144,11 @@ class Services:
     base_models: served base models, by the name that clients use.
     limits: limits that registered adapters must keep to.
     gateways: number of gateways; each enforces its share of a tenant's limits.
-    refresh_s: greatest age of the catalog view, in seconds.
-    first_item_timeout_s: longest wait for a replica's first item, in seconds. Generation after it
-    has
-        no time limit here.
-    max_open_requests: requests that this gateway runs at once, all tenants together; None: no
-        limit.
+    refresh_s: seconds between refreshes of the catalog view.
+    first_item_timeout_s: longest wait for a replica's first item, in seconds. Generation after
+        it has no time limit here.
+    max_open_requests: maximum number of requests that this gateway runs at once, all tenants
+        together; None: no limit.
     part_bytes: size of a large upload's parts.
     adapter_memory: memory in which engines keep adapters, as far as known here.
     name: name of this gateway.
@@ -146,8 +157,8 @@ class Services:
     usage: usage that this gateway counts.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
-    max_running: this gateway's share of the requests that the replicas of each base model run at
-    once.
+    max_running: this gateway's share of the number of requests that the replicas of each base
+        model run at once.
     traces: exporter for traces of completed requests.
     metrics: metrics of this gateway.
     metrics_pages: function that asks each replica and the controller for their metrics.
@@ -182,9 +193,10 @@ class Services:
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:
-    """Read config.json of every base model's folder. Raises InvalidSetting, naming the folder.
+    """Read config.json of every base model's folder.
 
-    The aliases of a base model are its folder's name and the name in config.json.
+    The aliases of a base model are its folder's name and the name in config.json. Raises
+    InvalidSetting, which names the folder, if it cannot be read.
     """
     models = settings.base_models
     return {name: _read(models[name], settings.weight_dtype[name]) for name in models}

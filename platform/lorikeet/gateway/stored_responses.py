@@ -20,7 +20,7 @@ from lorikeet.errors import (
 )
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.responses_items import REFERENCE, InputItem, StoredItems, turn_of
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAVE_S = 5.0
-"""Longest time in seconds by which saving a response may delay the client's last event."""
+"""Maximum seconds by which saving a response may delay the client's last event."""
 _READ_S = 15.0
 _AT_ONCE = 16
 _OFF = "this service stores no responses: its operator can set LORIKEET_RESPONSES_LIFETIME_H"
@@ -47,7 +47,7 @@ _PREVIOUS = "previous_response_id"
 class StoredResponses:
     """Access of a gateway to stored responses. For use in one event loop.
 
-    store: None: storing is off.
+    store: store of responses; None: storing is off.
     """
 
     def __init__(self, store: ResponseStore | None, metrics: GatewayMetrics) -> None:
@@ -57,15 +57,16 @@ class StoredResponses:
 
     def stores(self, body: ApiRequest) -> bool:
         """Return whether the answer to a request will be stored."""
-        on = self._store is not None
-        return on and isinstance(body, ResponsesRequest) and body.store is not False
+        if self._store is None or not isinstance(body, ResponsesRequest):
+            return False
+        return body.store is not False and not isinstance(body, InputTokensRequest)
 
     async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
         """Return the stored items that a tenant's request refers to.
 
-        Raises UnsupportedParameter if storing is off and the request refers to any;
-        UnknownPreviousResponse; NotFound for a missing item; InvalidInput for items of too many
-        responses, or for one item twice; StoreError.
+        Raises UnsupportedParameter if storing is off and the request refers to any item;
+        UnknownPreviousResponse; NotFound for a missing item; InvalidInput if the request refers to
+        items of too many responses or to one item twice; StoreError.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()
@@ -92,9 +93,10 @@ class StoredResponses:
         return await self._read(read)
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
-        """Return a function that stores the answer to a call before the answer's end is sent.
+        """Return a function that gets the last bytes of a call's answer and stores the answer
+        before they are sent.
 
-        None if the answer is not to be stored.
+        None: the answer is not to be stored.
         """
         store = self._store
         if store is None or not context.stores or not isinstance(body, ResponsesRequest):
@@ -118,15 +120,17 @@ class StoredResponses:
         return before_end
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Return a tenant's stored response. Raises NotFound, also if storing is off;
-        StoreError.
+        """Return a tenant's stored response.
+
+        Raises NotFound if there is none or storing is off; StoreError.
         """
         store = self._needed()
         return await self._read(lambda: store.get(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a tenant's stored response. Raises NotFound, also if storing is off;
-        StoreError.
+        """Delete a tenant's stored response.
+
+        Raises NotFound if there is none or storing is off; StoreError.
         """
         store = self._needed()
         await self._read(lambda: store.delete(tenant, response_id))

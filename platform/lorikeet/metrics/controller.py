@@ -15,7 +15,7 @@ from lorikeet.placement.pin_status import PinState, PinStatus
 class ReplicaCount:
     """Number of replicas of one base model.
 
-    desired: replicas desired at least, `LORIKEET_REPLICAS`.
+    desired: minimum number, `LORIKEET_REPLICAS`.
     reporting: replicas that report to the controller.
     """
 
@@ -29,7 +29,7 @@ def controller_metrics(
     """Generate the controller's metrics.
 
     pins: all pins in force.
-    replicas: by base model.
+    replicas: number of replicas by base model.
     survey_s: duration of the last survey of all replicas.
     """
     yield from _pins(list(pins))

@@ -16,10 +16,10 @@ _HELP = b"\n# HELP "
 
 
 def render(metrics: Iterable[Metric], labels: Mapping[str, str]) -> bytes:
-    """Return one process's part of the page.
+    """Return one process's part of the metrics page.
 
     metrics: modified in place, so collect them again for each call.
-    labels: added to every sample.
+    labels: names and values of the process's labels, added to every sample.
     """
     return generate_latest(_Labelled(metrics, labels))
 

@@ -12,9 +12,12 @@ from lorikeet.request_log.record import RequestRecord
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
 _TENANTS, _ADAPTERS = 1_000, 100
-"""Most tenants and adapters with series of their own, per gateway."""
+"""Maximum numbers of tenants and of adapters with series of their own, per gateway."""
 _TENANTS_OF_ALL = 2_000
-"""Most tenants of all gateways together: 7 lines of about 90 bytes each, 1.3 MB of the page."""
+"""Maximum number of tenants with series of their own, in all gateways together.
+
+At 7 lines of about 90 bytes each they take 1.3 MB of the page.
+"""
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -16,12 +16,18 @@ from lorikeet_engine.telemetry.status import Distribution
 
 
 def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a gauge with one label. values: by value of the label."""
+    """Return a gauge with one label.
+
+    values: values of the gauge by value of the label.
+    """
     return _with_values(GaugeMetricFamily(name, documentation, labels=[label]), values)
 
 
 def counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with one label. values: by value of the label."""
+    """Return a counter with one label.
+
+    values: values of the counter by value of the label.
+    """
     return _with_values(CounterMetricFamily(name, documentation, labels=[label]), values)
 
 

@@ -24,9 +24,15 @@ ROUND_S = 60.0
 _TAKEOVER_FACTOR = 2.0
 """Factor by which a name must be busier to replace another, so that near equals do not swap."""
 _SHOWN_FACTOR = 1.25
-"""Most names shown, as a multiple of `most`: in one round up to a quarter of the names change."""
+"""Maximum number of names shown, as a multiple of the number chosen (`most`).
+
+In one round up to a quarter of the names change; those that leave are shown for a round more.
+"""
 _CANDIDATES = 10_000
-"""Most names outside the chosen that are counted in a round; later ones are hardly the busiest."""
+"""Maximum number of names counted in a round that have no series of their own.
+
+Names that come later are hardly the busiest.
+"""
 
 
 class NamedCounter:
@@ -66,7 +72,7 @@ class BusiestNameCounters(Collector):
 
     requests: counter of requests.
     tokens: counter of tokens, whose second label is one of TOKENS.
-    most: number of names with series of their own.
+    most: maximum number of names with series of their own.
     """
 
     def __init__(self, requests: NamedCounter, tokens: NamedCounter, most: int) -> None:
@@ -98,7 +104,7 @@ class BusiestNameCounters(Collector):
 class BusiestNames:
     """Choice of the busiest names: the first `most` to come, replaced later by busier names.
 
-    Uses of earlier rounds count half as much after each round. Single-threaded.
+    A count of uses is halved after each round. Single-threaded.
 
     drop: called with each name whose series are to be removed.
     """

@@ -9,7 +9,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef
 
 HALF_LIFE_S = 45.0
-"""Half-life of a use, the same as in the engines."""
+"""Seconds in which a counted use of an adapter decays to half, as in the engines."""
 _MOST_ADAPTERS = 32_768
 _FORGOTTEN = 0.01  # uses below which an adapter is dropped: one use five minutes ago
 
@@ -19,7 +19,7 @@ class AdapterDemand:
     """Demand for one adapter.
 
     uses: uses by all replicas, halved every HALF_LIFE_S.
-    image_bytes: bytes on a GPU; None while no replica reports them.
+    image_bytes: size of the adapter's image on a GPU; None while no replica reports it.
     """
 
     ref: AdapterRef

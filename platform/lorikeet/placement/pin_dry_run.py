@@ -39,8 +39,8 @@ class PlannedRelease:
 class PinDryRun:
     """Changes that a new pin would cause, in the order of replicas.
 
-    unmet: shortfalls of the new pin.
-    lost: new shortfalls of other pins.
+    unmet: versions of the new pin that would not be placed as it wants, with the reasons.
+    lost: versions of other pins that only then would be on fewer replicas than wanted.
     """
 
     loads: tuple[PlannedLoad, ...]

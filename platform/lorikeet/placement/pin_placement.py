@@ -22,7 +22,7 @@ PinTargets = Mapping[str, Mapping[str, PinTarget]]
 
 
 class Cause(Enum):
-    """Reason for a shortfall."""
+    """Reason why a pin, or a version that it selects, is not kept on as many replicas as wanted."""
 
     NO_VERSION = "no_version"
     BUDGET = "budget"
@@ -33,9 +33,9 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A pin that is not fully met.
+    """A pin that the plan does not fully meet.
 
-    ref: version that falls short; None: the pin as a whole.
+    ref: version that is on fewer replicas than wanted; None: the pin selects no version at all.
     reason: explanation for the operator.
     """
 
@@ -54,7 +54,7 @@ class PlacementPlan:
 
 
 def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
-    """Assign replicas to each pin: those that its requests are routed to first.
+    """Assign replicas to each pin: those to which routing sends its requests first.
 
     Every replica has an entry in the plan, perhaps an empty one. If two pins select the same
     weights on one replica, the tier nearer to the GPU wins and the bytes count once. The targets of
@@ -100,7 +100,7 @@ class _Draft:
         self._charged: set[tuple[str, str]] = set()  # tenant and digest
 
     def place(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
-        """Place the versions of a pin, and yield a shortfall for each that does not fit."""
+        """Place the versions of a pin; yield a Shortfall for each that too few replicas keep."""
         if not resolved.versions and resolved.pin.name is not None:
             none = "it selects no usable version"
             yield Shortfall(resolved.pin, None, Cause.NO_VERSION, none)
@@ -112,7 +112,7 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version to its tenant's budget, or return a shortfall if it does not fit."""
+        """Charge the version to its tenant's pin budget; return a Shortfall if it does not fit."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
@@ -130,7 +130,7 @@ class _Draft:
         return None
 
     def _place_version(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Place the version on as many replicas as its pin wants, or return a shortfall."""
+        """Place the version on as many replicas as its pin wants, or return a Shortfall."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:

@@ -18,7 +18,7 @@ class PinState(Enum):
 
     MET: every version is at the pin's tier on enough replicas.
     LOADING: every version has a place in the plan, and some are not loaded yet.
-    UNMET: the plan has shortfalls.
+    UNMET: the plan keeps a version on fewer replicas than wanted, or the pin selects none.
     """
 
     MET = "met"
@@ -57,7 +57,7 @@ class AdapterTiers:
         return self._held.get(digest, {}).get(replica, Residency.REMOTE)
 
     def meets(self, version: PinnedVersion, pin: PinRecord) -> bool:
-        """Whether a version is at the pin's tier on as many replicas as the pin wants."""
+        """Whether as many replicas as the pin wants have the version at its tier or nearer."""
         wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
         held = self._held.get(version.ref.digest, {}).values()
         return sum(tier >= pin.tier for tier in held) >= wanted

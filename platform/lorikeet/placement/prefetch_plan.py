@@ -18,9 +18,12 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
 POPULAR = 0.5
-"""Uses from which an adapter is in use: one in the last 45 s, or one every 130 s."""
+"""Decayed uses from which an adapter counts as in use.
+
+They result from one use in the last 45 s, or from one every 130 s.
+"""
 MOST_PREFETCHES = 16
-"""Most prefetches of one replica in one plan; several take MOST_BYTES in all at most."""
+"""Limit on one replica's prefetches in one plan; several are also limited to MOST_BYTES in all."""
 MOST_BYTES = 10**9  # a link to the store carries them in a second
 _USES_PER_COPY = 8.0  # uses that each copy must keep if another is made: one every 8 s
 # Fraction of a replica's equal share of all uses: the most that one copy may carry before another
@@ -36,8 +39,8 @@ _USES_TO_EVICT = 4.0  # least uses of an adapter for which others are evicted
 class ReplicaView:
     """A replica, as placement sees it.
 
-    gpu_bytes: bytes for adapters without a pin on the GPU.
-    host_bytes: bytes for adapters without a pin on the host.
+    gpu_bytes: bytes of the GPU for adapters without a pin.
+    host_bytes: bytes of host memory for adapters without a pin.
     held: nearest tier of each adapter, by digest.
     uses: decayed uses on the replica, by digest; the least used for its size is evicted first.
     pinned: tier of each pinned adapter, by digest; pinned adapters take none of the bytes above.
@@ -88,7 +91,7 @@ def plan_prefetches(
 def sole_copies(
     demand: Mapping[str, float], replicas: Mapping[str, ReplicaView]
 ) -> dict[str, float]:
-    """Return, by replica, the fraction of adapters in use that no other has on GPU or host."""
+    """Return, by replica, the fraction of adapters in use that only it has on GPU or host."""
     holder: dict[str, str | None] = {}
     for name, replica in replicas.items():
         for digest, tier in replica.held.items():
@@ -189,7 +192,7 @@ class _Draft:
             holders.append(name)
 
     def _next_copy(self, digest: str) -> tuple[float, str] | None:
-        """Return an entry for the heap if one more copy is worthwhile, else None.
+        """Return the heap's entry for one more GPU copy of an adapter; None if not worthwhile.
 
         The entry is the uses that the copy would draw, negative for the heap, and the digest.
         """
@@ -223,8 +226,8 @@ class _Draft:
 
         Replicas that hold the adapter at a nearer tier come first, then those that its requests are
         routed to first.
-        uses: uses that the copy will draw.
-        uses_to_evict: least uses for which other adapters may be evicted.
+        uses: decayed uses that the copy will draw.
+        uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """
         order = [
             name
@@ -303,10 +306,10 @@ class _TierBudget:
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Return the adapters to evict for `size` bytes; None if they have too many uses.
+        """Return the adapters to evict for `size` bytes; None if too many uses would be lost.
 
-        uses: most uses that all evicted adapters may lose.
-        loss: uses that are lost with an adapter.
+        uses: limit on the uses that are lost with all evicted adapters together.
+        loss: returns the uses that are lost with one adapter.
         """
         if self._order is None:
             self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)

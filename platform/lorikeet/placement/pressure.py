@@ -36,7 +36,12 @@ _NAMES = {each.name for each in fields(ReplicaPressure)}
 def measure_pressure(
     report: ReplicaReport, max_running: int, sole_copies: float | None
 ) -> ReplicaPressure:
-    """Compute a replica's pressure from its report."""
+    """Compute a replica's pressure from its report.
+
+    max_running: sequences that the replica may run at once.
+    sole_copies: fraction of the adapters in use that no other replica has on GPU or host; None
+        while unknown.
+    """
     live = report.status.live
     working = (
         adapter.image_bytes or 0

@@ -28,7 +28,8 @@ class ScalingDelays:
 
     upscale_s: seconds of pressure.
     downscale_s: seconds in which one replica fewer would have been enough.
-    sole_copies_s: most seconds to wait beyond downscale_s for second copies of adapters in use.
+    sole_copies_s: limit on the seconds beyond downscale_s for which a replica too many is kept,
+        until the adapters in use have second copies.
     """
 
     upscale_s: float = 10.0
@@ -103,7 +104,7 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 
 
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
-    """Return the number of replicas that the pressure needs, and the reason.
+    """Return the number of replicas that the pressure needs; if more than now, with the reason.
 
     A queue alone needs one more replica.
     """
@@ -119,9 +120,10 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 
 
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
-    """Return the highest ratio of a mean load to its bound, with the reason to scale up by it.
+    """Return the highest load relative to its bound, and the reason to scale up because of it.
 
-    These are the loads that more replicas lower: working set, running sequences, KV pages.
+    A ratio above 1 needs more replicas. The loads, averaged over the replicas, are those that more
+    replicas lower: adapters in use, running sequences, KV pages.
     """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))

@@ -19,7 +19,7 @@ R = TypeVar("R")
 class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
-    COUNT_TOKENS uses no engine: its answer is the number of the prompt's tokens.
+    COUNT_TOKENS and INPUT_TOKENS use no engine: the answer is the number of the prompt's tokens.
     """
 
     CHAT = "chat.completions"
@@ -27,6 +27,12 @@ class Endpoint(Enum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     COUNT_TOKENS = "messages/count_tokens"
+    INPUT_TOKENS = "responses/input_tokens"
+
+    @property
+    def counts(self) -> bool:
+        """Whether the answer is only the number of the prompt's tokens."""
+        return self in (Endpoint.COUNT_TOKENS, Endpoint.INPUT_TOKENS)
 
 
 class FormatKind(Enum):
@@ -115,6 +121,7 @@ class Call:
     prompt_logprobs: alternatives in vLLM's field of this name; `sampling` has the maximum of these
         and of those for an echo.
     return_token_ids: the answer has token ids of prompts and choices.
+    tokens_as_ids: log probabilities name each token by its id, as "token_id:17".
     template_args: the client's variables for the chat template.
     template_defaults: variables for the chat template that the client did not set.
     thinking_shown: the answer includes the model's thinking.
@@ -149,6 +156,7 @@ class Call:
     echo: bool = False
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking_shown: bool = True
@@ -173,7 +181,8 @@ class AnswerHeader:
     status: the replica's status as it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
     header.
-    ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    ignored: names of template_args unknown to the chat template, the call's `left_out`, and
+        keywords of its schemas that the answer is not held to.
     """
 
     replica: str
@@ -195,10 +204,10 @@ class FinalUsage:
 
     It is sent just before the last bytes, because clients disconnect after those.
 
-    prompt_tokens: each prompt counted once.
+    prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.
     completion_tokens: tokens of all choices.
-    timings: of each choice.
+    timings: engine times of each choice.
     reasoning_tokens: completion tokens of thinking.
     """
 
@@ -211,7 +220,7 @@ class FinalUsage:
 
 @dataclass(frozen=True, slots=True)
 class RunningUsage:
-    """Number of tokens of all choices of an unfinished answer until now.
+    """Number of tokens in all choices of an answer so far.
 
     Sent every few dozen tokens, even without bytes. For an answer that never completes, rate limits
     count its last RunningUsage.
@@ -238,7 +247,7 @@ class Refusal:
 
 
 class Cost(NamedTuple):
-    """Expected cost of a request at a replica by part, seconds.
+    """Parts of the expected cost of a request at a replica, in seconds.
 
     prefill_s: prefill of its own prompt.
     queue_s: wait for earlier prompts and for a slot in the batch.
@@ -260,7 +269,7 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, its adapter's tier, and the expected cost."""
+    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
 
     replica: R
     tier: Residency
@@ -271,7 +280,7 @@ class Candidate(NamedTuple, Generic[R]):
 class Attempt:
     """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
-    request_id: the call's id; a repetition at another replica adds the attempt's number.
+    request_id: the call's id; if the call was sent again, followed by the attempt's number.
     replica: None if no replica took the call.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
@@ -305,7 +314,7 @@ class SmokeTest:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Output of a model for a prompt."""
+    """Output of a model for one prompt of a smoke test."""
 
     token_ids: tuple[int, ...]
     text: str

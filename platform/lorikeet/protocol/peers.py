@@ -28,7 +28,11 @@ class Peers:
         self._handlers: dict[str, Handler] = {}
 
     def register(self, question: str, handler: Handler) -> None:
-        """Register the handler of a question. Arguments and answer must be picklable."""
+        """Register the function that answers a question on this gateway.
+
+        question: name of the question.
+        handler: called with the question's arguments. Arguments and answer must be picklable.
+        """
         self._handlers[question] = handler
 
     async def answer(self, question: str, *arguments: Any) -> Any:

@@ -33,9 +33,9 @@ class PlacementDecision:
     """Adapters that one replica should hold.
 
     pins: all pins by digest; a pin that is missing here is removed.
-    sole_copies: share of the adapters in use that only this replica has on GPU or host; None while
-        unknown.
-    prefetches: most wanted first.
+    sole_copies: fraction of the adapters in use that only this replica has on GPU or host; None
+        while unknown.
+    prefetches: adapters to load at low priority, most wanted first.
     """
 
     pins: Mapping[str, PinTarget] = field(default_factory=dict)

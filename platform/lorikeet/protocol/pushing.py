@@ -11,10 +11,10 @@ from lorikeet_engine.adapter import AdapterRef
 class HoldState(Enum):
     """State of a pushed adapter on a replica.
 
-    SILENT: the replica did not answer; unknown.
+    SILENT: unknown, as the replica did not answer.
     LACKING: the replica lacks the blob.
     LOADING: the replica has the blob and loads it to the host.
-    HELD: on the host or nearer.
+    HELD: the adapter is in host memory or on the GPU.
     """
 
     SILENT = "silent"
@@ -25,9 +25,10 @@ class HoldState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PushedPart:
-    """Part of a pushed adapter's blob that begins at byte `offset`.
+    """Part of a pushed adapter's blob.
 
     transfer: name of the file that the part is written to.
+    offset: position of the part's first byte in the blob.
     """
 
     digest: str
@@ -46,7 +47,7 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Hold of an adapter in host memory until its release, or until holds stop coming.
+    """Request to keep an adapter in host memory until it is released or the request is not renewed.
 
     file: the gateway's file of the verified blob; replicas on its machine use it instead of parts.
     """
@@ -62,7 +63,8 @@ class ExpectPushed:
     Replicas on the same machine can pack the blob while it grows. They keep it if a HoldPushed
     names the same file.
 
-    digest: as the client claims, not verified yet.
+    digest: SHA-256 as the client claims, not verified yet.
+    machine: `this_machine()` of the gateway.
     """
 
     digest: str
@@ -80,7 +82,7 @@ class ReleasePushed:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Question for a pushed adapter's state on a replica; changes nothing."""
+    """Question about a pushed adapter's state on a replica; changes nothing."""
 
     digest: str
 
@@ -90,9 +92,9 @@ PushMessage = PushedPart | PushedEnd | ExpectPushed | HoldPushed | ReleasePushed
 
 @cache
 def this_machine() -> str | None:
-    """Return the kernel's boot id: processes that share it see the same growing file.
+    """Return the kernel's boot id; None if it is unknown.
 
-    None if it is unknown.
+    Processes with the same id run on one machine, and so see the same growing file.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

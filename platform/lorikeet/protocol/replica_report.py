@@ -14,7 +14,7 @@ class ReplicaReport:
     replica: the replica's name.
     base_model: name of the served base model.
     status: the engine's last status.
-    rows: fields of an AdapterStatus for each requested adapter.
+    rows: fields of an AdapterStatus, as a plain tuple, for each requested adapter.
     quantization, fp8_kv: as in EngineInfo.
     """
 
@@ -26,9 +26,9 @@ class ReplicaReport:
     fp8_kv: bool = False
 
     def pinnable_bytes(self, tier: Residency) -> int:
-        """Return the bytes that pins may take at a tier, in bytes of adapters on one GPU.
+        """Return the bytes of a tier that pins may take, counted as adapters' bytes on one GPU.
 
-        At other tiers an image has a part of equal size for each GPU that shares the base model.
+        On host and disk an adapter takes these bytes once for each GPU that shares the base model.
         """
         there = self.status.tiers[tier].pinnable_bytes
         return there if tier is Residency.GPU else there // self.status.tensor_parallel

@@ -21,6 +21,7 @@ class StatusUpdate:
     begins_snapshot, ends_snapshot: bounds of a snapshot. The updates between them, inclusive, name
         each adapter nearer than remote at least once.
     costs: measured costs; None if not sent with this update.
+    max_context: most tokens of prompt plus output; None if not sent with this update.
     """
 
     seq: int
@@ -29,6 +30,7 @@ class StatusUpdate:
     begins_snapshot: bool = False
     ends_snapshot: bool = False
     costs: MeasuredCosts | None = None
+    max_context: int | None = None
 
 
 _UPDATE = TypeAdapter(StatusUpdate)

@@ -50,7 +50,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
 def adapter_memory(settings: Settings) -> AdapterMemory:
     """Return the memory for adapters that the settings give.
 
-    The GPU memory is None if it is a share of the device.
+    Its GPU memory is None if the setting is a fraction of the device's free memory, not yet known.
     """
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])

@@ -31,7 +31,10 @@ class Metering:
 
     @contextmanager
     def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[BilledTokens]:
-        """Count a call's tokens until the context ends, and bill the call however it ends."""
+        """Yield a meter for a call's tokens; bill the call when the context ends, even by an error.
+
+        prompts: token ids of each prompt.
+        """
         meter = BilledTokens(call, prompts)
         try:
             yield meter
@@ -51,7 +54,10 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add slot time and adapter loads to the usage; the engine's process counts them."""
+        """Add the slot time and adapter loads that the engine's process has counted to the ledger.
+
+        Slot time is time for which tenants' requests held adapters on the GPU.
+        """
         asked = self._engine.take_use()
         asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):

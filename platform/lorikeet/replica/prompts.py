@@ -30,12 +30,14 @@ _TEMPLATE_ERRORS = (
 )
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""Bytes for each token of the context up to which a text is tokenised without a length check.
+"""Bytes per token of the context up to which a text is tokenised without a length check.
 
 Such a text may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Characters of each part in the check of long texts, and tokens that a cut may add to a part."""
+"""Characters of a part in the length check of long texts, and limit on tokens that a cut adds."""
+_HERE = "[the answer goes on here]"
+"""Mark in a rendered prompt, where only a client's own last message could have it, too."""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -90,7 +92,7 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return whether thinking may come before the answer to a call, or has begun in a prompt.
+        """Return whether thinking may begin a call's answer, or has begun in its prompt.
 
         prompts: token ids of each prompt.
         """
@@ -126,6 +128,8 @@ class PromptEncoder:
 
         The whole text could take seconds and a gigabyte to tokenise, and the conversion of so many
         tokens to Python integers would hold the GIL and so block the replica's event loop.
+
+        param: name of the request's field that holds the text.
         """
         tokens = 0
         for at in range(0, len(text), _PART_CHARACTERS):
@@ -152,7 +156,7 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _syntax(self) -> ToolSyntax | None:
-        """Return the model's syntax of tool calls; None if its template renders no tools."""
+        """Return the model's syntax of tool calls; None if its chat template renders no tools."""
         if self._tokenizer.chat_template is None:
             return None
         try:
@@ -189,14 +193,30 @@ class PromptEncoder:
         how = {"add_generation_prompt": call.generation_prompt}
         if not call.continue_final:
             return self._render(call.messages, tools, **how, **known)
-        try:
-            return self._render(call.messages, tools, continue_final_message=True, **how, **known)
-        except InvalidInput as error:  # the original message quotes the prompt
+        return self._render_begun(call.messages, tools, **how, **known)
+
+    def _render_begun(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        **arguments: Any,
+    ) -> str:
+        """Return the prompt until the end of the last message, which the answer continues.
+
+        A mark behind the last message keeps templates from trimming the whitespace at its end,
+        which transformers' continue_final_message loses.
+        """
+        *past, last = messages
+        whole: str = last["content"]
+        said = "" if whole.isspace() else whole
+        text = self._render([*past, {**last, "content": said + _HERE}], tools, **arguments)
+        prompt, here, _ = text.rpartition(_HERE)
+        if not here or not prompt.endswith(said.lstrip()):
             raise InvalidInput(
-                "the chat template refuses these messages, or changes the last one, which then "
-                "cannot be continued",
+                "the chat template changes the last message, which then cannot be continued",
                 param="continue_final_message",
-            ) from error
+            )
+        return prompt + whole[len(said) :]
 
     def _render(
         self,
@@ -227,14 +247,19 @@ class PromptEncoder:
         return str(text)
 
     def _xml_tools(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the tools under the name that SmolLM 3's template uses for them."""
+        """Return the tools as the template variable `xml_tools`, which SmolLM 3's template uses.
+
+        Returns {} without tools or for another template.
+        """
         if not tools or "xml_tools" not in self._variables:
             return {}
         return {"xml_tools": [tool["function"] for tool in tools]}
 
 
 def _processor_template(model: Path) -> str | None:
-    """Return the template in chat_template.json, as older vision-language folders have it."""
+    """Return the template in chat_template.json, a file of older vision-language models, or
+    None.
+    """
     file = model / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.exists() else None
 
@@ -253,6 +278,6 @@ def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
 
 
 def _names_in(templates: Sequence[str]) -> frozenset[str]:
-    """Return all names in chat templates."""
+    """Return all names, such as variables, that occur in chat templates."""
     lexed = (token for text in templates for token in Environment().lex(text))
     return frozenset(value for _, kind, value in lexed if kind == "name")

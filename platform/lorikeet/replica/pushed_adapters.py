@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 HELD_S = 60.0
 """Seconds that a gateway's hold of a pushed adapter lasts without renewal.
 
-The gateway of a push renews it every few seconds.
+The gateway that received the push renews the hold every few seconds.
 """
 _LOAD_WAIT_S = 1.5
 """Seconds that the answer to a gateway waits for an adapter's load.
@@ -67,8 +67,8 @@ class PushedAdapters:
 
     Constructor arguments:
     folder: folder of the disk cache.
-    residency: an adapter's tier as the engine last reported it, by digest.
-    pinned: the controller's pin of an adapter, by digest; None if it has no pin.
+    residency: returns the tier of an adapter, by digest, as the engine last reported it.
+    pinned: returns the controller's pin of an adapter, by digest; None if it has no pin.
     """
 
     def __init__(

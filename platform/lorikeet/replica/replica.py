@@ -8,9 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
+from lorikeet.answer_stream.answer import Answer, refusal_of, token_count_body
 from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.anthropic_format import token_count_body
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -21,7 +20,6 @@ from lorikeet.placement import pressure
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     Refusal,
     SmokeResult,
@@ -90,7 +88,7 @@ class Replica:
         self._engine = EngineProcessClient(
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
-        self._feed = StatusFeed(self._engine.status)
+        self._feed = StatusFeed(self._engine.status, self._engine.info.max_context)
         self._pushed = PushedAdapters(
             settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
         )
@@ -116,7 +114,7 @@ class Replica:
         """
         try:
             stream = await self._response_streams.to(gateway)
-            if call.endpoint is Endpoint.COUNT_TOKENS:
+            if call.endpoint.counts:
                 await self._count_tokens(call, stream)
                 yield None
                 return
@@ -130,7 +128,7 @@ class Replica:
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    ignored, status = encoder.ignored(call), self._feed.update()
+                    ignored, status = encoded.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
             yield None
@@ -144,6 +142,7 @@ class Replica:
         """Yield new items of the answers to a gateway's calls until the stream is closed.
 
         replica: name of this replica as the router knows it.
+        gateway: name of the gateway.
         """
         assert replica == self.name
         with self._response_streams.opened(gateway) as stream:
@@ -158,7 +157,10 @@ class Replica:
             return _refuse(error)
 
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies of base-model matrices differ from the model's own."""
+        """Return the modules whose copied matrices differ from the base model's own.
+
+        copies: matrices of the base model that an adapter carries along.
+        """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
@@ -187,7 +189,10 @@ class Replica:
         return await self._pushed.answer(message)
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
-        """Return the engine's status and the adapters at `tier` or nearer, or in the host arena."""
+        """Return the engine's status, and the adapters that are at `tier` or nearer to the GPU.
+
+        Adapters in the host arena are always included.
+        """
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
         status, info = self._engine.status, self._engine.info
         return ReplicaReport(
@@ -217,14 +222,17 @@ class Replica:
     async def prefetch(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
         """Prefetch to the GPU the adapters of requests in Serve's pending queue.
 
-        wanted: number of waiting requests by replica and adapter. An adapter with more requests may
-            evict one with fewer.
+        wanted: by replica name and adapter, number of waiting requests. An adapter with more
+            requests may evict one with fewer.
         """
         for ref, requests in wanted.get(self.name, {}).items():
             self._engine.prefetch(ref, uses=requests)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return a status update. Serve asks each second and delivers it even without a feed."""
+        """Return a status update for gateways.
+
+        Serve asks each second, and delivers it even to gateways without a status stream.
+        """
         if self._engine.silent_s < _STALLED_S:
             self._stats = to_stats(self._feed.update_with_costs())
         return self._stats
@@ -263,7 +271,7 @@ class Replica:
         tokens = await self._requests.count_tokens(call)
         ignored, status = self._encoder.ignored(call), self._feed.update()
         header = AnswerHeader(self.name, None, None, status, ignored=ignored)
-        answer = (header, FinalUsage(0, 0, 0), token_count_body(tokens))
+        answer = (header, FinalUsage(0, 0, 0), token_count_body(call.endpoint, tokens))
         stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:

@@ -13,11 +13,12 @@ from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.reasoning import CLOSES, Thinking
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.sandbox import GrammarSandbox
+from lorikeet.replica.grammars.schema_faults import ignored_keywords
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
@@ -46,15 +47,17 @@ class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: the model's thinking before the answer.
-    tried_grammar: the request's grammar without thinking; None if the answer is unconstrained. The
-        sandbox tries this one, because after free text a grammar's cost does not show at once.
+    tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
+        a grammar's cost does not show at once. None if the answer is unconstrained.
     echoes: the prompts as the answer repeats them.
+    ignored: names of fields and of schemas' keywords that have no effect on the answer.
     """
 
     request: Request
     thinking: Thinking
     tried_grammar: str | None
     echoes: PromptEchoes
+    ignored: tuple[str, ...]
 
 
 class RequestBuilder:
@@ -113,7 +116,7 @@ class RequestBuilder:
     async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
         """Try a grammar in the sandbox; return the request with the queue time that remains.
 
-        Raises like GrammarSandbox.check.
+        Raises the errors of GrammarSandbox.check.
         """
         began_s = time.monotonic()
         await self._grammars.check(call, grammar)
@@ -137,6 +140,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     prompt_logprobs = count_prompt_logprobs(call, prompts)
     limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
+    check_begun_answer(call, thinking)
     tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is not None and thinking is not Thinking.NEVER:
         grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
@@ -155,15 +159,35 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    return EncodedCall(request, thinking, tried_grammar, echoes)
+    ignored = encoder.ignored(call)
+    if grammar is not None:
+        ignored += ignored_keywords(call)
+    return EncodedCall(request, thinking, tried_grammar, echoes, ignored)
+
+
+def check_begun_answer(call: Call, thinking: Thinking) -> None:
+    """Raise InvalidInput if an answer that continues a message is to have a format.
+
+    A grammar describes whole answers, so the format would begin anew behind the message.
+    """
+    if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
+        return
+    if call.messages[-1]["content"].rpartition(CLOSES)[2].strip():
+        param = call.format.param
+        raise InvalidInput(
+            f"{param}: an answer that continues the assistant's last message cannot be held to a "
+            "format: leave out that message or the format",
+            param=param,
+        )
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return how many tokens each choice may have: the context less the longest prompt.
+    """Return the limit on each choice's tokens: the context without the longest prompt, at least 1.
 
-    The result is at least 1. Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the
-    context limit set for the tenant or key. The engine itself refuses what exceeds its own context.
+    Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the context limit set for the
+    tenant or key. The engine itself refuses a request that exceeds its own context.
 
+    prompts: token ids of each prompt.
     engine_context: the engine's longest sequence, tokens.
     """
     longest = max(map(len, prompts))
@@ -211,8 +235,8 @@ def check_echo(call: Call, echoes: PromptEchoes) -> None:
 def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
     """Return the number of log probabilities of prompt tokens in an answer's body.
 
-    Raises InvalidInput if these do not fit one body together with those of the first token of each
-    choice.
+    Raises InvalidInput if the body cannot hold them together with the log probabilities of each
+    choice's first token.
     """
     logprobs, of_prompt = call.sampling.logprobs, call.prompt_logprobs
     each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
@@ -230,14 +254,13 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the number of tokens of each choice whose log probabilities fit one body.
+    """Return the number of tokens of each choice whose log probabilities fit into one body.
 
     The result is `limit` for a streamed chat or completion, and without logprobs. Raises
-    InvalidInput
-    if the request's max_tokens does not fit.
+    InvalidInput if the request's max_tokens does not fit.
 
     choices: number of choices.
-    limit: number of tokens of a choice that other limits allow.
+    limit: limit on each choice's tokens from other causes.
     prompt_logprobs: number of log probabilities of prompt tokens in the same body.
     """
     logprobs = call.sampling.logprobs

@@ -14,7 +14,7 @@ from lorikeet_engine.request import Request, SamplingParams
 
 
 class Completions(NamedTuple):
-    """Tokens that the engine generated for one request.
+    """Tokens that the engine generated for one request, a sequence for each choice.
 
     residency: tier of the request's adapter at the start; None for the base model.
     tokens: token ids of each choice.
@@ -32,6 +32,8 @@ async def run_smoke_test(
 ) -> SmokeResult:
     """Continue each prompt with the adapter and without it.
 
+    replica: name of this replica, for the result.
+    run: runs an engine request to its end.
     Raises EngineError, and InvalidAdapter if the adapter's values overflow.
     """
     request_id = test.request_id

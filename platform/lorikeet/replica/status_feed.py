@@ -11,7 +11,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus
 
 FEED_S = 60.0
-"""Approximate seconds that a subscription lasts.
+"""Approximate seconds that a gateway's subscription lasts before the gateway renews it.
 
 A subscription that ends by itself never delays shutdown.
 """
@@ -24,7 +24,7 @@ _SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 class _Subscriber:
     """Subscription of one gateway to a replica's status.
 
-    moved: adapters' tiers that changed since the last update, by digest.
+    moved: new tiers, by digest, of the adapters whose tier changed since the last update.
     woken: set when the status has changed.
     """
 
@@ -35,12 +35,13 @@ class _Subscriber:
 class StatusFeed:
     """Feed of the engine's status to any number of subscribers. For one event loop."""
 
-    def __init__(self, status: EngineStatus) -> None:
+    def __init__(self, status: EngineStatus, max_context: int | None = None) -> None:
         """Begin with a first status of the engine.
 
         status: the first status, whose `moved` is ignored: `post` brings adapters' tiers.
+        max_context: most tokens of prompt plus output that the engine takes.
         """
-        self._status = status
+        self._status, self._max_context = status, max_context
         self._held: dict[str, Residency] = {}
         self._subscribers: set[_Subscriber] = set()
         self._seq = 0
@@ -67,13 +68,14 @@ class StatusFeed:
         return StatusUpdate(self._seq, self._status.live)
 
     def update_with_costs(self) -> StatusUpdate:
-        """Return the current live stats and the measured costs."""
-        return replace(self.update(), costs=self._status.costs)
+        """Return the current live stats, the measured costs and the longest context."""
+        return self._with_costs(self.update())
 
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:
-        """Yield a snapshot of all adapters' tiers, then changes as they come, else heartbeats.
+        """Yield a snapshot of all adapters' tiers, then changes as they come, for `lasting_s`.
 
-        A slow subscriber gets fewer updates with more changes in each.
+        Without changes a heartbeat comes every HEARTBEAT_S. A slow subscriber gets fewer updates
+        with more changes in each.
         """
         subscriber = _Subscriber()
         self._subscribers.add(subscriber)
@@ -99,9 +101,12 @@ class StatusFeed:
             for _ in range(0, max(1, len(self._held)), _SNAPSHOT_PART)
         ]
         updates = [replace(self.update(), moved=part) for part in parts]
-        updates[0] = replace(updates[0], begins_snapshot=True, costs=self._status.costs)
+        updates[0] = replace(self._with_costs(updates[0]), begins_snapshot=True)
         updates[-1] = replace(updates[-1], ends_snapshot=True)
         return updates
+
+    def _with_costs(self, update: StatusUpdate) -> StatusUpdate:
+        return replace(update, costs=self._status.costs, max_context=self._max_context)
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:

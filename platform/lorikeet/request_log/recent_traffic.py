@@ -22,9 +22,9 @@ WINDOW_S = 5
 
 RECEIVED, REFUSED, FAILED, LOOKUPS, HITS = "received", "refused", "failed", "lookups", "hits"
 Second = Counter[str | int]
-"""Counts of one second by event name, and of times to first token by bucket number."""
+"""Counts of one second: of each kind of event by name, of times to first token by bucket number."""
 Lines = Mapping[str, Sequence[float | None]]
-"""Time series by name: a value for each of SPAN_S seconds, None for an unknown one."""
+"""Time series by name: SPAN_S values, one for each second; None for an unknown value."""
 
 _QUESTION = "traffic"
 _MIN_S = 1e-4
@@ -89,7 +89,10 @@ class RecentTraffic:
         return GatewayTraffic(self._recent(running), waiting)
 
     def _recent(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
-        """Return the counts of the last seconds, with events of running requests."""
+        """Return the counts by Unix second of the last SPAN_S + WINDOW_S seconds.
+
+        running: running requests, whose events are counted too.
+        """
         since = time.time() - SPAN_S - WINDOW_S
         seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})
         for record in running:
@@ -141,7 +144,10 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 
 
 def _quantile_s(second: Second, share: float) -> float | None:
-    """Return a quantile of the times to first token; None if there are none."""
+    """Return a quantile of the times to first token, seconds; None if there are none.
+
+    share: fraction of the times at or below the quantile.
+    """
     buckets = sorted((at, times) for at, times in second.items() if isinstance(at, int) and times)
     left = share * sum(times for _, times in buckets)
     for bucket, times in buckets:

@@ -25,7 +25,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
-"""Codes with status 503 that refuse a request without a failure."""
+"""Codes with status 503 whose requests count as refused, not as failed."""
 _SHOWN_MODEL = 200  # characters kept of a name, which may be any text
 
 
@@ -67,16 +67,17 @@ class RequestRecord:
     method, path, traceparent: of the HTTP request; traceparent names the caller's own trace.
     received: arrival, Unix seconds.
     tenant: None until the key is checked.
-    model: as the client wrote it.
+    model: name as the client wrote it.
     base_quantization: quantization of the base model's linears.
-    trained_on: the adapter's name of its base model.
+    trained_on: name that the adapter's files give its base model.
     validated_s: end of the checks, when the request was sent on.
     accepted_s: arrival of a replica's message that its engine has the request.
     first_byte_s: arrival of the answer's first bytes.
     until_s: end of the request, or now if it runs.
-    code, param: of the error that ended the request.
-    replica, residency, load_s: of the AnswerHeader.
-    running, waiting: requests on the replica, of the AnswerHeader.
+    code, param: code and field of the error that ended the request.
+    replica, residency, load_s: answering replica, tier at which it found the adapter, and seconds
+        of the adapter's load, from the AnswerHeader.
+    running, waiting: numbers of requests on the replica, from the AnswerHeader.
     attempts: attempts of replicas, in order.
     usage: None unless the answer is complete.
     ended_stages: stages of a push, in order.
@@ -123,12 +124,12 @@ class RequestRecord:
 
     @property
     def timings(self) -> tuple[EngineTimings, ...]:
-        """Timings of each choice; empty unless the answer is complete."""
+        """Timings of each of the answer's choices; empty unless the answer is complete."""
         return self.usage.timings if self.usage else ()
 
     @property
     def slowest(self) -> EngineTimings | None:
-        """Timings of the slowest choice."""
+        """Timings of the choice that spent the longest time in the engine; None without timings."""
         return max(self.timings, key=engine_s, default=None)
 
     @property
@@ -141,7 +142,7 @@ class RequestRecord:
 
     @property
     def retries(self) -> int:
-        """Number of failed attempts."""
+        """Number of attempts that failed, after each of which another may have followed."""
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 
@@ -151,7 +152,7 @@ def engine_s(timings: EngineTimings) -> float:
 
 
 class RequestTrace:
-    """Writer of one request's record; the call's RequestObserver.
+    """Writer of one request's record, as the RequestObserver that sees each item of the answer.
 
     Constructor arguments:
     running: called when the call begins.
@@ -217,7 +218,12 @@ class RequestTrace:
     def set_call(
         self, call: Call, base_model: str, quantization: str | None, trained_on: str | None
     ) -> None:
-        """Record the adapter and base model of the request."""
+        """Record the adapter and base model of the request.
+
+        base_model: name of the served base model.
+        quantization: quantization of the base model's linears; None without one.
+        trained_on: name that the adapter's files give its base model; None if unknown.
+        """
         record = self._record
         record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
         record.base_quantization, record.trained_on = quantization, trained_on
@@ -250,9 +256,12 @@ class RequestTrace:
             case Refusal():
                 record.code, record.param = item.code, item.param
 
-    def on_first_bytes(self) -> Sequence[tuple[bytes, bytes]]:
-        """Record the time of the first bytes; a trace adds no headers."""
+    def on_first_bytes(self) -> None:
+        """Record the time of the first bytes."""
         self._record.first_byte_s = self._now_s()
+
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Return no headers: a trace adds none."""
         return ()
 
     def record(self) -> RequestRecord:

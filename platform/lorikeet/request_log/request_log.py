@@ -14,7 +14,7 @@ KEPT_S = 3600.0
 KEPT_BYTES = 64 * 2**20
 """Limit on the bytes of kept records.
 
-At some 300 bytes a request, it holds an hour of 60 requests a second.
+At some 300 bytes a request, the limit suffices for an hour of 60 requests a second.
 """
 _QUESTION = "explain"
 Subscriber = Callable[[RequestRecord], None]
@@ -53,6 +53,7 @@ class RequestLog:
         """Begin the trace of a request that has just arrived.
 
         path: path of the route.
+        traceparent: W3C header that names the caller's own trace; None without one.
         """
         return RequestTrace(request_id, self._begin, self._end, path, traceparent, method)
 

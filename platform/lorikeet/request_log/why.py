@@ -16,8 +16,8 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
 
     The stages are consecutive and cover the time from arrival to end. If the replica has sent its
     timings, `overhead` is the time outside gateway and engine: tokenizing, detokenizing, messages
-    between processes, and the client's reading. With several choices, stages are the slowest
-    choice's.
+    between processes, and the client's reading. If the answer has several choices, the stages are
+    those of the slowest.
 
     for_admin: include facts about other requests: the router's expected costs, and the requests
         running and waiting on the replica.
@@ -105,9 +105,10 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
 
 
 def _between(ended: Sequence[EndedStage], end_s: float) -> list[tuple[str, float]]:
-    """Return the seconds of each stage since the end of the one before.
+    """Return each stage's name and its seconds since the end of the stage before.
 
-    A stage that ended before its begin, as in a repeated push, takes no time.
+    The time after the last stage, until `end_s`, is the stage "rest". A stage that ended before its
+    begin, as in a repeated push, takes no time.
     """
     stages, since_s = list[tuple[str, float]](), 0.0
     for stage in (*ended, EndedStage("rest", end_s)):

@@ -20,7 +20,12 @@ from lorikeet.routing.ranking import (
     candidate_sample,
     rank_by_cost,
 )
-from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, TrackedReplica
+from lorikeet.routing.tracked_replica import (
+    STALE_S,
+    InFlightRequest,
+    RoutingDecision,
+    TrackedReplica,
+)
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
@@ -31,6 +36,8 @@ STATS_AGE_S = 1.2
 """Age of the stats that Serve passes on, seconds: Serve collects them every second."""
 LOST_S = 10.0
 """Seconds after which a lost replica is used again, even if it sends no status."""
+SILENT_S = 5.0
+"""Seconds without a status update after which a replica is silent: heartbeats come each second."""
 _COSTS_PERIOD_S = 1.0
 """Seconds between two updates of the median costs; each replica sends its own every second."""
 
@@ -78,6 +85,13 @@ class Fleet:
         """Replicas that are not lost; all replicas if all are lost."""
         return self._usable
 
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens of prompt plus output that all replicas take; None: no replica has told."""
+        with self._lock:
+            told = [replica.max_context for replica in self._replicas.values()]
+        return min((tokens for tokens in told if tokens is not None), default=None)
+
     def set_replicas(self, replicas: Iterable[str]) -> None:
         """Replace the list of existing replicas by Serve's."""
         with self._lock:
@@ -98,7 +112,7 @@ class Fleet:
     ) -> None:
         """Apply a replica's status update.
 
-        age_s: age that its live stats may have, seconds.
+        age_s: assumed age of its live stats, seconds.
         """
         with self._lock:
             known = self._replicas.get(replica)
@@ -124,6 +138,26 @@ class Fleet:
             if replica in self._replicas:
                 self._lost_s[replica] = self._clock()
                 self._update_usable()
+
+    def take_silent(self) -> dict[str, list[str]]:
+        """Mark silent replicas as lost; return the ids of their requests without a first byte.
+
+        A replica is silent if it sent a status before, but none for SILENT_S, while another
+        replica's is recent. Otherwise it is this gateway that receives none.
+        """
+        with self._lock:
+            now_s = self._clock()
+            ages_s = {name: each.status_age_s(now_s) for name, each in self._replicas.items()}
+            silent = {name for name, age_s in ages_s.items() if SILENT_S <= age_s < math.inf}
+            if not silent or min(ages_s.values()) > STALE_S:
+                return {}
+            self._lost_s |= dict.fromkeys(silent, now_s)
+            self._update_usable()
+            waiting: dict[str, list[str]] = {name: [] for name in silent}
+            for request_id, sent in self._in_flight.items():
+                if sent and sent.replica.name in silent and not sent.has_first_byte:
+                    waiting[sent.replica.name].append(request_id)
+            return waiting
 
     def on_load_failed(self, digest: str, full: str | None = None) -> bool:
         """Pause fetches after a failed adapter load; return True if another replica can serve it.
@@ -213,7 +247,7 @@ class Fleet:
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def has_in_flight(self, replica: str) -> bool:
-        """Return whether a request to this replica has not ended, even if the replica is gone."""
+        """Return whether any request to this replica has not ended, even if the replica is gone."""
         with self._lock:
             return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 

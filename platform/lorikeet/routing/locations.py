@@ -14,7 +14,7 @@ K = TypeVar("K")
 BLOCK_TOKENS = 64
 """Tokens that one prefix hash covers."""
 CHARACTERS_PER_TOKEN = 4
-"""Estimate for English text, since a gateway has no tokenizer."""
+"""Estimated characters per token of English text, since a gateway has no tokenizer."""
 MAX_HASHED_BLOCKS = 64
 """Maximum number of a prompt's blocks that are hashed: 4,096 tokens."""
 MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
@@ -47,7 +47,11 @@ class AdapterLocations:
         return held.get(digest, _NOWHERE) if held else _NOWHERE
 
     def apply(self, replica: str, update: StatusUpdate) -> None:
-        """Apply a status update; the end of a snapshot drops adapters that it did not name."""
+        """Apply a status update.
+
+        Updates may form a snapshot, which names every adapter of the replica: its end drops all
+        others.
+        """
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
         for digest, tier in update.moved.items():

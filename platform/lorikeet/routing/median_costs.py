@@ -19,7 +19,7 @@ T = TypeVar("T")
 def median_costs(
     measured: Mapping[str, MeasuredCosts], usual: CostCoefficients
 ) -> dict[str, CostCoefficients]:
-    """Return the median replica's costs for each replica close to it, and own costs for the others.
+    """Return cost coefficients by replica: the median replica's, or its own if they differ much.
 
     Measurements always differ slightly. If each replica had its own costs, the replica that seems
     fastest by a hair would get every adapter that no replica holds, and rendezvous hashing would
@@ -27,8 +27,8 @@ def median_costs(
 
     `copy_s` scales with the time of a step, since waits on a slower engine are longer by as much.
 
-    measured: by replica.
-    usual: coefficients whose other fields are kept.
+    measured: costs that each replica has measured.
+    usual: coefficients from which all fields come that are not measured.
     """
     steps = _median_or_own({name: each.steps for name, each in measured.items()}, _step_times)
     loads = _median_or_own({name: each.loads for name, each in measured.items()}, _load_times)

@@ -17,9 +17,9 @@ from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 2
-"""Most replicas in a sample with the adapter on the GPU."""
+"""Maximum number of replicas in a candidate sample that have the adapter on the GPU."""
 MOST_OFF_GPU = 2
-"""Most replicas in a sample with the adapter on host or disk."""
+"""Maximum number of replicas in a candidate sample that have the adapter on host or disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class CostCoefficients:
     steps: times of engine steps.
     loads: times of adapter loads.
     answer_tokens: assumed length of an answer, which is not known in advance.
-    others_weight: cost of delaying another request's answer by a second, in seconds of the own
-        request's first token.
+    others_weight: cost of delaying another request's answer by a second, in seconds of delay to the
+        routed request's own first token.
     copy_s: seconds that are worth waiting to avoid another copy of the adapter.
-    evicted_use_s: cost of each recent use of evicted adapters, about a load from disk.
+    evicted_use_s: seconds of cost per recent use of evicted adapters, about a load from disk.
 
     docs/routing.md shows the effect of other values of the last three.
     """
@@ -89,12 +89,13 @@ class RoutingStatus:
     """Load of a replica at one moment.
 
     running: decoding sequences.
-    ranks: Σ rank over the distinct adapters of decoding sequences.
-    context: Σ StepCosts.decode_sees over decoding sequences.
+    ranks: sum of the LoRA ranks of the distinct adapters of decoding sequences.
+    context: sum over decoding sequences of the tokens attended to (StepCosts.decode_sees).
     waiting: requests without a first token.
     waiting_tokens: prompt tokens of waiting requests.
-    waiting_seen: Σ seen_tokens over the prompts of waiting requests.
-    loading_bytes: adapters being loaded to the GPU.
+    waiting_seen: sum over waiting prompts of the tokens that their tokens attend to
+        (`seen_tokens`).
+    loading_bytes: bytes of the adapters being loaded to the GPU.
     room_bytes: bytes of the GPU's arena that are free or can be evicted now; None: unknown, assumed
         to be enough.
     """
@@ -165,7 +166,7 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
     """Return a small sample of replicas to rank, so that the work does not grow with the fleet.
 
     Up to MOST_ON_GPU replicas with the adapter on the GPU, up to MOST_OFF_GPU with it on host or
-    disk, and two random replicas, less those with the adapter on the GPU. The better of two random
+    disk, and two random replicas, fewer by those that have it on the GPU. The better of two random
     ones is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001). A
     larger sample is worse: gateways learn late of each other's requests, and would all send to the
     same best replica.

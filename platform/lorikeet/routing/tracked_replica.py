@@ -64,7 +64,7 @@ class InFlightRequest:
 
     @property
     def seen(self) -> int:
-        """`seen_tokens` of the uncached prompt tokens."""
+        """Sum of the tokens that each uncached prompt token attends to; see `seen_tokens`."""
         return seen_tokens(self.tokens, self.request.work.prompt_tokens - self.tokens)
 
     @property
@@ -78,12 +78,14 @@ class TrackedReplica:
 
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
+    max_context: most tokens of prompt plus output, as reported; None: not reported yet.
     decoding: this gateway's decoding requests, by adapter digest.
     """
 
     def __init__(self, name: str, costs: CostCoefficients) -> None:
         self.name, self.costs = name, costs
         self.measured: MeasuredCosts | None = None
+        self.max_context: int | None = None
         self.decoding: Counter[str] = Counter()
         self._update: StatusUpdate | None = None  # the newest
         self._updated_s = 0.0
@@ -98,16 +100,22 @@ class TrackedReplica:
     def apply(self, update: StatusUpdate, now_s: float, age_s: float) -> bool:
         """Apply a status update and return True; return False if a newer one came before.
 
-        age_s: age that the stats may have at now_s, seconds.
+        age_s: assumed age of the stats at now_s, seconds.
         """
         if self._update is not None and update.seq <= self._update.seq:
             return False
         self._update, self._updated_s = update, now_s
         if update.costs is not None:
             self.measured = update.costs
+        if update.max_context is not None:
+            self.max_context = update.max_context
         while self._unreported and (oldest := next(iter(self._unreported))).sent_s <= now_s - age_s:
             self._mark_reported(oldest)
         return True
+
+    def status_age_s(self, now_s: float) -> float:
+        """Return the seconds since the last status update; infinity before the first."""
+        return now_s - self._updated_s if self._update is not None else math.inf
 
     def add(self, sent: InFlightRequest) -> None:
         """Count a request that is sent to the replica."""
@@ -136,7 +144,7 @@ class TrackedReplica:
             self._ranks -= 0 if self.decoding[sent.request.digest] else sent.request.work.rank
 
     def pause_fetches(self, now_s: float) -> None:
-        """Expect no fetch of an adapter from the replica for FETCH_PAUSE_S, after one failed."""
+        """Make the replica rank last for adapters that it lacks, for FETCH_PAUSE_S from now."""
         self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
     def can_fetch(self, now_s: float) -> bool:
@@ -204,7 +212,7 @@ class TrackedReplica:
         )
 
     def _queue_share(self, tenant: str | None) -> float:
-        """Return the share of waiting tokens that is served before one more request of a tenant.
+        """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
         The engine serves the tenant that has had the fewest tokens. So of every other tenant's
         queue, about as many tokens go first as the tenant has waiting itself. Other gateways'

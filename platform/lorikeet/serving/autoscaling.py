@@ -24,7 +24,7 @@ _STALE_S = 15.0
 def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> AutoscalingConfig:
     """Return Serve's autoscaling configuration with PressureScalingPolicy.
 
-    delays: fields of ScalingDelays.
+    delays: seconds before scaling up or down, by the names of ScalingDelays' fields.
     """
     return AutoscalingConfig(
         min_replicas=min_replicas,

@@ -47,11 +47,17 @@ log = logging.getLogger(__name__)
 _LONGEST_GENERATION_S = 600
 """Seconds that a draining replica or gateway may take to finish its streams."""
 _OTHER_REQUESTS = 256
-"""Concurrent requests of a gateway beside generations, so that a flood of these blocks no other."""
+"""Concurrent requests that a gateway takes besides generations.
+
+They have slots of their own, so that a flood of generations does not block them.
+"""
 _HEALTH_CHECKS = 64
 """Part of _OTHER_REQUESTS that only health checks can use, so that no flood blocks them."""
 _CONTROL_CALLS = 8
-"""Concurrent calls of a replica beside generations and two streams per gateway: plans, reports."""
+"""Concurrent control calls that a replica takes, such as plans and reports.
+
+They come on top of generations and of the two streams to each gateway.
+"""
 _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
@@ -214,7 +220,7 @@ class Gateway:
             self._admin_listener = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """Answer another gateway's question."""
+        """Return the answer to another gateway's question; see `ServePeers.answer_peer`."""
         return await self._peers.answer_peer(asker, question, *arguments)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -238,20 +244,21 @@ def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
 
 
 def _most_generations(settings: Settings) -> int:
-    """Return the generation requests that one gateway takes at once.
+    """Return the maximum number of generation requests that one gateway takes at once.
 
-    The gateway's share of what all engines take at their maximum number of replicas.
+    That is the gateway's part of the requests that all engines take at their maximum number of
+    replicas.
     """
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
 def _most_requests(settings: Settings) -> int:
-    """Return the requests other than health checks that one gateway takes at once."""
+    """Return the requests, health checks excepted, that one gateway takes at once at most."""
     return _most_generations(settings) + _OTHER_REQUESTS - _HEALTH_CHECKS
 
 
 def _max_running(settings: Settings) -> dict[str, int]:
-    """Return one gateway's share of the sequences that run at once, by base model."""
+    """Return, by base model, one gateway's part of the sequences that all replicas run at once."""
     return {
         name: max(1, settings.max_running * settings.most_replicas(name) // settings.gateways)
         for name in settings.base_models

@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""Seconds without a new item, after its call has ended, until an answer counts as lost."""
+"""Seconds without a new item, once its call has ended, after which an answer counts as lost."""
+_SILENCE_CHECK_S = 1.0
+"""Seconds between two looks for silent replicas."""
 
 
 class ServeEngineClient:
@@ -74,7 +76,8 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
         The call is sent again, up to _ATTEMPTS times in all,
-        - if its replica is lost before the first byte of the answer: to any other replica;
+        - if its replica is lost, or silent (see Fleet.take_silent), before the first byte of the
+          answer: to any other replica;
         - if its replica cannot load the adapter: to a replica that already has the adapter, or to
           any replica if the cause was a full disk.
 
@@ -125,8 +128,9 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Return the modules whose copies differ from the base model, as one replica finds.
+        """Let a replica return the modules whose copied matrices differ from the base model's.
 
+        copies: matrices of the base model that an adapter carries along.
         Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
         """
         try:
@@ -161,6 +165,13 @@ class ServeEngineClient:
     def ready(self) -> bool:
         """Return whether Serve has told this process of any replica of any base model."""
         return any(_fleet(handle).replicas for handle in self._handles.values())
+
+    def max_context(self, base_model: str) -> int | None:
+        """Return the most tokens of prompt plus output that all replicas of a base model take.
+
+        None: no replica has told this process.
+        """
+        return _fleet(self._handles[base_model]).max_context
 
     async def _answer(
         self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
@@ -224,6 +235,24 @@ class ServeEngineClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())
+            tasks.create_task(_leave_silent_replicas(fleet, buffers))
+
+
+async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
+    """Fail the calls without a first byte at silent replicas, so that each is sent to another."""
+    while True:
+        began_s = time.monotonic()
+        await asyncio.sleep(_SILENCE_CHECK_S)
+        if time.monotonic() - began_s > 2 * _SILENCE_CHECK_S:
+            continue  # this event loop was late, and has yet to read the replicas' updates
+        for replica, request_ids in fleet.take_silent().items():
+            if request_ids:
+                log.warning(
+                    "replica_sends_no_status",
+                    extra={"replica": replica, "moved_requests": len(request_ids)},
+                )
+            for request_id in request_ids:
+                buffers.fail_call(request_id, Unavailable("the replica sends no status"))
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
@@ -247,9 +276,9 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """Return the record of one attempt.
+    """Return the record of one attempt, that is one replica's try at a request.
 
-    sent_s: when the call was sent, by time.monotonic.
+    sent_s: time when the call was sent, by time.monotonic.
     failure: error message; None: the replica has begun to answer.
     """
     decision, now_s = fleet.decision(request_id), time.monotonic()

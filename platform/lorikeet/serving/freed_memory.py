@@ -6,7 +6,7 @@ from lorikeet_engine.malloc_trim import glibc, trim_malloc
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 _FIRST_BYTES = 128 * 2**10
-"""glibc's initial value of both thresholds."""
+"""Initial value of glibc's thresholds for mapping a block and for trimming the heap."""
 
 TRIM_S = 2.0
 """Seconds between two calls of malloc_trim."""

@@ -23,7 +23,7 @@ class ServePeers(Peers):
 
     app: name of the Serve application.
     deployment: name of the gateways' deployment.
-    name: name of this gateway, which is asked too but gives its own poll no answer.
+    name: name of this gateway, which its own poll reaches too but gets no answer from.
     """
 
     def __init__(self, app: str, deployment: str, name: str) -> None:
@@ -32,7 +32,12 @@ class ServePeers(Peers):
         self._handle: DeploymentHandle[Any] | None = None
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """Return this gateway's answer in a list, or an empty list if this gateway asked."""
+        """Return this gateway's answer in a list, or an empty list if this gateway asked.
+
+        asker: name of the gateway that asks.
+        question: name under which the question's handler is registered.
+        arguments: arguments of the handler.
+        """
         return [] if asker == self._name else [await self.answer(question, *arguments)]
 
     async def poll(self, question: str, *arguments: Any) -> Poll:

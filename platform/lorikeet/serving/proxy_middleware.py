@@ -7,6 +7,7 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 import asyncio
 import logging
 import math
+import uuid
 from collections.abc import Awaitable
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -17,37 +18,70 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
 
 from lorikeet.error_shapes import openai_error_body
-from lorikeet.errors import Unavailable
-from lorikeet.gateway.error_responses import error_response
+from lorikeet.errors import InvalidInput, Unavailable
+from lorikeet.gateway.basic_auth import as_bearer
+from lorikeet.gateway.error_responses import error_response, websocket_refusal
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 STALLED_S = 60.0
-"""Seconds that a client has to read a message, plus its size / _LEAST_BYTES_PER_S."""
+"""Seconds that a client has to read a message; each _LEAST_BYTES_PER_S bytes of it add one."""
 _LEAST_BYTES_PER_S = 2**16
 START_INTERVAL_S = 0.002
 """Minimum time in seconds between the starts of two requests with the same API key."""
 MAX_WAITING = 1000
-"""Most requests with one API key that wait to start; more are refused."""
+"""Maximum number of requests with one API key that wait to start; more are refused."""
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
+_DECODED = frozenset(
+    (
+        b"x-session-id",
+        b"serve-multiplexed-model-id",
+        b"x-request-timeout-seconds",
+        b"x-request-disconnect-disabled",
+        b"traceparent",
+        b"tracestate",
+    )
+)
+"""Headers that Serve decodes, `_` and `-` alike, besides those that RequestIdMiddleware drops."""
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve, outermost first. Gateways' answers pass unchanged."""
+    """Return the middleware for Serve, innermost first. Gateways' answers pass unchanged.
+
+    Serve calls this before it starts uvicorn, whose default protocol becomes BoundedHttpProtocol.
+    """
+    protocol = BoundedHttpProtocol
+    HTTP_PROTOCOLS["auto"] = f"{protocol.__module__}:{protocol.__qualname__}"
     return [
+        Middleware(NoWebSocketMiddleware),
         Middleware(KeyPacingMiddleware),
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(HiddenRoutesMiddleware),
         Middleware(NoReadAheadMiddleware, in_gateway=_is_gateway()),
+        Middleware(HeaderEncodingMiddleware),
     ]
+
+
+class NoWebSocketMiddleware:
+    """Middleware that refuses WebSocket connections, before Serve forwards them to a gateway."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, unless it asks for a WebSocket."""
+        asks = scope["type"] == "websocket"
+        await (websocket_refusal(scope) if asks else self._app)(scope, receive, send)
 
 
 class KeyPacingMiddleware:
@@ -90,8 +124,9 @@ class _KeyQueue(asyncio.Lock):
 def _key_of(scope: Scope) -> str:
     """Return the API key, read as gateway/auth.py does; empty if there is none."""
     first = dict(reversed(scope["headers"]))
-    key: bytes = first.get(b"authorization", b"").partition(b" ")[2] or first.get(b"x-api-key", b"")
-    return key.decode("latin-1").strip()
+    authorization = as_bearer(first.get(b"authorization", b"").decode("latin-1"))
+    key = authorization.partition(" ")[2] or first.get(b"x-api-key", b"").decode("latin-1")
+    return key.strip()
 
 
 class UnreadAnswerMiddleware:
@@ -249,6 +284,38 @@ class HiddenRoutesMiddleware:
         if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
             app = JSONResponse(openai_error_body("not_found", f"there is no {_ROUTES} here"), 404)
         await app(scope, receive, send)
+
+
+class HeaderEncodingMiddleware:
+    """Middleware that refuses a header that Serve would decode, but that is no UTF-8, by a 400.
+
+    Serve fails on such a header before the gateway sees the request, by a 500 in plain text.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; answer 400 if a header that Serve decodes is no UTF-8."""
+        app = self._app
+        if scope["type"] == "http" and (name := _undecodable(scope)) is not None:
+            request_id = uuid.uuid4().hex
+            error = InvalidInput(f"{name}: want text in UTF-8, best in ASCII", param=name)
+            refusal = error_response(error, {**scope, "state": {"request_id": request_id}})
+            refusal.headers["x-request-id"] = request_id
+            app = refusal
+        await app(scope, receive, send)
+
+
+def _undecodable(scope: Scope) -> str | None:
+    """Return the name of the first header that Serve cannot decode; None if there is none."""
+    for name, value in scope["headers"]:
+        if not value.isascii() and name.replace(b"_", b"-") in _DECODED:
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                return str(name, "latin-1")
+    return None
 
 
 class NoReadAheadMiddleware:

@@ -37,7 +37,10 @@ _IN_FLIGHT = 8
 _ANSWER_S = 2.0
 """Seconds that replicas have to answer a message."""
 _AFTER_SILENCE_S = 0.25
-"""Timeout of a part once a replica did not answer: a blob of 1 GiB then takes 64 s, not 512 s."""
+"""Timeout of each later part once a replica has not answered.
+
+A blob of 1 GiB then takes 64 s, not 512 s.
+"""
 _END_S = 30.0
 """Seconds that replicas have to verify a blob: 8 GiB take 5 s."""
 

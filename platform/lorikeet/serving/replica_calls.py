@@ -43,10 +43,10 @@ def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
 
 
 async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
-    """Call a method on every replica; return the answers that come in time, and log the rest.
+    """Call a method on every replica; return the answers that come in time, and log failures.
 
-    Returns an empty list if no replica is ready. Serve's own `results_async` would lose all
-    answers when one replica is late.
+    Returns an empty list if no replica is ready. Serve's own `results_async` would lose all answers
+    when one replica is late.
     """
     try:
         answers, failures = await broadcast_with_failures(handle, method, *arguments)

@@ -47,11 +47,11 @@ class ReplicaReconciler:
 
     @property
     def replicas(self) -> ReplicaCount:
-        """Replicas desired at least, and replicas that report."""
+        """Minimum number of replicas, and number of replicas that report."""
         return ReplicaCount(self._min_replicas, len(self.reports))
 
     async def survey(self) -> None:
-        """Collect all replicas' reports, and their pressure if there are more than the minimum."""
+        """Collect all replicas' reports; and their pressure, if more report than the minimum."""
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
         self._may_shrink = False
         if self._is_autoscaled and len(self.reports) > self._min_replicas:
@@ -82,7 +82,7 @@ class ReplicaReconciler:
         }
 
     async def send(self, now_s: float) -> None:
-        """Send decisions that their replicas have not confirmed, or not since _RESEND_S.
+        """Send each replica its decision until it is confirmed, and again every _RESEND_S seconds.
 
         Prefetches are sent once, even if the replica does not confirm them.
         """
@@ -106,9 +106,9 @@ class ReplicaReconciler:
 
 
 class RespondingReplicas:
-    """Last report of each replica that has reported within `timeout_s`.
+    """Last report of each replica that has reported within the last `timeout_s` seconds.
 
-    Without a timeout of several surveys, one late answer would move a replica's pins to other
+    A timeout of several surveys keeps one late answer from moving a replica's pins to other
     replicas and back.
     """
 

@@ -149,7 +149,7 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
 
 
 def routing_request_of(call: Call) -> RoutingRequest:
-    """Return a call's work, adapter, tenant and prefix hashes.
+    """Return a call as routing sees it: work, adapter, tenant and hashes of its prompt's prefix.
 
     Hashes the first prompt if there are several, since all go to one replica. Tenant and adapter
     are part of the hashes, since different tenants or adapters never share cached prefixes.
@@ -160,9 +160,10 @@ def routing_request_of(call: Call) -> RoutingRequest:
 
 
 def _beginning(call: Call) -> str | Sequence[int]:
-    """Return the part of a call's prompt that is hashed.
+    """Return the beginning of a call's prompt, which is hashed for routing.
 
-    Cut, since a prompt may have megabytes, and Serve may ask for a ranking many times.
+    The rest is left out, since a prompt may have megabytes, and Serve may ask for a ranking many
+    times.
     """
     if call.prompts:
         return call.prompts[0]

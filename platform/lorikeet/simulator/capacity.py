@@ -1,4 +1,4 @@
-"""Search for the fewest replicas that meet a demand's goals, and for the pins that help."""
+"""Search for the smallest number of replicas that meets the goals, and for the pins that help."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -32,11 +32,11 @@ class Unreachable(LorikeetError):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Forecasts around the fewest replicas that meet the goals.
+    """Forecasts around the smallest number of replicas that meets the goals.
 
-    needed: the fewest replicas.
-    unpinned: the same replicas without pins; None if `needed` has no pins.
-    one_less: one replica less; None if one replica is enough.
+    needed: forecast for that number.
+    unpinned: forecast for the same number without pins; None if `needed` has no pins.
+    one_less: forecast for one replica less; None if one replica is enough.
     """
 
     needed: Forecast
@@ -60,7 +60,11 @@ def plan_capacity(
 
 
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
-    """Return how many replicas just keep up, with full batches and no adapters; a fraction."""
+    """Return the number of replicas, with a fraction, that the requests keep busy.
+
+    It assumes full batches and no adapters.
+    sample: requests whose mean lengths count.
+    """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
     return needs.demand.rate_per_s / capacity_per_s(needs.costs, prompt, answer, ranks=0)
 
@@ -73,7 +77,10 @@ class _Search:
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed, then confirm the result and one less with all seeds."""
+        """Bracket and bisect with one seed, then confirm the result and one less with all seeds.
+
+        work: replicas that the requests keep busy, as from `_work`.
+        """
         most = max(_TRIED, math.ceil(_FURTHEST * work))
         enough = self._bisect(*self._bracket(work, most))
         while not self._forecast_with_pins(enough, SEEDS).met:
@@ -86,7 +93,11 @@ class _Search:
         return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """Return a number of replicas that is too small, and one that is enough, with one seed."""
+        """Return a number of replicas that is too small and one that is enough, with one seed.
+
+        most: limit on the replicas to try.
+        Raises Unreachable if `most` replicas are not enough.
+        """
         too_few, enough = math.floor(work), math.ceil(_USUAL * work)
         while not self._forecast_with_pins(enough, _ONE).met:
             if enough == most:
@@ -104,7 +115,7 @@ class _Search:
         return enough
 
     def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """Forecast with the pins that have helped so far, and with more for tenants in need."""
+        """Forecast with the pins that helped so far, and with more for tenants that need them."""
         key = replicas, seeds
         if key not in self.forecasts:
             found = self._forecast(replicas, self.pins, seeds)
@@ -135,10 +146,10 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """Return the tenants to pin, or to pin on one more replica; none if pins cannot be enough.
+    """Return the tenants to pin, or to pin on one more replica; empty if pins alone cannot help.
 
-    Pins may be enough if all missed goals are of tenants that often meet a cold adapter, or that
-    are pinned already and need more copies.
+    Pins may help if all missed goals are of tenants that often meet a cold adapter (one that is not
+    on the GPU), or that are pinned already and need more copies.
     """
     cold = [
         tenant
@@ -150,9 +161,10 @@ def _cold(found: Forecast) -> list[str]:
 
 
 def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
-    """Raise Unreachable for goals that a single request misses on an idle GPU, and the like.
+    """Raise Unreachable for goals that no number of replicas can meet.
 
-    Adapters larger than a GPU's memory for adapters and too few requests are refused, too.
+    Such a goal is missed by a single request on an idle GPU. Also refused are adapters larger than
+    a GPU's memory for adapters, and too few requests to simulate.
 
     sample: requests of one simulation.
     runs: number of simulations.

@@ -22,12 +22,12 @@ class SimulatedTenant:
     """A tenant with similar adapters.
 
     adapters: number of adapters.
-    ranks: dealt to the adapters in turn.
-    bytes_per_rank: of an adapter's image on the GPU.
+    ranks: LoRA ranks, dealt to the adapters in turn.
+    bytes_per_rank: bytes of an adapter's image on the GPU for each unit of rank.
     popularity: distribution of requests among the adapters, as parse_popularity reads it.
     rate_per_s: requests per second for all adapters together.
-    lengths: of prompts and answers.
-    ttft_p99_s: the tenant's own goal for the first token; None: no goal.
+    lengths: lengths of prompts and answers.
+    ttft_p99_s: the tenant's own goal for the p99 of the time to first token; None: no goal.
     """
 
     name: str
@@ -44,9 +44,9 @@ class SimulatedTenant:
 class SimulatedDemand:
     """All traffic. Adapters are numbered across tenants, in the tenants' order.
 
-    base_lengths, base_rate_per_s: of requests without an adapter.
+    base_lengths, base_rate_per_s: lengths and rate of the requests without an adapter.
     cv: coefficient of variation of the gaps between requests.
-    context: most tokens of a prompt with its answer.
+    context: limit on the tokens of a prompt with its answer.
     """
 
     tenants: Sequence[SimulatedTenant]
@@ -77,7 +77,7 @@ class SimulatedDemand:
         return np.repeat(np.arange(len(self.tenants)), [one.adapters for one in self.tenants])
 
     def requests(self, duration_s: float, seed: int) -> Requests:
-        """Draw the requests of duration_s; equal seeds give equal requests."""
+        """Draw the requests that arrive in duration_s seconds; equal seeds give equal requests."""
         rng = np.random.default_rng(seed)
         times_s = GammaArrivals(self.rate_per_s, self.cv).times(rng, duration_s)
         rates = np.array([self.base_rate_per_s, *(one.rate_per_s for one in self.tenants)])

@@ -13,9 +13,10 @@ from lorikeet_engine.scheduling.fairness import (
 
 
 class FairQueue:
-    """Requests ordered by their tenants' virtual token counters, as in the engine's scheduler.
+    """Waiting requests, served in the order of their tenants' virtual token counters.
 
-    All tenants have equal weights.
+    A counter adds up the cost of a tenant's tokens, as in the engine's scheduler: the tenant with
+    the smallest counter is next. All tenants have equal weights.
 
     waiting: tenant → counter, for tenants with waiting requests.
     """

@@ -28,14 +28,14 @@ class Router(Protocol):
 class SimulatedFleet:
     """One run of a fleet under one router and one eviction policy.
 
-    prompts, answers, adapter_of, tenant_of: [requests].
-    ranks, sizes, names: [adapters].
+    prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
+    ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
     replicas: living replicas; replaced by a new list at each change.
     ttft_s: seconds to the first token, [requests].
     found: tier of the adapter when the request came, GPU for the base model, [requests].
     served_by: number of the replica, [requests].
     in_flight: number of requests that still wait for tokens.
-    gaps: tokens by the time since the token before, in 0.1 ms.
+    gaps: number of tokens by the time since the token before, in units of 0.1 ms.
     loads: start time and bytes of each load onto a GPU.
     on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters]; on_gpu includes
         replicas that are loading it.
@@ -107,7 +107,7 @@ class SimulatedFleet:
             self._send(request, now_s)
 
     def schedule(self, time_s: float, act: Callable[[float], object]) -> None:
-        """Call `act(time_s)` at time_s."""
+        """Call `act(time_s)` when the simulated clock reaches time_s."""
         heappush(self._events, (time_s, next(self._numbers), act))
 
     def on_first_token(self, request: int, now_s: float) -> None:
@@ -140,7 +140,10 @@ class SimulatedFleet:
             act(self._now_s)
 
     def _add_replica(self, full_disk: bool) -> SimulatedReplica:
-        """Add a replica. full_disk: fill its disk with adapters at random."""
+        """Add a replica.
+
+        full_disk: fill its disk with adapters at random; else the disk is empty.
+        """
         setup, number = self.setup, next(self._replica_numbers)
         replica = SimulatedReplica(number, self)
         if full_disk:

@@ -43,9 +43,9 @@ class CapacityGoals:
 class ReplicaMemory:
     """Memory of a replica for adapters, in bytes that adapters take on one of its GPUs.
 
-    gpu_bytes: of each GPU.
-    host_bytes, disk_bytes: of the replica, divided by its GPUs.
-    gpus: GPUs of the replica.
+    gpu_bytes: memory of each GPU.
+    host_bytes, disk_bytes: memory of the replica, divided by its GPUs.
+    gpus: number of GPUs of the replica.
     """
 
     gpu_bytes: int
@@ -78,8 +78,9 @@ class CapacityNeeds:
 class TtftSummary:
     """Time to the first token of some requests; NaN if there are none.
 
+    requests: number of the requests.
     hit_p99_s: p99 of the requests that found their adapter on the GPU.
-    hit_rate: share of those requests.
+    hit_rate: fraction of requests that found it there.
     """
 
     requests: int
@@ -91,11 +92,11 @@ class TtftSummary:
 
 @dataclass(frozen=True, slots=True)
 class GoalCheck:
-    """A goal beside its forecast.
+    """A goal, and the forecast of the same quantity.
 
-    what: field of CapacityGoals.
-    wanted: the goal.
-    expected: the forecast.
+    what: name of the goal, a field of CapacityGoals.
+    wanted: value of the goal.
+    expected: forecast value.
     tenant: the tenant with the goal; None: all requests.
     """
 
@@ -138,9 +139,9 @@ class Forecast:
     pins: tenant → number of replicas that keep its adapters.
     all: summary of all requests.
     tenants: summaries by tenant's name.
-    found: share of requests by the tier where their adapter was.
-    cold_loads_per_min: loads onto GPUs.
-    pinned_bytes: of the replica with most.
+    found: fraction of requests by the tier where their adapter was.
+    cold_loads_per_min: loads of adapters onto GPUs per minute, in the whole fleet.
+    pinned_bytes: bytes of pinned adapters on the replica that has most of them.
     keeps_up: whether the queue stays bounded.
     """
 
@@ -170,7 +171,10 @@ class Forecast:
 def forecast(
     needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seeds: Sequence[int]
 ) -> Forecast:
-    """Simulate a fleet once for each seed, and summarise all runs together."""
+    """Simulate a fleet once for each seed, and summarise all runs together.
+
+    pins: tenant → number of replicas that keep its adapters.
+    """
     demand = needs.demand
     fleets = [_run(needs, replicas, pins, seed) for seed in seeds]
     ttft_s, found, tenants = (
@@ -218,7 +222,10 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
 
 
 def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
-    """Return first token seconds, tier, and tenant (or BASE_MODEL) of requests after warm-up."""
+    """Return, for each request after the warm-up, seconds to first token, tier and tenant.
+
+    The tier is the one where the adapter was; the tenant is BASE_MODEL without an adapter.
+    """
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]
     tenants = np.where(adapters == BASE_MODEL, BASE_MODEL, demand.tenant_of[adapters])

@@ -15,7 +15,7 @@ class SimulatedAdapter:
     """An adapter in the arena.
 
     score: eviction score at its last use.
-    ranked: score of its entry in the heap; None: no entry.
+    ranked: score under which the heap of eviction candidates has it; None: the heap does not.
     """
 
     __slots__ = ("leases", "loading", "ranked", "score")
@@ -28,8 +28,9 @@ class SimulatedAdapter:
 
 
 class Arena:
-    """Adapters on a GPU. The one with the lowest score that is neither leased nor loading is
-    evicted first.
+    """Adapters on a GPU.
+
+    The one with the lowest score that is neither leased nor loading is evicted first.
 
     free: bytes without an adapter.
     room: free bytes, and those of adapters that may be evicted.
@@ -46,7 +47,7 @@ class Arena:
         """Make an empty arena.
 
         capacity: bytes.
-        sizes, names: [adapters].
+        sizes, names: bytes and name of each adapter, [adapters].
         evicted: called with each evicted adapter.
         """
         self._sizes, self._names, self._policy, self._evicted = sizes, names, policy, evicted
@@ -152,7 +153,10 @@ class Arena:
         return evicted_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
 
     def _front(self) -> bool:
-        """Drop outdated entries from the front of the heap; return whether an entry is left."""
+        """Drop outdated entries from the front of the heap of eviction candidates.
+
+        Returns whether an entry is left.
+        """
         heap = self._by_score
         while heap:
             score, adapter = heap[0]
@@ -206,7 +210,7 @@ class ByteLru:
         """Make an empty tier.
 
         capacity: bytes.
-        sizes: [adapters].
+        sizes: bytes of each adapter, [adapters].
         added, evicted: called with each adapter that comes or leaves.
         """
         self._free, self._sizes = capacity, sizes
@@ -240,7 +244,7 @@ class ByteLru:
 
 
 class Link:
-    """Link that transfers one adapter after another; only latencies overlap."""
+    """Link that transfers one adapter after another; a transfer's latency may overlap others."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s

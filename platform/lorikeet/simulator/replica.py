@@ -33,10 +33,10 @@ _NEARLY = 1e-6  # steps; a clock this near to a whole number counts as whole
 class _Fleet(Protocol):
     """The fleet as its replicas use it: tables of requests and adapters, clock, and reports.
 
-    prompts, answers, adapter_of, tenant_of: [requests].
-    ranks, sizes, names: [adapters].
-    on_gpu, on_host, on_disk: [adapters], the replicas that hold each adapter there.
-    gaps: tokens by the time since the token before, in 0.1 ms.
+    prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
+    ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
+    on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters].
+    gaps: number of tokens by the time since the token before, in units of 0.1 ms.
     """
 
     setup: FleetSetup
@@ -67,7 +67,7 @@ class _Fleet(Protocol):
 class SimulatedReplica:
     """One replica. Requests, adapters and tenants are indexes into the fleet's tables.
 
-    status: load that routers see; they read the arena's room beside it.
+    status: load that routers see, without `room_bytes`, which they take from the arena.
     outstanding: number of requests that still wait for tokens.
     waiting: adapter → requests that wait for it.
     queue: requests that can start prefill.
@@ -129,7 +129,10 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """Handle the next event: a sequence's last token, or the end of a step."""
+        """Handle the next event: a sequence's last token, or the end of a step.
+
+        number: number of the scheduled event; an outdated one is ignored.
+        """
         if number != self._next_step:
             return  # rescheduled meanwhile
         self._advance(now_s)
@@ -151,7 +154,7 @@ class SimulatedReplica:
         self._start_prefetches(now_s)
 
     def die(self) -> tuple[list[int], int]:
-        """Stop for ever; return the requests without a first token, and how many others it had."""
+        """Stop for ever; return the requests without a first token, and the number of others."""
         self._dead, self._next_step = True, self._next_step + 1
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
@@ -200,7 +203,7 @@ class SimulatedReplica:
             self._start_prefetches(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Copy blocked adapters to the GPU in their order, while they fit."""
+        """Copy the adapters that wait for GPU memory to the GPU, in their order, while they fit."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 
@@ -217,7 +220,13 @@ class SimulatedReplica:
                 self._fetch(adapter, now_s)
 
     def _prefetch_to_gpu(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Copy an adapter from host to GPU, if `tier` is GPU and no more used one is evicted."""
+        """Copy an adapter from host to GPU at low priority, if `tier` is GPU.
+
+        Does nothing if other adapters wait for GPU memory, or if one with a higher score would have
+        to be evicted.
+
+        uses: recent uses on other replicas that this replica could serve.
+        """
         may_copy = tier is Residency.GPU and not self._blocked
         if may_copy and self.arena.prefetch(adapter, uses, now_s):
             self._place(adapter, now_s)
@@ -339,7 +348,7 @@ class SimulatedReplica:
 
 
 class _DecodeContext:
-    """Attention context of all decoding requests together: Σ StepCosts.decode_sees.
+    """Tokens that all decoding requests together attend to: the sum of StepCosts.decode_sees.
 
     Each request's context is taken to grow linearly with the clock, which counts steps. That is
     exact without attention windows, and an approximation for answers that outgrow a window.
@@ -363,7 +372,7 @@ class _DecodeContext:
         self._growth -= growth
 
     def at(self, clock: float) -> int:
-        """Return the total context in tokens."""
+        """Return the tokens that all decoding requests attend to at this clock."""
         return round(self._begun + self._growth * clock)
 
     def _line(self, request: int) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from lorikeet.simulator.replica import SimulatedReplica
 
 
 class LeastCostRouter:
-    """Router to the replica with the least expected cost in a sample, as the gateway sees it.
+    """Router to the replica with the lowest expected cost in a sample, as the gateway sees it.
 
     A gateway's view of a replica's status is up to status_age_s old, updated by the requests that
     the gateway itself has sent since. Locations of adapters are pushed on change, so the view of
@@ -41,7 +41,7 @@ class LeastCostRouter:
     def rank(
         self, fleet: SimulatedFleet, request: int, now_s: float
     ) -> list[Candidate[SimulatedReplica]]:
-        """Return a few replicas, in order of the request's expected cost, the least first."""
+        """Return a few replicas in order of the request's expected cost, the lowest first."""
         if self._replicas is not fleet.replicas:
             self._replicas, self._seen = fleet.replicas, {}
             self._named = {one.name: one for one in fleet.replicas}
@@ -73,7 +73,7 @@ class LeastCostRouter:
     ) -> RoutingStatus:
         """Return a replica's status in the view of the request's gateway.
 
-        The view is shared: the caller adds each request that it sends.
+        The object is shared by the gateway's requests: the caller adds each request that it sends.
         """
         key = request % fleet.setup.gateways, replica.number
         seen = self._seen.get(key)

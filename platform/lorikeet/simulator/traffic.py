@@ -12,12 +12,12 @@ BASE_MODEL = -1  # in Requests.adapters: no adapter
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests in order of arrival; each field is [requests].
+    """Requests in order of arrival; each field has an element per request, [requests].
 
     times_s: arrival times.
-    adapters: numbers, or BASE_MODEL.
-    prompts, answers: tokens.
-    tenants: numbers; None: all requests are one tenant's.
+    adapters: numbers of adapters, or BASE_MODEL.
+    prompts, answers: lengths in tokens.
+    tenants: numbers of tenants; None: all requests are one tenant's.
     """
 
     times_s: Floats
@@ -35,8 +35,8 @@ class FleetSetup:
     """A fleet before its first request. Disks begin filled with adapters at random.
 
     replicas: number of replicas.
-    ranks: [adapters].
-    sizes: bytes, [adapters].
+    ranks: LoRA rank of each adapter, [adapters].
+    sizes: bytes of each adapter, [adapters].
     gpu_bytes, host_bytes, disk_bytes: memory of each replica for adapters.
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.

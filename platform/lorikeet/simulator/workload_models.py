@@ -49,7 +49,7 @@ class Identical:
 
 @dataclass(frozen=True, slots=True)
 class Zipf:
-    """Zipf's law: the k-th most popular of N adapters gets a share of k^-s / Σ j^-s.
+    """Zipf's law: the k-th most popular of N adapters gets the fraction k^-s / Σ j^-s of requests.
 
     exponent: s; 0 is uniform.
     """
@@ -57,7 +57,7 @@ class Zipf:
     exponent: float
 
     def shares(self, adapters: int) -> Floats:
-        """Return the shares [adapters], falling, with sum 1."""
+        """Return each adapter's fraction of the requests, [adapters], falling, with sum 1."""
         weights: Floats = np.arange(1, adapters + 1, dtype=np.float64) ** -self.exponent
         shares: Floats = weights / weights.sum()
         return shares
@@ -103,7 +103,7 @@ def choose_adapters(
 
 
 def deal_ranks(adapters: int, ranks: Sequence[int] = RANKS) -> Ints:
-    """Return the rank of each adapter, [adapters]: the ranks dealt round."""
+    """Return the rank of each adapter, [adapters]: `ranks` in turn, over and over."""
     return np.resize(np.asarray(ranks, dtype=np.int64), adapters)
 
 
@@ -140,7 +140,7 @@ def poisson(rate_per_s: float) -> GammaArrivals:
 class LengthModel:
     """Lognormal prompt and answer lengths in tokens.
 
-    *_mu, *_sigma: mean and deviation of the length's logarithm.
+    *_mu, *_sigma: mean and standard deviation of the length's natural logarithm.
     """
 
     input_mu: float
@@ -162,7 +162,7 @@ LENGTH_MODELS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Ints]:
-    """Cut lengths to input + output ≤ context: inputs first, down to half the context."""
+    """Cut lengths until input + output ≤ context: inputs first, down to half the context."""
     outputs = np.minimum(outputs, np.maximum(context - inputs, context // 2))
     return np.minimum(inputs, context - outputs), outputs
 

@@ -11,12 +11,13 @@ gateway that is silent, but not known to be gone, keeps its share; the others ca
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
-"""Least share, as a fraction of the even share."""
+"""Smallest share of a gateway, as a fraction of the even share (1/N for N gateways)."""
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
@@ -35,9 +36,9 @@ class Subject(NamedTuple):
 
 
 class ShareClaim(NamedTuple):
-    """A gateway's statement on one subject.
+    """A gateway's demand for the limits of one tenant or key, and its claim to a part of them.
 
-    demand: recent and running requests.
+    demand: number of its running requests, plus recent ones, decayed.
     share: fraction of the limits that the gateway claims.
     running: running requests.
     """
@@ -114,6 +115,7 @@ class LimitShares:
         self._started = now
         self._agreed: float | None = None
         self._own: dict[Subject, LimitShare] = {}
+        self._running = Counter[Subject]()  # of subjects without limits too: one may get a limit
         self._peers: dict[str, _Peer] = {}
 
     def share_of(self, subject: Subject, now: float) -> LimitShare:
@@ -125,8 +127,24 @@ class LimitShares:
         own = self._own.get(subject)
         if own is None:
             share = self.even() if self.settled_s(now) else self.least()
-            own = self._own[subject] = LimitShare(share, share, now)
+            own = self._own[subject] = LimitShare(share, share, now, self._running[subject])
         return own
+
+    def begin(self, subject: Subject) -> None:
+        """Count a request of a subject, with limits or without, that begins."""
+        self._count_running(subject, 1)
+
+    def end(self, subject: Subject) -> None:
+        """Count a request of a subject that has ended."""
+        self._count_running(subject, -1)
+
+    def _count_running(self, subject: Subject, change: int) -> None:
+        self._running[subject] += change
+        own = self._own.get(subject)
+        if own is not None:
+            own.running = self._running[subject]
+        if not self._running[subject]:
+            del self._running[subject]
 
     def even(self) -> float:
         """Return the equal share per gateway: 1/N."""
@@ -146,7 +164,11 @@ class LimitShares:
         return max(0.0, now - since)
 
     def claim(self, now: float) -> GatewayClaims:
-        """Begin a round: return this gateway's claims, by its demand."""
+        """Begin a round: return this gateway's claims.
+
+        A claim is the share that the gateway's demand justifies, or its present share if that is
+        larger.
+        """
         self._forget(now)
         for subject, own in self._own.items():
             own.claimed = max(own.share, self._target(subject, own, now))
@@ -177,8 +199,7 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return the share of the subject's limits that this gateway's part of all demand
-        justifies.
+        """Return the share of a subject's limits that this gateway's part of all demand justifies.
 
         The result is at least FLOOR of the even share.
         """

@@ -26,9 +26,10 @@ class MonthlyBudget:
     """Tokens used this month: recorded usage plus the tokens that this gateway settled since.
 
     Tokens that other gateways have settled since the last read are unknown here. Single event loop,
-    except `read`, which runs in a thread. Every `now` is in Unix seconds.
+    except `read`, which runs in a thread. Every `now` is in monotonic seconds, but Unix seconds in
+    `check`: a jump of the system's clock must not stop the reads.
     recorded: source of recorded usage; None if usage is not recorded.
-    unseen_s: seconds; a read may miss usage that was settled less than this long before it.
+    unseen_s: age in seconds up to which settled tokens may be missing from recorded usage.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:
@@ -68,7 +69,7 @@ class MonthlyBudget:
     def was_read(self, began: float) -> None:
         """Drop settled tokens that a finished read includes.
 
-        began: time at which the read began, Unix seconds.
+        began: time at which the read began, on the clock of `settle`.
         """
         self._asked, self._read_at = False, began
         seen = int(began - self._unseen_s)

@@ -21,8 +21,9 @@ class QueueTimeEstimator:
     requests are under way. With fewer, the rate shows demand instead of capacity, and no request is
     refused. Single event loop.
 
-    max_running: requests that the engines run at once, this gateway's part; None: no estimate.
-    max_queue_s: longest allowed wait; None: no bound.
+    max_running: this gateway's part of the requests that the engines run at once; None: no
+        estimate.
+    max_queue_s: longest allowed wait; None: no limit.
     now: seconds, as in every method.
     """
 

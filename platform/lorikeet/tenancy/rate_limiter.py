@@ -14,7 +14,7 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor of max_requests: requests of one tenant whose bodies still arrive may take 1/2 of it."""
+"""Divisor of max_requests: one tenant's requests whose bodies still arrive may take 1/2 of it."""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -75,18 +75,12 @@ class SubjectLimits:
         if self._tokens is not None:
             self._tokens.count(tokens, now)
 
-    def begin(self, now: float) -> None:
-        """Count a request that begins."""
-        self.share(now).running += 1
+    def note_duration(self, took_s: float) -> None:
+        """Count a request that has ended in the average duration.
 
-    def end(self, now: float, took_s: float | None) -> None:
-        """Count a request that has ended.
-
-        took_s: seconds since the request's tokens were reserved; None if it got no further.
+        took_s: seconds since the request's tokens were reserved.
         """
-        if took_s is not None:
-            self._average_s += _NEWEST * (took_s - self._average_s)
-        self.share(now).running -= 1
+        self._average_s += _NEWEST * (took_s - self._average_s)
 
     def idle(self, now: float) -> bool:
         """Whether this object equals a new one: every bucket full, no request running."""
@@ -146,6 +140,7 @@ class SubjectLimits:
 class RateLimiter:
     """Limits that one gateway enforces for all tenants and keys. Single event loop.
 
+    shares: shares of the limits, and counters of running requests.
     running: number of requests that the gateway carries now.
     reading: number of these whose body has not arrived yet, by tenant.
     """
@@ -163,17 +158,19 @@ class RateLimiter:
     ) -> None:
         """Start without requests.
 
-        max_requests: most requests of all tenants that the gateway carries at once; None: no bound.
+        max_requests: limit on the requests of all tenants that the gateway carries at once; None:
+            no limit.
         clock: monotonic seconds.
         wall: Unix seconds.
-        max_running: by base model, as QueueTimeEstimator takes it.
-        max_queue_s: as QueueTimeEstimator takes it.
+        max_running: this gateway's part of the requests that the engines run at once, by base
+            model; no queue time is estimated for absent ones.
+        max_queue_s: longest allowed estimate of the wait for a first token; None: no limit.
         """
         self.clock, self.wall = clock, wall
         self.budget = budget
         self.running = 0
         self.reading = Counter[str]()
-        self._shares = shares
+        self.shares = shares
         self._max_requests = max_requests
         self._limits: dict[Subject, SubjectLimits] = {}
         self._max_running, self._max_queue_s = max_running, max_queue_s
@@ -241,7 +238,7 @@ class RateLimiter:
         now = self.clock()
         held = self._limits.get(subject)
         if held is None:
-            held = self._limits[subject] = SubjectLimits(subject, limits, self._shares, now)
+            held = self._limits[subject] = SubjectLimits(subject, limits, self.shares, now)
         elif held.limits != limits:
             held.change(limits, now)
         return held
@@ -269,6 +266,7 @@ class RateLimitHold:
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
         self._limiter = limiter
         self._tenant = tenant
+        self._subjects = Subject(tenant.name), Subject(tenant.name, key.id)
         self._limits = limiter.limits_of(tenant, key)
         self._tokens = 0
         self._begun_s: float | None = None
@@ -292,7 +290,8 @@ class RateLimitHold:
         self._limiter.check_reading(self._tenant.name)
         for limits in self._limits:
             limits.count(1, 0, now)
-            limits.begin(now)
+        for subject in self._subjects:
+            self._limiter.shares.begin(subject)
         self._limiter.running += 1
         self._limiter.reading[self._tenant.name] += 1
         self._reading = True
@@ -318,7 +317,10 @@ class RateLimitHold:
             limits.count_bytes(size, now)
 
     def reserve(self, tokens: int, base_model: str) -> None:
-        """Reserve tokens and begin to wait. Raises Overloaded, RateLimited."""
+        """Reserve tokens, and begin to wait for the first token.
+
+        Raises RateLimited beyond a token limit, Overloaded if the estimated queue time is too long.
+        """
         self._refuse_over_limits(0, tokens)
         now = self._limiter.clock()
         self._queue_time = self._limiter.queue_time(base_model)
@@ -345,15 +347,15 @@ class RateLimitHold:
         """End the request and charge its tokens to the month's budget."""
         now = self._limiter.clock()
         self._limiter.running -= 1
-        took_s = None
         self.body_is_here()
+        for subject in self._subjects:
+            self._limiter.shares.end(subject)
         if self._begun_s is not None:
-            took_s = now - self._begun_s
             self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
-        for limits in self._limits:
-            limits.end(now, took_s)
+            for limits in self._limits:
+                limits.note_duration(now - self._begun_s)
         if self._tenant.limits.tokens_per_month is not None:
-            self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
+            self._limiter.budget.settle(self._tenant.name, self._tokens, now)
 
     def limit_statuses(self) -> list[LimitStatus]:
         """Return the tighter one of the tenant's and the key's limits, for each kind per minute."""
@@ -403,7 +405,10 @@ def _changed(
     share: float,
     now: float,
 ) -> TokenBucket | None:
-    """Return the bucket with these values: changed, made if missing, None without a limit."""
+    """Return a token bucket with these values: `bucket` changed, or a new one if it is None.
+
+    Returns None if `per_min` is None: no limit.
+    """
     if per_min is None:
         return None
     if bucket is None:

@@ -22,13 +22,13 @@ _BATCH_MS = 200
 
 
 class TraceExporter:
-    """Exporter of a share of a gateway's ended requests as traces.
+    """Exporter of a part of a gateway's ended requests as traces.
 
     While the collector is unreachable, the oldest spans are dropped. No request waits for it.
 
     endpoint: OTLP/HTTP address of the collector, without /v1/traces. Its headers and certificates
         come from OTEL_EXPORTER_OTLP_ variables.
-    share: share of requests to trace, 0 to 1.
+    share: fraction of requests to trace, 0 to 1.
     gateway: the gateway's name.
     """
 

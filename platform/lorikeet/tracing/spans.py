@@ -71,7 +71,7 @@ def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin 
     request's, and its last 56 bits decide: they are random in a UUID of version 4, as
     OpenTelemetry's consistent probability sampling requires.
 
-    share: share of requests to sample, 0 to 1.
+    share: fraction of requests to sample, 0 to 1.
     """
     if traceparent is not None:
         context = _PROPAGATOR.extract({"traceparent": traceparent})
@@ -152,7 +152,11 @@ class _Spans:
         attributes: Attributes | None = None,
         failure: str | None = None,
     ) -> SpanContext:
-        """Add a span; return its context, the parent of its children."""
+        """Add a span; return its context, to be the parent of further spans.
+
+        during: begin and end.
+        failure: error description; None: the span did not fail.
+        """
         context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
         begin_s, end_s = during
         # Not by a tracer, which measures running code: this request has ended.
@@ -207,7 +211,11 @@ def _add_replica(
 def _engine_start_s(
     record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float
 ) -> float:
-    """Return the latest possible start of the engine's work, from the gateway's times."""
+    """Return the latest possible start of the engine's work, in seconds since `received`.
+
+    taken_s: time when the replica took the call.
+    end_s: end of the answer.
+    """
     latest = [end_s - engine_s(timings)]
     if record.accepted_s is not None:
         latest.append(record.accepted_s)

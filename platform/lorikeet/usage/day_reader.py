@@ -22,7 +22,7 @@ K = TypeVar("K")
 
 _ATTEMPTS = 5
 _BACK_S = 120.0
-"""Bound, in seconds, on how late an object is written after the time in its name."""
+"""Limit, in seconds, on the assumed delay from the time in an object's name to its write."""
 
 
 class DayReader(Generic[K]):
@@ -73,7 +73,7 @@ class DayReader(Generic[K]):
         raise StoreError(f"{self._store.url}: {day_prefix(self.day)} changes too fast to be read")
 
     def _read(self, start_after: str) -> bool:
-        """Read the new objects after a key; return whether the sums are complete."""
+        """Read new objects with keys after `start_after`; return whether the sums are complete."""
         keys = list(self._store.list(day_prefix(self.day), start_after))
         compacted = {number: key for key in keys if (number := compacted_number(key))}
         newest = max(compacted, default=None)
@@ -96,7 +96,10 @@ class DayReader(Generic[K]):
         self.marks, self.compacted = dict(content.marks), number
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
-        """Return each writer's consecutive objects after its mark, and whether any is missing."""
+        """Return the objects after each writer's mark, up to a gap, and whether there is a gap.
+
+        The mark of a writer is the number of its last object that was read.
+        """
         numbers = defaultdict(set)
         for written in found:
             numbers[written.writer].add(written.number)

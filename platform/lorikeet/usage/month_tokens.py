@@ -37,7 +37,7 @@ class MonthTokens:
             for day in month
         }
         whole_at = self._whole_at if begun.keys() == self._days.keys() else None
-        if whole_at is None or now >= whole_at + WHOLE_S:
+        if whole_at is None or not 0 <= now - whole_at < WHOLE_S:  # clocks may go back
             for day in begun.values():
                 day.read()
             self._whole_at = now

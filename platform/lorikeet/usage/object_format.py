@@ -32,7 +32,7 @@ class UsageObjectId(NamedTuple):
     """Identity of one process's object for a day.
 
     writer: id of the process.
-    number: from 0.
+    number: position among the writer's objects of the day, from 0.
     """
 
     writer: str
@@ -40,7 +40,7 @@ class UsageObjectId(NamedTuple):
 
 
 Marks = Mapping[str, int]
-"""Number of the last object of each writer."""
+"""Number of the last counted object of each writer, by the writer's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ def day_prefix(day: date) -> str:
 
 
 def object_key(day: date, written: UsageObjectId, made: float) -> str:
-    """Return the key of an object.
+    """Return the key of a usage object.
 
+    written: process and number of the object.
     made: time at which the object was made, Unix seconds. Objects made after the end of `day` come
         last.
     """
@@ -105,7 +106,10 @@ def to_json(content: UsageContent) -> bytes:
 
 
 def from_json(data: bytes, key: str) -> UsageContent:
-    """Parse a usage object. Raises StoreError, with the remedy, if it is damaged or newer."""
+    """Parse the usage object stored under `key`.
+
+    Raises StoreError if the object is damaged or was written by a newer release.
+    """
     try:
         raw = json.loads(data)
         if raw["schema"] > SCHEMA:

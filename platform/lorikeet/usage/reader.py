@@ -1,5 +1,6 @@
 """Reader of usage over a period of days."""
 
+import math
 import time
 from collections.abc import Callable
 from datetime import date, timedelta
@@ -62,7 +63,8 @@ class UsageReader:
         with self._lock:
             for over in [each for each in self._growing if each < yesterday]:
                 del self._growing[over], self._whole_at[over]
-            if day in self._whole_at and now < self._whole_at[day] + WHOLE_S:
+            whole_at = self._whole_at.get(day, -math.inf)
+            if 0 <= now - whole_at < WHOLE_S:  # clocks may go back
                 return dict(self._growing[day].read_new(now))
             growing = self._growing.setdefault(day, self._new(day))
             use = dict(growing.read())

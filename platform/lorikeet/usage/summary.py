@@ -10,7 +10,7 @@ from lorikeet.usage.ledger import UsageByAccount, UsageCounts, add_to
 
 
 class GroupBy(StrEnum):
-    """Dimension of the rows."""
+    """Dimension by which usage can be grouped."""
 
     DAY = "day"
     TENANT = "tenant"
@@ -27,10 +27,9 @@ _NAMES = {
 def rows(
     days: Mapping[date, UsageByAccount], by: Iterable[GroupBy], tenant: str | None = None
 ) -> list[dict[str, Any]]:
-    """Sum usage into sorted rows.
+    """Sum usage into sorted rows, one for each combination of values of the dimensions `by`.
 
     Rows by adapter hold the base model too; adapter None is the base model alone.
-    by: dimensions of the rows.
     tenant: the only tenant to include; None: every tenant.
     """
     wanted = list(dict.fromkeys(by))

@@ -11,7 +11,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
@@ -132,7 +132,7 @@ def test_a_rank_over_the_limit_is_too_large(folder):
         ({"peft_type": "IA3"}, "peft_type"),
         ({"peft_type": None}, "peft_type"),
         ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
+        ({"bias": "some"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -175,6 +175,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "biases"),
         ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "own weights"),
         ("encoder.weight", "not part of a LoRA"),
+        ("base_model.model.audio_tower.layers.0.self_attn.q_proj.lora_A.weight", "other half"),
         (Q0.replace(".lora_A.", ".lora_A.default."), "two tensors"),
         (Q0.replace("q_proj", "k_proj"), "other half"),
     ],
@@ -265,7 +266,6 @@ def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
     [
         (peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), "DoRA"),
         (peft.LoraConfig(lora_bias=True, target_modules=["q_proj"]), "biases"),
-        (peft.LoraConfig(bias="all", target_modules=["q_proj"]), "bias"),
         (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "whole modules"),
         (
             peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], target_modules=["q_proj"]),
@@ -287,3 +287,27 @@ def test_options_that_peft_can_train_and_no_engine_serves_are_refused_by_name(
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     with pytest.raises(AdapterRejected, match=says):
         accept(tmp_path, LIMITS)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_trained_biases_of_the_base_model_are_refused_by_tensor(bias, tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"attention_bias": True}))
+    config = peft.LoraConfig(bias=bias, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    error = rejection(tmp_path)
+    assert error.field.endswith(".bias")
+    assert "biases are not supported" in error.message
+
+
+def test_an_unknown_option_is_refused_with_the_remedy_for_a_note(folder):
+    edit_config(folder, notes_of_a_trainer={"loss": 0.5})
+    assert "remove it from adapter_config.json" in rejection(folder).message
+
+
+def test_an_adapter_of_a_vision_part_alone_is_refused(folder):
+    def move(tensors):
+        for name in list(tensors):
+            tensors[name.replace("model.layers", "model.vision_tower.layers")] = tensors.pop(name)
+
+    edit_weights(folder, move)
+    assert "vision part of the base model alone" in rejection(folder).message

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -132,6 +134,15 @@ def test_two_adapters_in_one_file_are_refused(folder: Path) -> None:
         {"unsloth_version": "2026.11.2"},
         {"finetuning_type": "lora"},
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {"unsloth_training_method": "qlora"},
+        {"unsloth_note_of_next_year": [1]},
+        {"swift_type": "LORA", "lora_dtype": "bfloat16", "lorap_lr_ratio": 16.0},
+        {"nvfp4_merge_aware": {"scale_mode": "fresh"}},
+        {"_from_model_config": True},
+        {"fan_in_fan_out": True},
+        {"bias": None},
+        {"bias": "lora_only"},
+        {"modules_to_save": ["visual.merger", "multi_modal_projector"]},
     ],
     ids=lambda harmless: next(iter(harmless)),
 )
@@ -139,6 +150,43 @@ def test_options_without_effect_change_nothing(folder: Path, harmless: dict[str,
     want = digest(folder)
     edit_config(folder, **harmless)
     assert digest(folder) == want
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_{}.weight",
+        "base_model.model.visual.blocks.0.attn.qkv.lora_{}.weight",
+        "module.base_model.model.model.multi_modal_projector.linear_1.lora_{}.default.weight",
+        "base_model.model.model.visual.merger.mlp.0.{}.bias",
+    ],
+)
+def test_tensors_of_a_vision_part_are_left_out_with_a_warning(folder: Path, vision: str) -> None:
+    want, warnings = digest(folder), list[str]()
+    seen = {vision.format(side): np.ones((3, 5), np.float32) for side in "AB"}
+    edit_weights(folder, lambda tensors: tensors.update(seen))
+    edit_config(folder, bias="all", target_modules=["q_proj", "v_proj", "qkv", "linear_1"])
+    assert write_blob(folder, folder / "blob", warnings.append) == want
+    assert [said.partition(",")[0] for said in warnings] == [
+        "2 tensors of the vision part are left out"
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"velora_config": peft.VeloraConfig(num_groups=4)},
+        {"monteclora_config": peft.MontecloraConfig()},
+    ],
+    ids=str,
+)
+def test_a_training_methods_state_is_left_out(options: dict[str, Any], tmp_path: Path) -> None:
+    trained(r=4, target_modules=["q_proj"], **options).save_pretrained(tmp_path)
+    state = [n for n in load_file(tmp_path / WEIGHTS) if "velora" in n or "monteclora" in n]
+    assert state
+    made = digest(tmp_path)
+    edit_weights(tmp_path, lambda tensors: [tensors.pop(name) for name in state])
+    assert digest(tmp_path) == made
 
 
 def test_weights_in_shards_are_the_same_adapter(folder: Path) -> None:

@@ -1,5 +1,6 @@
-"""FP8 as a GPU casts it, where Triton's interpreter runs kernels."""
+"""Cases and casts of kernel tests that Triton's interpreter runs."""
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,23 @@ from tests.engine.interpreter import INTERPRETED
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run each interpreted case in one dtype, by turns, and leave the other to the soak tests."""
+    if not INTERPRETED:
+        return
+    cases: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if isinstance(item, pytest.Function) and "kind" in getattr(item, "fixturenames", ()):
+            others = item.name.replace("kind0", "").replace("kind1", "")
+            cases[item.nodeid.partition("[")[0]][others].append(item)
+    for of_one_test in cases.values():
+        for turn, kinds in enumerate(of_one_test.values()):
+            for number, item in enumerate(kinds):
+                if number != turn % len(kinds):
+                    item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

@@ -371,7 +371,8 @@ def test_log_probabilities(compiled: set[str], dtype: torch.dtype) -> None:
     logits, wanted = empty(8, 128256, dtype=dtype), empty(3, FIELDS, dtype=torch.int64)
     found = logprobs.likeliest(logits, wanted, MOST)
     logprobs.set_given(found, logits, wanted, empty(8, dtype=torch.int64))
-    assert compiled == {"_sum_chunks_of_exp", "_find_likeliest", "_set_given"}
+    logprobs.set_rank(found, logits, wanted, empty(8, dtype=torch.int64))
+    assert compiled == {"_sum_chunks_of_exp", "_find_likeliest", "_set_given", "_set_rank"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

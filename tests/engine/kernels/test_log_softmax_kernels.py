@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lorikeet_engine.kernels import log_softmax
 from lorikeet_engine.kernels.log_softmax import MOST, fused, reference
 from tests.engine.interpreter import INTERPRETED
 
@@ -49,16 +50,19 @@ def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, o
     on_device = logits.to(device), wanted.to(device)
     found = operators.likeliest(*on_device, most)
     operators.set_given(found, *on_device, tokens.to(device))
+    operators.set_rank(found, *on_device, tokens.to(device))
     told = found.packed.cpu()
-    assert told.shape == (len(ROWS), 1 + 2 * most)
+    assert told.shape == (len(ROWS), 2 + 2 * most)
+    assert found.most == most
     for at, (row, count, scale) in enumerate(zip(ROWS, counts, SCALES, strict=True)):
         want = (logits[row].double() * scale).log_softmax(-1).float()
         ids = logits[row].sort(descending=True, stable=True).indices
-        given = want[tokens[row].clamp(min=0)]
-        torch.testing.assert_close(told[at, 0], given, rtol=0, atol=1e-5)
-        top = told[at, 1 : 1 + count]
+        token = tokens[row].clamp(min=0)
+        torch.testing.assert_close(told[at, 0], want[token], rtol=0, atol=1e-5)
+        assert ids[told[at, 1].view(torch.int32) - 1] == token
+        top = told[at, 2 : 2 + count]
         torch.testing.assert_close(top, want[ids[:count]], rtol=0, atol=1e-5)
-        told_ids = told[at, 1 + most : 1 + most + count].view(torch.int32)
+        told_ids = told[at, 2 + most : 2 + most + count].view(torch.int32)
         assert told_ids.tolist() == ids[:count].tolist()
 
 
@@ -76,5 +80,16 @@ def test_rows_of_nan_give_ids_within_the_vocabulary(operators, device):
     found = operators.likeliest(logits.to(device), wanted, 20)
     operators.set_given(found, logits.to(device), wanted, torch.tensor([3] * 4, device=device))
     assert found.packed[:, 0].isnan().all()
-    ids = found.packed[:, 21:].contiguous().view(torch.int32)
+    ids = found.packed[:, 22:].contiguous().view(torch.int32)
     assert ((ids >= 0) & (ids < 70)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_more_tokens_than_the_kernels_find_are_those_of_a_stable_sort(device):
+    logits = some_logits(5000, torch.bfloat16).repeat(3, 1)
+    wanted = wanted_of((row, 100, 1.0) for row in range(len(logits))).to(device)
+    found = log_softmax.likeliest(logits.to(device), wanted, 100)
+    want, ids = logits.float().log_softmax(-1).sort(descending=True, stable=True)
+    told = found.packed.cpu()
+    torch.testing.assert_close(told[:, 2:102], want[:, :100], rtol=0, atol=1e-5)
+    assert told[:, 102:].contiguous().view(torch.int32).tolist() == ids[:, :100].tolist()

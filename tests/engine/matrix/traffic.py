@@ -41,7 +41,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 GRAMMAR = "below 250, end under 1"
 TOKENS = 30
 CHUNK = 24
-ENGINE = {"kv_pages": 10, "max_context": 112, "max_batch_tokens": CHUNK, "max_running": CHUNK}
+ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": CHUNK, "max_running": CHUNK}
 # (adapter, tokens of the prompt, grammar): more tokens than the KV pages hold at once.
 TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     (None, 9, None),

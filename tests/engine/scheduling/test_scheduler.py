@@ -186,14 +186,19 @@ def test_pins_that_fill_the_gpu_do_not_turn_a_reservation_into_a_deadlock():
     assert later in harness.finished
 
 
-def test_a_sequence_that_waits_for_kv_pages_is_not_overtaken():
+def test_short_prompts_overtake_a_prompt_that_waits_for_kv_pages_a_bounded_number_of_times():
     harness = SchedulerHarness(pages=10)
     running = harness.add(20, max_tokens=8)
     harness.step()
-    big, small = harness.add(24), harness.add(4)
-    while running not in harness.finished:
-        assert [s for s, _ in harness.step()] == [running]
-    assert [s for s, _ in harness.step()] == [big, small]
+    big, short = harness.add(24), []
+    while big not in harness.scheduler.running:
+        short.append(harness.add(4))
+        harness.step()
+        assert harness.steps < 40, "it never begins"
+    assert running in harness.finished
+    before = [s for s in short if s.timings.begun_s and s.timings.begun_s < big.timings.begun_s]
+    assert len(before) == 20 // 4, "as much work as the prompt before it took"
+    harness.run()
 
 
 def test_the_youngest_sequence_is_preempted_keeps_its_tokens_and_resumes_first():
@@ -353,7 +358,9 @@ def test_dropping_frees_the_resources_of_every_status():
     harness = SchedulerHarness(tokens=8, sequences=2)
     decoding = harness.add(3, "a", max_tokens=50)
     harness.step()
-    prefilling, waiting = harness.add(20, "b"), harness.add(3, "c")
+    prefilling = harness.add(20, "b")
+    harness.step()
+    waiting = harness.add(3, "c")
     harness.step()
     assert decoding.remaining == 1
     assert 1 < prefilling.remaining < 20
@@ -448,14 +455,15 @@ def test_each_token_of_a_preempted_prompt_is_scored_once(kept):
 def test_scored_prompts_share_a_step_only_if_each_is_scored_whole(monkeypatch):
     monkeypatch.setattr(step_budget, "_SCORES", 12)
     harness = SchedulerHarness()
-    long, second, short = (harness.add(tokens, max_tokens=1) for tokens in (31, 10, 4))
+    long, third, second, short = (harness.add(n, max_tokens=1) for n in (31, 12, 10, 4))
     plain = harness.add(20, max_tokens=1)
-    for sequence in (long, second, short):
+    for sequence in (long, third, second, short):
         sequence.kv.score_from = 0
     assert harness.step() == [(long, 12), (plain, 20)]
+    assert harness.step() == [(short, 4), (second, 10)], "eleven tokens more would not fit"
     assert harness.step() == [(long, 12)]
-    assert harness.step() == [(long, 7), (short, 4)], "nine tokens of the second would not fit"
-    assert harness.step() == [(second, 10)]
+    assert harness.step() == [(long, 7)], "eleven tokens more would not fit"
+    assert harness.step() == [(third, 12)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

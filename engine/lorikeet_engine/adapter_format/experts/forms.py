@@ -6,7 +6,10 @@ up_proj has no A if it shares gate_proj's. Trainers save these forms:
 
     parameters   mlp.experts and mlp.experts.base_layer: PEFT's wrappers of two parameters,
                  gate_up_proj (both linears, stacked) and down_proj, nested if there are both.
-                 A [experts · rank, d_in] is ordered by experts, B [d_out, rank · experts] by ranks
+                 A [experts · rank, d_in] is ordered by experts, B [d_out, rank · experts] by ranks.
+                 PEFT before 0.19.1 took the parameters as [experts, in, out], as transformers 5
+                 does not store them: there A is [experts · rank, d_out], B [d_in, rank · experts],
+                 and the delta of each expert (B A)ᵀ
     numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own
     stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
 
@@ -34,6 +37,7 @@ from lorikeet_engine.adapter_format.experts.names import (
 )
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.peft_release import EXPERTS_OUT_IN, training_release
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.spec import check_rank
 from lorikeet_engine.adapter_format.targets import targets_parameter
@@ -62,7 +66,10 @@ class ExpertTensor:
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the tensor's bytes in blob_dtype, one source at a time. Raises AdapterRejected."""
+        """Yield the tensor's bytes in blob_dtype, one source at a time.
+
+        Raises AdapterRejected as SavedTensor.pieces does.
+        """
         for source in self.sources:
             yield self.arrange(_words(source)).tobytes()
 
@@ -71,18 +78,26 @@ Stored = SavedTensor | ExpertTensor
 """A tensor that can be written to a blob."""
 
 
-def name_parameters(pairs: Mapping[str, Pair], raw: Mapping[str, Any]) -> dict[str, Pair]:
+def name_parameters(
+    pairs: Mapping[str, Pair],
+    raw: Mapping[str, Any],
+    warn: Callable[[str], object] = lambda _: None,
+) -> dict[str, Pair]:
     """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
     A wrapper mlp.experts or mlp.experts.base_layer may be of gate_up_proj or of down_proj. The
     shapes tell, or the target_parameters of `raw` if there is only one wrapper. A linear whose
-    weight is targeted as a parameter is renamed, too.
+    weight is targeted as a parameter is renamed, too. Pairs of PEFT before 0.19.1 are transposed:
+    A is [rank · experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
-    Raises AdapterRejected.
+    warn: called with a sentence if the folder does not show which of both a pair is.
+
+    Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
     named: dict[str, Pair] = {}
+    hidden = _hidden_size(pairs)
     for saved, pair in pairs.items():
         match = WRAPPED.fullmatch(saved)
         if match is None:
@@ -90,16 +105,73 @@ def name_parameters(pairs: Mapping[str, Pair], raw: Mapping[str, Any]) -> dict[s
             named[f"{saved}.weight" if is_parameter else saved] = pair
             continue
         other = pairs.get(match[1] if match[2] else f"{match[1]}.base_layer")
-        named[f"{match[1]}.{_wrapped_parameter(match[1], pair, other, raw)}"] = pair
+        parameter, is_old = _wrapped_parameter(match[1], pair, other, raw)
+        if is_old is None:
+            is_old = _is_old(parameter, pair, hidden, raw, warn)
+        named[f"{match[1]}.{parameter}"] = _transposed(pair) if is_old else pair
     return named
 
 
-def _wrapped_parameter(experts: str, pair: Pair, other: Pair | None, raw: Mapping[str, Any]) -> str:
+def _transposed(pair: Pair) -> Pair:
+    return {"A": pair["B"].transpose(), "B": pair["A"].transpose()}
+
+
+def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
+    """Return the base model's hidden size, from linears beside the experts; None without any."""
+    for module, pair in pairs.items():
+        last = module.rpartition(".")[2]
+        if last in ("q_proj", "k_proj", "v_proj", "lm_head"):
+            return pair["A"].shape[-1]
+        if last == "o_proj":
+            return pair["B"].shape[0]
+    return None
+
+
+def _is_old(
+    parameter: str,
+    pair: Pair,
+    hidden: int | None,
+    raw: Mapping[str, Any],
+    warn: Callable[[str], object],
+) -> bool:
+    """Whether the only pair of a layer's experts is of PEFT before 0.19.1.
+
+    parameter: gate_up_proj or down_proj.
+    hidden: the base model's hidden size, which decides; None if it is not known: then the release
+        that wrote the config decides.
+    """
+    new, old = pair["A"].shape[-1], pair["B"].shape[0]  # the width that would be hidden
+    if parameter == DOWN:
+        new, old = old, new
+    if hidden in (new, old) and new != old:
+        return hidden == old
+    release = training_release(raw)
+    if release is None:
+        warn(
+            f"PEFT before 0.19.1 saves {parameter} of experts the other way round, and neither the "
+            "weights nor adapter_config.json show which release trained: read as the newest does; "
+            "set peft_version to the release that trained"
+        )
+        return False
+    return release < EXPERTS_OUT_IN
+
+
+def _wrapped_parameter(
+    experts: str, pair: Pair, other: Pair | None, raw: Mapping[str, Any]
+) -> tuple[str, bool | None]:
+    """Return the parameter that a pair is of, and whether the pair is of PEFT before 0.19.1.
+
+    The latter is None for the only pair of a layer's experts.
+    """
     if other is not None:
-        if _is_down_of(pair, other):
-            return DOWN
-        if _is_down_of(other, pair):
-            return GATE_UP
+        for is_old, one, two in (
+            (False, pair, other),
+            (True, _transposed(pair), _transposed(other)),
+        ):
+            if _is_down_of(one, two):
+                return DOWN, is_old
+            if _is_down_of(two, one):
+                return GATE_UP, is_old
         raise AdapterRejected(
             f"{experts} has two pairs of weights whose shapes are not those of {GATE_UP} and "
             f"{DOWN}: the file is damaged",
@@ -113,7 +185,7 @@ def _wrapped_parameter(experts: str, pair: Pair, other: Pair | None, raw: Mappin
             "save the adapter again with the config that it was trained with",
             field="target_parameters",
         )
-    return targeted[0]
+    return targeted[0], None
 
 
 def _is_down_of(down: Pair, gate_up: Pair) -> bool:
@@ -133,7 +205,9 @@ def stack_experts(
     pairs: A and B by canonical module; pairs of modules that are not experts are returned
         unchanged.
     config: config for the modules of `pairs`. The returned config is for the returned modules.
-    Raises AdapterRejected.
+
+    Raises AdapterRejected if weights are in two forms, if their shape does not fit the config, if
+    some of a linear's experts have none, or if experts differ in shape, dtype or scaling.
     """
     modules: dict[str, Mapping[str, Stored]] = {}
     origins: dict[str, str] = {}
@@ -215,7 +289,8 @@ def _of_parameter(
         return {module: _cut(pair, rank, count, slice(0, d_out), every)}
     half = d_out // 2
     gate_ranks = up_ranks = every
-    if split := _is_block_diagonal(pair["B"], rank, count):
+    # Only releases that save by experts convert numbered adapters.
+    if split := not pair["B"].transposed and _is_block_diagonal(pair["B"], rank, count):
         gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
     gate = _cut(pair, rank, count, slice(0, half), gate_ranks)
     up = _cut(pair, rank, count, slice(half, d_out), up_ranks)
@@ -227,18 +302,25 @@ def _cut(
 ) -> dict[str, ExpertTensor]:
     """Cut one linear's A and B, for all experts, out of the matrices of a wrapped parameter.
 
-    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter.
+    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter; if they were
+        transposed, their second widths are in the other order.
     count: number of experts.
     outputs: rows of B that belong to the linear.
     ranks: ranks of A and B that belong to the linear.
     """
     d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
 
+    by_experts = not pair["A"].transposed
+
     def of_a(words: np.ndarray) -> np.ndarray:
-        return words.reshape(count, rank, d_in)[:, ranks]
+        if by_experts:
+            return words.reshape(count, rank, d_in)[:, ranks]
+        return words.reshape(rank, count, d_in)[ranks].transpose(1, 0, 2)
 
     def of_b(words: np.ndarray) -> np.ndarray:
-        return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
+        if by_experts:
+            return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
+        return words.reshape(d_out, count, rank)[outputs, :, ranks].transpose(1, 0, 2)
 
     b_shape = (count, outputs.stop - outputs.start, kept)
     return {

@@ -33,7 +33,10 @@ def experts_of(module: str) -> str:
 
 
 def modern(module: str) -> str:
-    """Replace Mixtral's old names in a module's name by the current ones."""
+    """Replace Mixtral's old names in a module's name by the current ones.
+
+    The old names are block_sparse_moe, w1, w3 and w2.
+    """
     module = module.replace(_OLD_BLOCK, _BLOCK)
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
@@ -58,8 +61,9 @@ class ConfiguredNames:
     """
 
     def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
-        """given: modules that have weights, in the trainer's naming.
+        """Collect the names of the linears in the form in which experts have weights.
 
+        given: modules that have weights, in the trainer's naming.
         old_linears: trainers' targets name the base model's linears w1, w3 and w2. Matters only if
             no expert has weights.
         """

@@ -9,8 +9,8 @@ from typing import Any
 class Width(StrEnum):
     """Width of a linear's input or output, named by a key of config.json.
 
-    The width consists of as many equal pieces as that key says, such as attention heads. Tensor
-    parallel ranks divide it between pieces.
+    The width consists of equal pieces, such as attention heads; the key holds their number. Tensor
+    parallel ranks divide the width between pieces.
     """
 
     HIDDEN = "hidden_size"
@@ -120,6 +120,8 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by √hidden_size.
+    scales_in_module: the embeddings' own module multiplies, in every release of transformers, and
+        not the model behind the module.
     """
 
     name: str
@@ -133,6 +135,12 @@ class Family:
     experts: ExpertKeys | None = None
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
+    scales_in_module: bool = False
+
+    @property
+    def usually_has_qkv_bias(self) -> bool:
+        """Whether q, k and v have biases, unless attention_bias says otherwise."""
+        return self.qkv_bias or bool(self.switches.get("attention_bias"))
 
 
 # After the layers. If embeddings are tied, it uses their matrix; its adapter affects logits only.

@@ -182,6 +182,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
         scaled_embeddings=True,
+        scales_in_module=True,
     ),
     "glm4": Family(
         "GLM 4",

@@ -45,7 +45,7 @@ class PagedDecode:
     ) -> None:
         """Keep static buffers, which back ends may share because steps run one after another.
 
-        tokens: most query tokens of a step.
+        tokens: maximum number of query tokens of a step.
         pages [groups, pages of all sequences of a step] int32: buffer for the KV page numbers of
             each group of layers.
         workspace: workspace_bytes() bytes for partial results.

@@ -51,7 +51,7 @@ class PrefixParts:
 
 
 def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts | None:
-    """Cut the keys before each prompt chunk into parts; None if no parts are as fast.
+    """Cut the keys before each prompt chunk into parts; None if cutting them saves no time.
 
     programs: number of GPU programs that run at the same time.
     """
@@ -84,7 +84,7 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return into how many parts to cut the keys before each chunk, to finish soonest.
+    """Return the number of parts of the keys before each chunk with which attention ends soonest.
 
     tiles [chunks]: number of query tiles of each chunk, and of each of its parts.
     keys [chunks]: number of keys before each chunk.
@@ -116,7 +116,10 @@ def seen_by_each(
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Return where concatenated runs of these lengths start, and where the last ends."""
+    """Return the start of each of several concatenated runs, and the end of the last.
+
+    lengths: length of each run.
+    """
     return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 

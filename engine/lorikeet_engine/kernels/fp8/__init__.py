@@ -24,7 +24,7 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 BLOCK_WIDTHS = 32
-"""Number that divides the width of blocks with scales: the tensor cores' step along the inputs."""
+"""Divisor of the width of a block with a scale: tensor cores advance by this many inputs."""
 
 
 @dataclass(frozen=True, slots=True)

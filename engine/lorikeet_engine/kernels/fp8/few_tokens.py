@@ -29,7 +29,7 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
-"""Numbers of tokens up to which each ProductConfig of a weight is used."""
+"""Upper limits of a product's tokens; up to each, a weight has its own ProductConfig."""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
 _BLOCK_TOKENS = 128  # at most, of one program
 
@@ -38,9 +38,9 @@ _BLOCK_TOKENS = 128  # at most, of one program
 class ProductConfig:
     """Launch parameters of an FP8 product.
 
-    block_out, block_in: outputs and inputs of the block of the weight that a program multiplies at
-        once.
-    split: number of programs that share the inputs of an output.
+    block_out, block_in: size, in outputs and inputs, of the weight tile that a program multiplies
+        at once.
+    split: number of programs among which the inputs of each output are divided (split-K).
     """
 
     block_out: int
@@ -55,7 +55,7 @@ UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
 
 
 def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
-    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt shall multiply.
+    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt multiplies it.
 
     tokens: number of tokens that the weight is multiplied by.
     """

@@ -4,8 +4,8 @@ For a row of logits x, whose largest is b, token t has the log probability
 (x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by descending logit;
 ties go to the lower id (and 0 before -0).
 
-`reference` computes this in torch, on the CPU; `fused` holds Triton kernels with the same
-signatures.
+`reference` computes this in torch, on the CPU, and on CUDA where more than MOST tokens of a row are
+wanted; `fused` holds Triton kernels with the same signatures.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,9 @@ COUNT: number of the row's most likely tokens to find.
 SCALE: factor of the logits, as the bits of a float32 above 0.
 """
 MOST = 32
-"""Upper bound of COUNT, the number of most likely tokens of a row."""
+"""Limit on the number of a row's most likely tokens that the kernels can find."""
+_PIECE_ROWS = 16
+"""Number of rows that torch searches at once; for a vocabulary of 128,256, some 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,10 @@ class LogprobRows:
     """Log probabilities of selected tokens of some rows of logits.
 
     norms [n, 2] float32: of each row, the largest logit b, and log Σ exp((x − b) · scale).
-    packed [n, 1 + 2 · most] float32: of each row, the log probability of the token chosen later;
-        those of the most likely tokens; these tokens' ids, as bits of int32. The last two are
-        undefined beyond the row's number of most likely tokens, COUNT.
+    packed [n, 2 + 2 · most] float32: of each row, the log probability of the token chosen later;
+        this token's rank, from 1, as bits of int32; the log probabilities of the most likely
+        tokens; these tokens' ids, as bits of int32. The last two are undefined beyond the row's
+        number of most likely tokens, COUNT.
     """
 
     norms: torch.Tensor
@@ -42,7 +45,7 @@ class LogprobRows:
     @property
     def most(self) -> int:
         """Number of most likely tokens that a row of `packed` has space for."""
-        return self.packed.shape[1] // 2
+        return self.packed.shape[1] // 2 - 1
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
@@ -50,11 +53,15 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 
     logits [rows, vocab], dense, any dtype
     wanted [n, FIELDS] int64: rows of the logits; COUNT is at most `most` and vocab
-    most: number of tokens that the result has space for, at most MOST
+    most: number of tokens that the result has space for
     """
-    assert most <= MOST, f"{most} tokens of a row"
-    found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
-    return found
+    if most <= MOST:
+        found: LogprobRows = _operators(logits.device.type).likeliest(logits, wanted, most)
+        return found
+    torchs, begins = _operators("cpu"), range(0, len(wanted), _PIECE_ROWS)
+    pieces = [torchs.likeliest(logits, wanted[at : at + _PIECE_ROWS], most) for at in begins]
+    norms = torch.cat([piece.norms for piece in pieces])
+    return LogprobRows(norms, torch.cat([piece.packed for piece in pieces]))
 
 
 def set_given(
@@ -69,6 +76,16 @@ def set_given(
     tokens [rows] int64: given token of each row of logits; below 0, the result is undefined
     """
     _operators(logits.device.type).set_given(found, logits, wanted, tokens)
+
+
+def set_rank(
+    found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Set the second column of `found.packed` to the rank of each row's given token.
+
+    The arguments are those of `set_given`. All logits of the rows are read.
+    """
+    _operators(logits.device.type).set_rank(found, logits, wanted, tokens)
 
 
 @cache

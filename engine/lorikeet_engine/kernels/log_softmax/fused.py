@@ -34,7 +34,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)
     largest = logits.new_empty((rows, chunks * _GROUPS.value), dtype=torch.int32)
     norms = logits.new_empty((rows, 2), dtype=torch.float32)
-    packed = logits.new_empty((rows, 1 + 2 * most), dtype=torch.float32)
+    packed = logits.new_empty((rows, 2 + 2 * most), dtype=torch.float32)
     _sum_chunks_of_exp[(rows, chunks)](logits, wanted, parts, largest, vocab, chunks, num_warps=8)
     _find_likeliest[(rows,)](
         logits, wanted, parts, largest, norms, packed, most, vocab, chunks,
@@ -51,6 +51,14 @@ def set_given(
     _set_given[(len(wanted),)](
         logits, wanted, tokens, found.norms, found.packed, width, vocab, num_warps=1
     )
+
+
+def set_rank(
+    found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """See kernels.log_softmax."""
+    vocab, width = logits.shape[1], found.packed.shape[1]
+    _set_rank[(len(wanted),)](logits, wanted, tokens, found.packed, width, vocab, num_warps=8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -159,7 +167,7 @@ def _find_likeliest(
         candidates = tl.where(candidates == top, _LOWEST, candidates)
     keys = (likeliest >> 32).to(tl.int32)
     values = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    at = packed + index * (1 + 2 * most) + 1 + place
+    at = packed + index * (2 + 2 * most) + 2 + place
     tl.store(at, (values - best) * scale - log_sum, mask=place < count)
     tl.store(at + most, _place_of(likeliest).to(tl.float32, bitcast=True), mask=place < count)
 
@@ -183,3 +191,32 @@ def _set_given(
     x = tl.load(logits + row * vocab + token).to(tl.float32)
     best, log_sum = tl.load(norms + index * 2), tl.load(norms + index * 2 + 1)
     tl.store(packed + index * width, (x - best) * _scale(wanted) - log_sum)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["width"], do_not_specialize_on_alignment=["tokens"]
+)
+def _set_rank(
+    logits: tl.tensor,
+    wanted: tl.tensor,
+    tokens: tl.tensor,
+    packed: tl.tensor,
+    width: tl.tensor,
+    vocab: tl.constexpr,
+) -> None:
+    """Count the tokens that rank before the token given for one row.
+
+    These are likelier tokens, and equally likely ones with a lower id.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + _field(wanted, _ROW) * vocab
+    token = tl.maximum(tl.load(tokens + _field(wanted, _ROW)), 0)
+    given = tl.load(row + token).to(tl.float32)
+    before = tl.zeros((_CHUNK,), tl.int32)
+    for chunk in range(0, vocab, _CHUNK):
+        column = chunk + tl.arange(0, _CHUNK)
+        inside = column < vocab
+        x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+        before += (inside & ((x > given) | ((x == given) & (column < token)))).to(tl.int32)
+    rank = 1 + tl.sum(before, 0)
+    tl.store(packed + index * width + 1, rank.to(tl.float32, bitcast=True))

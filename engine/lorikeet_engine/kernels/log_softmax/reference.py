@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.log_softmax import COUNT, ROW, SCALE, LogprobRows
+from lorikeet_engine.kernels.log_softmax import ROW, SCALE, LogprobRows
 
 _GROUP = 64  # neighbouring tokens
 
@@ -14,12 +14,11 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     best = x.amax(dim=-1, keepdim=True)
     log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
     norms = torch.cat((best, log_sum), dim=1)
-    packed = x.new_zeros((len(x), 1 + 2 * most))
+    packed = x.new_zeros((len(x), 2 + 2 * most))
     count = min(most, x.shape[-1])
     ids = _top_ids(x, count)
-    packed[:, 1 : 1 + count] = _logprobs(x.gather(1, ids), norms, wanted)
-    packed[:, 1 + most : 1 + most + count] = ids.int().view(torch.float32)
-    assert (wanted[:, COUNT] <= count).all(), "more tokens than there are"
+    packed[:, 2 : 2 + count] = _logprobs(x.gather(1, ids), norms, wanted)
+    packed[:, 2 + most : 2 + most + count] = ids.int().view(torch.float32)
     return LogprobRows(norms, packed)
 
 
@@ -30,6 +29,17 @@ def set_given(
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
     found.packed[:, :1] = _logprobs(given, found.norms, wanted)
+
+
+def set_rank(
+    found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """See kernels.log_softmax."""
+    rows = wanted[:, ROW]
+    x, chosen = logits[rows].float(), tokens[rows].clamp(min=0).unsqueeze(1)
+    given, ids = x.gather(1, chosen), torch.arange(x.shape[-1], device=x.device)
+    before = (x > given) | ((x == given) & (ids < chosen))
+    found.packed[:, 1] = (1 + before.sum(-1)).int().view(torch.float32)
 
 
 def _logprobs(x: torch.Tensor, norms: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

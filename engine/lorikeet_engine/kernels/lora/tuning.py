@@ -84,8 +84,9 @@ class ExpandConfig:
 class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
-    tokens: most tokens of a tile.
-    lora_sms: pairs of a least sum of ranks and a number of multiprocessors; see sms_for_lora.
+    tokens: maximum number of tokens of a tile.
+    lora_sms: pairs of a sum of ranks and the number of multiprocessors that LoRA gets from that sum
+        on; see sms_for_lora.
     """
 
     tokens: int

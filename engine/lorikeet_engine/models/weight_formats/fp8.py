@@ -29,7 +29,7 @@ class Fp8:
     marks: ClassVar[tuple[str, ...]] = _SCALES
 
     def block(self, cuts: Sequence[Cut]) -> tuple[int, int] | None:
-        """Return height and width of the largest blocks that divide stored blocks and kept parts.
+        """Return (height, width) of the largest block that tiles both stored blocks and kept parts.
 
         Returns None if rows have scales instead of blocks. The result is the same in all processes
         that share linears evenly.
@@ -53,7 +53,8 @@ class Fp8:
     ) -> torch.Tensor:
         """Read the scales of the kept part of a weight, in float32 and the layout of Fp8Rows.
 
-        If the matrix has a single scale, it is repeated for all rows. Raises ModelError.
+        If the matrix has a single scale, it is repeated for all rows. Raises ModelError if the
+        scales are missing or have another shape.
 
         weight: name of the weight.
         cut: the part of the weight to keep.
@@ -75,7 +76,9 @@ class Fp8:
         ]
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return an FP8 weight's exact values [d_out, d_in] in float32. Raises ModelError.
+        """Return an FP8 weight's exact values [d_out, d_in] in float32.
+
+        Raises ModelError if the weight or its scales are missing or malformed.
 
         weight: name of the weight.
         """

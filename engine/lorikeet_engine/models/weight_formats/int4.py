@@ -34,7 +34,8 @@ class Int4:
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """Return a 4-bit weight's values [d_out, d_in] in the dtype of its scales.
 
-        Raises ModelError.
+        Raises ModelError if a tensor is missing or malformed, or if the weight cannot be cut into
+        the format's groups.
 
         weight: name of the weight.
         """

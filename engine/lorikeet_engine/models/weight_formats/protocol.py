@@ -24,13 +24,13 @@ class PartReader(Protocol):
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
         """Read a tensor of floats in its stored dtype; it must have one of these shapes.
 
-        Raises ModelError.
+        Raises ModelError if it is missing or has another shape or dtype.
         """
 
     def stored_bytes(self, name: str) -> bytes:
         """Read the bytes of a small tensor, even if the checkpoint's device is meta.
 
-        Raises ModelError.
+        Raises ModelError if the tensor is missing or its dtype is not U8.
         """
 
 
@@ -46,7 +46,7 @@ class WeightFormat(Protocol):
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """Return a weight's exact values [d_out, d_in], in the dtype that the format determines.
 
-        Raises ModelError.
+        Raises ModelError if a tensor is missing or malformed.
 
         weight: name of the weight.
         parts: reader of the stored tensors.

@@ -1,8 +1,9 @@
 """The disk cache: verified blobs and packed images in a folder that several processes may share.
 
-A blob's file is named by its digest; an image's, by the digest and a fingerprint of the model that
-it was packed for. Both appear complete, by one rename. A pin is a shared lock on a file, so no
-process removes a file that another process has pinned.
+A blob is an adapter's safetensors file, and an image the adapter packed for the GPU. A blob's file
+is named by its digest; an image's, by the digest and a fingerprint of the model that it was packed
+for. Both appear complete, by one rename. A pin is a shared lock on a file, so no process removes a
+file that another process has pinned.
 """
 
 import contextlib
@@ -36,14 +37,15 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Source of blobs that are not on this machine."""
+    """Interface to the store from which blobs are fetched that are not on this machine."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
 
-        Returns the SHA-256 of the written bytes, 64 hex digits, if it was computed during the
-        download. After None, the file is read again to compute it. Called on loading threads; may
-        raise anything.
+        Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
+        is
+        returned, the file is read again to compute it. Called on loading threads; may raise
+        anything.
         """
 
 
@@ -51,8 +53,9 @@ class DiskCache:
     """Blobs and images of adapters in a folder, within a budget of bytes. Thread-safe.
 
     Beyond the budget, the least recently used files are removed. Pinned files and the file just
-    added may exceed the budget. Images with other fingerprints, which only other processes can use,
-    count towards the budget and are removed in the same order.
+    added may exceed the budget. Images with other fingerprints (packed for another model), which
+    only
+    other processes can use, count towards the budget and are removed in the same order.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class DiskCache:
         fingerprint: str,
         on_change: OnChange = ignore_change,
     ) -> None:
-        """source: source of blobs that are not in the folder.
+        """Open the cache in a folder.
 
+        source: store of blobs that are not in the folder.
         fingerprint: 16 hex digits, equal for all processes that can share images.
         on_change: called with the digest of a file that this process adds or removes.
         """
@@ -82,7 +86,7 @@ class DiskCache:
     def holds(self, digest: str) -> bool:
         """Whether the folder has an adapter's blob or image, complete and verified.
 
-        Does not call the file system. Changes by other processes are visible after `changed`.
+        Does not call the file system. Changes by other processes are seen once `changed` is called.
         """
         return any(map(self._index.holds, self._names(digest)))
 
@@ -95,10 +99,11 @@ class DiskCache:
         return self._index.changed()
 
     def trim(self) -> None:
-        """Evict files until the folder is within its budget, if other processes exceeded it.
+        """Evict files until the folder is within its budget, in case other processes exceeded it.
 
-        Files added or used in the last seconds stay. The size is that of the last call of
-        `changed`.
+        Files added or used in the last _TRIM_GRACE_S seconds stay. The folder's size is that of the
+        last
+        call of `changed`.
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
@@ -145,7 +150,7 @@ class DiskCache:
     def blob(self, digest: str) -> Path:
         """Return the file of an adapter's blob, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
         """
         return self._index.use(digest)
 
@@ -162,7 +167,7 @@ class DiskCache:
     def image(self, digest: str) -> Path:
         """Return the file of an adapter's packed image, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
         """
         return self._index.use(self.image_name(digest))
 
@@ -192,9 +197,9 @@ class DiskCache:
         self._remove_damaged(self.image_name(digest))
 
     def pin(self, digest: str) -> bool:
-        """Keep an adapter's blob or image, beginning with the next call of `apply_pins`.
+        """Protect an adapter's blob or image from eviction, from the next call of `apply_pins` on.
 
-        Returns whether one of them is locked already. Does not call the file system.
+        Returns whether one of the two files is locked already. Does not call the file system.
         """
         return self._pins.add(digest)
 
@@ -230,7 +235,8 @@ class DiskCache:
         self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
-        """Return the names of the files that would serve an adapter, the preferred one first.
+        """Return the names of the files from which an adapter can be loaded, the preferred one
+        first.
 
         Empty for an invalid digest.
         """
@@ -329,7 +335,7 @@ def is_disk_error(error: BaseException | None) -> bool:
 def memory_file() -> Iterator[Path]:
     """Yield an empty file in memory, to use instead of one on a disk; free it after the block.
 
-    Linux only. Raises OSError.
+    Linux only. Raises OSError if the file cannot be created.
     """
     descriptor = os.memfd_create("adapter")
     try:
@@ -355,8 +361,9 @@ class _PinnedFiles:
     def __init__(
         self, folder: Path, names: Callable[[str], tuple[str, ...]], index: DiskIndex
     ) -> None:
-        """names: returns the names of the files that would serve an adapter, best one first.
+        """Start without pinned adapters.
 
+        names: returns the names of the files from which an adapter can be loaded, best one first.
         index: the files in the folder.
         """
         self._folder, self._names, self._index = folder, names, index
@@ -366,7 +373,7 @@ class _PinnedFiles:
     def add(self, digest: str) -> bool:
         """Pin an adapter: the next `apply` locks one of its files.
 
-        Returns whether one is locked already.
+        Returns whether one of its files is locked already.
         """
         self._wanted.add(digest)
         held = self._held.get(digest)
@@ -377,7 +384,7 @@ class _PinnedFiles:
         self._wanted.discard(digest)
 
     def apply(self) -> None:
-        """Lock the files of pinned adapters, if the folder has any, and unlock all others."""
+        """Lock the files of pinned adapters, if the folder has any, and unlock all other files."""
         wanted = set(self._wanted)
         for digest, held in list(self._held.items()):
             # a file without a link is an image that was found damaged and removed

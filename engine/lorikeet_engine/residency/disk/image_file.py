@@ -74,7 +74,9 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image file with a valid header; the image is the file's bytes from `begin` to the end.
+    """Image file with a valid header; the image is the file's bytes from `begin` to the end.
+
+    An image is an adapter packed for the GPU.
 
     sums: checksums of the image's layers when it was packed, as text.
     """
@@ -106,7 +108,7 @@ class ImageFile:
     def read(self, out: torch.Tensor) -> LayerSums:
         """Read the image into `out`, [layout.image_elements]; return the layers' checksums.
 
-        Raises AdapterRejected if these differ from the checksums in the file.
+        Raises AdapterRejected if they differ from the checksums stored in the file.
         """
         with self.path.open("rb") as file:
             file.seek(self.begin)
@@ -124,9 +126,9 @@ def _text(numbers: Iterable[int]) -> str:
 
 
 def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
-    """Parse the ranks in an image file's metadata: the rank of each (layer, module).
+    """Parse the ranks in an image file's metadata: the rank for each (layer, module).
 
-    path: the file, for errors.
+    path: the file, named in errors.
     """
     ranks, width = text.split(), len(shape.modules)
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
@@ -137,10 +139,13 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
 def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
-    """Parse the linears that share A in an image file's metadata, as PackedLayout.shared_a.
+    """Parse, from an image file's metadata, the linears that share their A with the preceding
+    linear.
+
+    The result is that of PackedLayout.shared_a.
 
     ranks: the ranks in the same file; each sharing linear must have a preceding linear among them.
-    path: the file, for errors.
+    path: the file, named in errors.
     """
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):
@@ -174,7 +179,7 @@ class ImageWriter:
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)
 
     def close(self) -> None:
-        """Begin to write no more images."""
+        """Stop writing: images that wait in the queue are not begun."""
         self._worker.close()
 
     def _write(self, ref: AdapterRef) -> None:

@@ -1,4 +1,4 @@
-"""Packs blobs that another process of this machine is still writing to a file.
+"""Packing of blobs (adapters' safetensors files) that another process of this machine still writes.
 
 A blob can be trusted only once it is complete and verified, and its file is in the disk cache under
 its digest. Until then no load uses the image. The image is dropped when the file vanishes, when
@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Seconds in which a blob must arrive and be verified; a slower one is packed afterwards."""
+"""Seconds in which a blob must arrive and be verified; a slower one is packed only afterwards."""
 MAX_CONCURRENT = 2
 _POLL_S = 0.005
 _CLOSING_S = 2.0
@@ -52,7 +52,7 @@ class _IncomingBlob:
     file_id: device and inode of the file, once it is open.
     wanted: event, set once the file is known to be the verified blob.
     ended: event, set once packing has ended, with or without an image.
-    dropped: packing must stop, or not begin.
+    dropped: whether packing must stop, or not begin.
     image: the packed image, if packing has succeeded.
     """
 
@@ -90,8 +90,9 @@ class IncomingBlobs:
         world: int,
         on_end: Callable[[], None],
     ) -> None:
-        """max_elements: largest size of a rank's image.
+        """Start without incoming blobs.
 
+        max_elements: limit on the size of an image on one GPU.
         world: number of tensor parallel ranks that share the model.
         on_end: called on other threads when the packing of a blob has ended. Its end may free
             memory for other images.
@@ -122,6 +123,7 @@ class IncomingBlobs:
 
         Waits until packing has ended. The image is used only if it was packed from the verified
         file.
+
         find: returns the verified file with this digest. Its errors are raised.
         """
         with self._lock:

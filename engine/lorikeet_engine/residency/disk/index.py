@@ -1,4 +1,6 @@
-"""Index of a disk cache's folder. Keeps it up to date without a stat of every file each time."""
+"""Index of the files in a disk cache's folder, kept up to date without a stat of every file each
+time.
+"""
 
 import contextlib
 import logging
@@ -12,7 +14,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
-"""Name of a blob's file (its digest) or of an image's (its digest and a fingerprint)."""
+"""Pattern of file names: a digest for a blob; a digest and a fingerprint for an image."""
 
 # A change this soon after another can leave the folder's mtime as it was.
 _SETTLED_NS = 100_000_000
@@ -22,14 +24,17 @@ class DiskIndex:
     """Files in a disk cache's folder: those of the last listing, and this process's later changes.
 
     Each file's size is read once, since complete files never change. Only one thread may call
-    `changed`. Any thread may use the rest, and `holds` never blocks.
+    `changed`. Any thread may call the other methods, and `holds` never blocks.
 
     adapters: number of adapters with a usable file, at the last listing.
     bytes: size of all files, at the last listing.
     """
 
     def __init__(self, folder: Path, usable: Callable[[str], bool]) -> None:
-        """usable: returns whether this process can use a file of this name."""
+        """List the folder for the first time.
+
+        usable: returns whether this process can use a file of this name.
+        """
         self._folder, self._usable = folder, usable
         self._lock = threading.Lock()  # guards changes of _sizes
         self._sizes: dict[str, int] = {}

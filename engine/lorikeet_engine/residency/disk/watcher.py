@@ -1,7 +1,7 @@
 """Thread that locks pinned files of the disk cache, and finds changes by other processes.
 
-If other processes exceed the cache's budget, as replicas do with pushed blobs, it has files
-evicted.
+If other processes exceed the cache's budget, as replicas do with blobs that trainers push, the
+thread has files evicted.
 """
 
 import logging

@@ -30,7 +30,7 @@ _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
-    """Reason for which an image is placed on the GPU."""
+    """Reason why an image is placed on the GPU, which decides what may be evicted for it."""
 
     REQUEST = auto()  # also revokes pins if nothing else can be evicted
     PIN = auto()
@@ -46,8 +46,10 @@ class PlaceOnGpu(Protocol):
         """Copy an image to the GPU, evicting other adapters as needed.
 
         Returns False if not enough memory can be freed.
-        uses: recent uses of the adapter by other replicas that this one could serve. For prefetches
-            only.
+
+        image: the adapter packed for the GPU, in host memory.
+        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
+            could serve them.
         """
 
 
@@ -82,12 +84,12 @@ class GpuAdapter:
 
 
 class Lease:
-    """A sequence's right to use an adapter, which stays on the GPU and in its slot meanwhile.
+    """Right of a sequence to use an adapter, which stays on the GPU and in its slot meanwhile.
 
     Release the lease once done, or use it as a context manager.
 
-    rank: largest rank of the adapter.
-    head_rank: rank of the adapter's lm_head.
+    rank: largest LoRA rank of the adapter.
+    head_rank: LoRA rank of the adapter on lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
     """
@@ -103,9 +105,10 @@ class Lease:
         ended: Callable[[GpuAdapter], None],
         on_release: Callable[[], None],
     ) -> None:
-        """ended: called with the adapter when the lease is released.
+        """Start a lease of an adapter.
 
-        on_release: called after that.
+        ended: called with the adapter when the lease is released.
+        on_release: called after `ended`.
         """
         adapter.leases += 1
         self._adapter: GpuAdapter | None = adapter
@@ -144,8 +147,9 @@ class GpuAdapters:
         clock: Callable[[], float],
         on_change: OnChange = ignore_change,
     ) -> None:
-        """pool: computes the places of images in the arena.
+        """Start without adapters.
 
+        pool: computes the places of images in the arena.
         arena: the arena on the GPU.
         policy: scores adapters; the lowest score is evicted first.
         clock: returns the time in seconds.
@@ -163,7 +167,7 @@ class GpuAdapters:
 
     @property
     def available_elements(self) -> int:
-        """Elements of the arena that are free or could be evicted now."""
+        """Number of elements of the arena that are free or could be freed by evictions now."""
         now_s, pinned = self._clock(), self._reservations
         held = sum(
             adapter.layout.elements
@@ -175,7 +179,9 @@ class GpuAdapters:
     def status(self, itemsize: int) -> TierStatus:
         """Return contents, capacity and evictions of the GPU; adapters being copied there count.
 
-        Pins can get less memory as soon as a request asks for a larger adapter.
+        The memory that pins may take shrinks when a request asks for a larger adapter than any
+        before.
+
         itemsize: bytes per element.
         """
         elements = self._pool.used_elements, self._pool.elements, self._reservations.capacity
@@ -207,7 +213,7 @@ class GpuAdapters:
         return self.usable(digest) is not None
 
     def usable(self, digest: str) -> GpuAdapter | None:
-        """Return an adapter on the GPU that can be leased, else None.
+        """Return an adapter on the GPU that can be leased; None if it is not there or not usable.
 
         After a reload, a different object is returned.
         """
@@ -219,7 +225,9 @@ class GpuAdapters:
         return digest in self._adapters
 
     def rank(self, digest: str) -> int | None:
-        """Return the largest rank of an adapter on the GPU, else None."""
+        """Return an adapter's largest LoRA rank if it is on the GPU or being copied there, else
+        None.
+        """
         adapter = self._adapters.get(digest)
         return adapter.layout.max_rank if adapter is not None else None
 
@@ -228,7 +236,7 @@ class GpuAdapters:
         return self._adapters[digest].loaded_at_s
 
     def snapshot(self) -> list[GpuAdapter]:
-        """Return all adapters on the GPU."""
+        """Return all adapters on the GPU, including those being copied there."""
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
@@ -266,9 +274,10 @@ class GpuAdapters:
         """Evict as many adapters as an image of this size needs.
 
         Returns False, and evicts none, if that cannot free enough memory.
+
         for_request: a request waits for the image, so pins are revoked if it does not fit
             otherwise.
-        below: evict only adapters with a lower score.
+        below: evict only adapters with a score lower than this.
         """
         if for_request:
             self._reservations.revoke_for(elements)
@@ -293,8 +302,9 @@ class GpuAdapters:
 
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.
-        uses: recent uses of the adapter by other replicas that this one could serve. For prefetches
-            only.
+
+        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
+            could serve them.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -320,9 +330,10 @@ class GpuAdapters:
         return copy
 
     def copy_finished(self, digest: str, total: int) -> bool:
-        """Allow leases of an adapter whose copy to the GPU is complete.
+        """Allow leases of an adapter whose copy to the GPU is complete, unless the copy is damaged.
 
-        If the copy is damaged, evict the adapter instead and return False.
+        If it is damaged, evict the adapter instead and return False.
+
         total: checksum of the image as it arrived on the GPU.
         """
         adapter = self._adapters[digest]
@@ -391,10 +402,11 @@ class GpuAdapters:
             self._held.pop(adapter.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
-        """Yield adapters that may be evicted, lowest score first. Evict none while iterating.
+        """Yield adapters that may be evicted, lowest score first. Do not evict any while iterating.
 
         On other threads than the engine's, the first adapter may already be out of date.
-        below: only adapters with a lower score are yielded.
+
+        below: only adapters with a score lower than this are yielded.
         """
         now_s = self._clock()
         for score, digest in self._by_score:
@@ -405,10 +417,10 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict adapters so that an image fits without moving others, since steps wait for moves.
+        """Evict adapters so that an image fits without moving others: steps would wait for moves.
 
         layout: layout of the image.
-        below: evict only adapters with a lower score.
+        below: evict only adapters with a score lower than this.
         """
         left = _EVICT_BEFORE_MOVING * layout.elements
         while left > 0 and not self._pool.fits(layout):
@@ -419,15 +431,18 @@ class GpuAdapters:
             self._evict(adapter)
 
     def _score(self, digest: str, layout: PackedLayout, now_s: float) -> float:
-        """Return the score of an adapter that is used now, or was loaded for a use."""
+        """Return the eviction score of an adapter that is used now, or was loaded for a use."""
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
     def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """Return the score of an adapter that is prefetched, without a request on this replica.
+        """Return the eviction score of an adapter that is prefetched, without a request on this
+        replica.
 
         −∞ if the adapter was never used anywhere.
-        elsewhere: recent uses of the adapter by other replicas that this one could serve.
+
+        elsewhere: recent uses of the adapter by other replicas, as far as this replica could serve
+        them.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

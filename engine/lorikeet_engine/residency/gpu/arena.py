@@ -62,10 +62,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Command to write the place of an adapter's image into the table.
+    """Command to write the place of an adapter's image into the table of adapters.
 
     slot: the adapter's slot, which is its row in the table.
-    row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the rank.
+    row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the LoRA rank.
     """
 
     slot: int
@@ -81,9 +81,9 @@ class ReadsEnd:
 
 @dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Command to clear the table's row for a slot without an image: rank 0 everywhere.
+    """Command to clear a freed slot's row of the table: rank 0 everywhere.
 
-    Later copies begin only after the steps that may read the evicted image.
+    Later copies begin only after the steps that may still read the evicted image.
     """
 
     slot: int
@@ -107,7 +107,9 @@ class Compact:
 
 
 Command = WriteRow | ReadsEnd | ClearRow | Compact
-"""Any command. Contains no tensors, so processes with arenas of the same layout can repeat it."""
+"""Command to an arena. Contains no tensors, so processes with arenas of the same layout can repeat
+it.
+"""
 
 
 class DeviceArena:
@@ -118,7 +120,10 @@ class DeviceArena:
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device) -> None:
-        """weights: the arena and the table, as tensors on the device."""
+        """Start with an empty arena.
+
+        weights: the arena and the table, as tensors on the device.
+        """
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None
         self._copies: list[PacedCopy] = []  # paced copies with parts still to launch
@@ -151,7 +156,9 @@ class DeviceArena:
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Return views of an image's pieces in the arena, valid until the image is moved."""
+        """Return views of the arena, one for each piece of an image; valid until the image is
+        moved.
+        """
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
@@ -180,7 +187,7 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """Run the block; on the device, its work follows earlier copies and precedes later ones."""
+        """Run the block; its work on the device follows earlier copies and precedes later ones."""
         if self._copying is None:
             yield
             return

@@ -1,8 +1,8 @@
 """Copies of images from the host to the arena, and the thread that waits for them.
 
-A large image is copied in parts. At once, 1.7 GB would occupy the bus for 35 ms, and uploads of the
-steps would wait for that. So parts in flight occupy the bus for no more than a third of a
-millisecond, and the waiting thread launches the next part whenever one is complete.
+A large image is copied in parts. In a single part, 1.7 GB would occupy the PCIe bus for 35 ms, and
+uploads of the steps would wait for that. So parts in flight occupy the bus for no more than a third
+of a millisecond, and the waiting thread launches the next part whenever one is complete.
 """
 
 import threading
@@ -33,10 +33,12 @@ class CopyTotal(Protocol):
 
 
 class CopyEvent(Protocol):
-    """Completion of a copy. Implemented by PacedCopy."""
+    """Event of a copy's completion. Implemented by PacedCopy."""
 
     def synchronize(self) -> None:
-        """Sleep until the copy is complete. One thread must call this, or it is never completed."""
+        """Sleep until the copy is complete. Some thread must call this, or the copy is never
+        completed.
+        """
         ...
 
 
@@ -64,8 +66,9 @@ class PacedCopy:
         blocks: Sequence[torch.Tensor],
         sources: Iterable[torch.Tensor],
     ) -> None:
-        """stream: stream on which to copy.
+        """Prepare the copy, without launching any part.
 
+        stream: stream on which to copy.
         blocks: destinations in the arena, on the device.
         sources: memory to copy from, one for each block and of the same length; page-locked.
         """
@@ -106,7 +109,7 @@ class PacedCopy:
         return self._total.wait()
 
     def _launch(self, most: int) -> None:
-        """Launch parts of the copy until `most` are in flight."""
+        """Launch parts of the copy until `most` parts are in flight."""
         if self.launched:
             return
         with torch.cuda.stream(self._stream):
@@ -148,7 +151,7 @@ class FinishedCopy(NamedTuple):
 
 
 class ImageCopies:
-    """The copies to the GPU in flight. For the engine's thread only, except `elements`.
+    """Copies to the GPU in flight. For the engine's thread only, except `elements`.
 
     wake: called when a copy is complete.
     """

@@ -19,9 +19,10 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its GPU, and report the end and checksum.
+    """Command to copy a rank's image from the host to its GPU, and to report its end and its
+    checksum.
 
-    copy: number of the copy.
+    copy: number that identifies the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks
         follow.
     elements: size of each rank's image.
@@ -86,9 +87,11 @@ class FollowingArena(DeviceArena):
     def __init__(
         self, weights: LoraWeights, device: torch.device, host: torch.Tensor, rank: int
     ) -> None:
-        """weights: the arena and the table, as tensors on the device.
+        """Start with an empty arena on this rank's GPU.
 
+        weights: the arena and the table, as tensors on the device.
         host: the host arena, mapped into this process.
+        rank: this process's tensor parallel rank.
         """
         super().__init__(weights, device)
         self._host, self._rank = host, rank

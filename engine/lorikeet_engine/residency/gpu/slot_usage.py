@@ -11,7 +11,7 @@ from lorikeet_engine.telemetry.status import SlotUse
 
 
 class SlotUser(NamedTuple):
-    """A tenant together with an adapter that its requests use."""
+    """Tenant together with an adapter that its requests use."""
 
     tenant: str
     ref: AdapterRef
@@ -22,7 +22,7 @@ class _Leased:
     """Leases of one adapter, by the tenants that hold them.
 
     since_s: time up to which leased time is credited already.
-    leases: number of leases of each user.
+    leases: number of leases that each user holds.
     """
 
     since_s: float

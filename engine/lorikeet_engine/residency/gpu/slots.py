@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image's layout and its place in the device's arena."""
+    """Image's layout, and its place in the device's arena."""
 
     layout: PackedLayout
     pieces: tuple[Piece, ...]
@@ -45,7 +45,8 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """A fixed number of GPU slots for images of any size. Compacts when holes are too small.
+    """Fixed number of GPU slots for images of any size. Moves images when free blocks are too
+    small.
 
     Computes places only; a DeviceArena runs the resulting commands. For the engine's thread only,
     except `placed`.
@@ -115,8 +116,7 @@ class SlotPool:
     def _split(self, layout: PackedLayout) -> list[int]:
         """Split an image between layers so that its pieces fit into the largest holes.
 
-        Returns the element of the image at which each piece ends; [] if the image cannot be split
-        so.
+        Returns the element of the image at which each piece ends; [] if no such split fits.
         """
         layers, begin, ends = layout.layers, 0, list[int]()
         for hole in self._blocks.holes():

@@ -1,4 +1,4 @@
-"""Versions that pins select, and the bytes that they take of a tenant's pin budget."""
+"""Versions that pins select, and their bytes, which count against the tenant's pin budget."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
 
 
 def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
-    """Raise Conflict if a pin takes its tenant's pins beyond the budget.
+    """Raise Conflict if a pin takes its tenant's pinned bytes beyond the tenant's pin budget.
 
     A change that does not add pinned bytes is always allowed. Raises UnknownTenant too.
     now: Unix seconds.

@@ -21,7 +21,10 @@ MARKS = "collecting/"
 MARK_LASTS_S = 300.0
 DELETE_WITHIN_S = 60.0
 NEW_S = 12 * 3600.0
-"""Age below which an object needs no touch; its writer names it within the same time again."""
+"""Age in seconds up to which an object is safe without a touch.
+
+Its writer must name it within another NEW_S, before garbage collection may delete it.
+"""
 
 _WAIT_S = 30.0
 _POLL_S = 0.5

@@ -21,7 +21,10 @@ _KEY_RULE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Entry of a store's listing. modified: as `ObjectStore.modified` returns."""
+    """Entry of a store's listing.
+
+    modified: time of the last write or touch, Unix seconds by the store's clock.
+    """
 
     key: str
     size_bytes: int
@@ -30,7 +33,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """Upload whose parts are neither joined nor deleted. begun: Unix seconds."""
+    """Multipart upload whose parts are neither joined nor deleted. begun: Unix seconds."""
 
     key: str
     token: str
@@ -94,10 +97,9 @@ class PartStore(Protocol):
 class ObjectStore(Protocol):
     """Objects under keys such as log/000000000001.json; writes are atomic.
 
-    A key must not be the folder of another key (a and a/b).
-    Every method may be called from many threads and processes at once, and raises StoreError,
-    which names the remedy, when the store fails. Reads are consistent: a read sees every write
-    that ended before the read began.
+    A key must not be the folder of another key (a and a/b). Every method may be called from many
+    threads and processes at once. If the store fails it raises StoreError, whose message says what
+    to do. Reads are consistent: a read sees every write that ended before the read began.
     """
 
     @property
@@ -183,7 +185,7 @@ def open_store(url: str) -> ObjectStore:
 def in_parallel(call: Callable[[A], R], arguments: Collection[A], at_once: int = 16) -> list[R]:
     """Call a function with each argument, on threads, and return the results in order.
 
-    at_once: threads at most. A single argument takes no thread.
+    at_once: maximum number of threads. A single argument takes no thread.
     """
     if len(arguments) <= 1:
         return list(map(call, arguments))

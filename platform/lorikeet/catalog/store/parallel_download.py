@@ -14,7 +14,7 @@ from pathlib import Path
 
 _MIB = 2**20
 RANGE_BYTES = 8 * _MIB
-"""Bytes of one request. Latency dominates shorter ones; longer ones let the hash fall behind."""
+"""Bytes per request. In shorter ones latency dominates; with longer ones hashing falls behind."""
 
 CONNECTIONS = 15
 """Parallel connections: one reaches 85-90 MB/s on S3, and 15 fill 10 Gb/s."""
@@ -76,7 +76,7 @@ class _Progress:
             self._changed.notify()
 
     def wait_beyond(self, at: int) -> int:
-        """Wait until more than `at` bytes are written without a gap; return a number that are.
+        """Wait until more than `at` bytes are written without a gap; return a larger written end.
 
         Raises the error of a range that failed.
         """

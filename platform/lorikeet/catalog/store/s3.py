@@ -82,7 +82,7 @@ _CONFIG = Config(
     response_checksum_validation="when_required",
 )
 _LONG_TIMEOUT = Config(read_timeout=12)
-"""Configuration for copies, joins and uploads, which S3 answers only once they are done.
+"""Configuration for copies, joins and uploads, which S3 answers only when they are complete.
 
 The timeout exceeds _RETRY_WINDOW_S, so these calls are tried once.
 """
@@ -248,7 +248,10 @@ class S3Store:
                 attempt += 1
 
     def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
-        """Request a range by the presigned URL; if that fails, by boto3, which explains why."""
+        """Request a range by the presigned URL; if that fails, by boto3, which explains why.
+
+        wanted: value of the Range header.
+        """
         request = AWSRequest("GET", url, headers={"Range": wanted}, stream_output=True)
         http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # has proxies, TLS
         with suppress(HTTPClientError, HTTPConnectionError):
@@ -343,7 +346,7 @@ class S3Parts:
         return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
-        """Copy in one request; leave an object above 5 GiB, its limit, to `put_file`."""
+        """Copy in one request, as S3 allows up to 5 GiB; leave a larger object to `put_file`."""
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):
@@ -387,7 +390,7 @@ def _is_conflict(error: ClientError) -> bool:
 
 
 def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
-    """Translate S3's answer about a key into an error that names the remedy.
+    """Translate S3's answer about a key into an error that says what to do.
 
     url: the store's URL.
     """

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.adapters.pickled import PICKLE, read_pickle
+from lorikeet.cli.adapters.pickled import read_pickle
 from lorikeet.cli.output import AsJson, print_answer
 from lorikeet_engine.adapter_format import (
     BaseShape,
@@ -21,8 +21,8 @@ Source = Annotated[
         metavar="FOLDER",
         exists=True,
         file_okay=False,
-        help=f"A folder with {PICKLE}, or with TensorRT-LLM's model.lora_weights.npy and "
-        "model.lora_config.npy.",
+        help="A folder with adapter_model.bin or pytorch_model.bin, or with TensorRT-LLM's "
+        "model.lora_weights.npy and model.lora_config.npy.",
         show_default=False,
     ),
 ]

@@ -1,49 +1,95 @@
-"""Reader of adapter_model.bin, the pickle in which PEFT saved weights until 2023.
+"""Reader of adapters in pickles: PEFT's adapter_model.bin of 2023, or trainers' pytorch_model.bin.
 
 Opening a pickle can run code. torch's weights_only reads tensors and plain containers, and refuses
 the rest. No other module opens an adapter's pickle, and this one runs offline, on the machine of
 the admin who has the file.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lorikeet.errors import InvalidInput, LorikeetError
-from lorikeet_engine.adapter_format import CONFIG_FILE, WEIGHTS_FILE, Tensor
+from lorikeet_engine.adapter_format import CONFIG_FILE, WEIGHTS_FILE, Tensor, pickled_weights
 from lorikeet_engine.adapter_format.header import parse_json_object
 
-PICKLE = "adapter_model.bin"
+_OF_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+"""Parts of the names of an adapter's tensors in a state dict of the whole model."""
 
 
 def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read PEFT's tensors by name, and its config. Raises LorikeetError, AdapterRejected."""
-    if not (folder / PICKLE).is_file():
-        there = (folder / WEIGHTS_FILE).is_file()
+    """Read PEFT's tensors by name, and its config, from a folder with pickled weights.
+
+    A state dict of the whole model, as DeepSpeed's zero_to_fp32.py writes it, is reduced to the
+    adapter's tensors. Raises LorikeetError, AdapterRejected.
+    """
+    if (folder / WEIGHTS_FILE).is_file():
+        raise InvalidInput(f"{folder} has {WEIGHTS_FILE} already: register it as it is")
+    files = pickled_weights([path.name for path in folder.iterdir()])
+    if not files:
         raise InvalidInput(
-            f"{folder} has {WEIGHTS_FILE} already: register it as it is"
-            if there
-            else f"{folder} has neither {PICKLE} nor TensorRT-LLM's two tensors"
+            f"{folder} has neither an adapter_model.bin or pytorch_model.bin nor TensorRT-LLM's "
+            "two tensors"
         )
+    _check_shards(folder, files)
     if not (folder / CONFIG_FILE).is_file():
-        raise InvalidInput(f"{folder} has no {CONFIG_FILE}, which {PICKLE} needs beside it")
+        raise InvalidInput(f"{folder} has no {CONFIG_FILE}, which {files[0]} needs beside it")
+    config = parse_json_object((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = _opened(folder / file)
+        if file.startswith("pytorch_model"):
+            found = _of_adapter(found, config)
+        for name in sorted(found, key=str):
+            if str(name) in tensors:
+                raise InvalidInput(f"{file}: {name!r} is in another shard, too")
+            tensors[str(name)] = _tensor(file, name, found[name])
+    return tensors, config
+
+
+def _check_shards(folder: Path, files: list[str]) -> None:
+    """Raise InvalidInput if one of several shards of a pickle is missing.
+
+    files: pytorch_model-00001-of-00002.bin and so on; or one file.
+    """
+    stem, _, ending = files[0].rpartition("-of-")
+    if not stem:
+        return
+    count = int(ending.partition(".")[0])
+    for number in range(1, count + 1):
+        want = f"{stem[:-5]}{number:05}-of-{ending}"
+        if want not in files:
+            raise InvalidInput(f"{folder} has no {want}, a shard of the weights in {files[0]}")
+
+
+def _opened(path: Path) -> dict[Any, Any]:
+    """Read a pickle that is a table of tensors. Raises LorikeetError."""
     try:
         import torch
     except ImportError as error:
-        raise LorikeetError(f"reading {PICKLE} needs torch: pip install torch") from error
+        raise LorikeetError(f"reading {path.name} needs torch: pip install torch") from error
     try:
-        found = torch.load(folder / PICKLE, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling documents no exceptions
         raise InvalidInput(
-            f"{PICKLE} is damaged, or holds more than tensors, and is not opened"
+            f"{path.name} is damaged, or holds more than tensors, and is not opened"
             f" ({type(error).__name__})"
         ) from error
     if not isinstance(found, dict) or not all(torch.is_tensor(v) for v in found.values()):
-        raise InvalidInput(f"{PICKLE} is not a table of tensors by name")
-    config = parse_json_object((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE)
-    return {str(name): _tensor(name, found[name]) for name in sorted(found, key=str)}, config
+        raise InvalidInput(f"{path.name} is not a table of tensors by name")
+    return found
 
 
-def _tensor(name: Any, value: Any) -> Tensor:
+def _of_adapter(found: Mapping[Any, Any], config: Mapping[str, Any]) -> dict[Any, Any]:
+    """Leave out the frozen base model's tensors of a whole model's state dict, as PEFT does.
+
+    Biases stay if the config says that they were trained.
+    """
+    parts = (*_OF_ADAPTERS, *([".bias"] if config.get("bias", "none") != "none" else ()))
+    return {name: value for name, value in found.items() if any(p in str(name) for p in parts)}
+
+
+def _tensor(file: str, name: Any, value: Any) -> Tensor:
     import torch
 
     dtypes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -55,7 +101,7 @@ def _tensor(name: Any, value: Any) -> Tensor:
     value = value.to(in_blobs.get(value.dtype, value.dtype))
     if value.dtype not in dtypes or value.layout is not torch.strided:
         want = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidInput(f"{PICKLE}: {name!r} is no tensor of {want}")
+        raise InvalidInput(f"{file}: {name!r} is no tensor of {want}")
     plain = value.detach().contiguous()
     if value.dtype is torch.bfloat16:  # numpy has no bfloat16, and only the bytes matter
         plain = plain.view(torch.int16)

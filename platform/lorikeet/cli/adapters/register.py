@@ -97,7 +97,12 @@ def _send(
     *,
     quiet: bool,
 ) -> tuple[str, str | None]:
-    """Pack a source into one file and upload it; return its digest, and its chat template's."""
+    """Pack a source into one file and upload it.
+
+    Returns the SHA-256 of the file, and that of the adapter's chat template or None.
+
+    about: tenant and base model, which the server checks before any byte is sent.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
@@ -109,7 +114,7 @@ def _send(
 def _pack(folder: Path, blob: Path) -> str:
     """Pack an adapter's folder into one file; return the file's digest."""
     try:
-        return write_blob(folder, blob)
+        return write_blob(folder, blob, print_warning)
     except OSError as error:
         raise LorikeetError(
             f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "

@@ -227,7 +227,10 @@ class _BlobUpload:
     def _send_to_store(
         self, url: str, number: int, chunks: Iterator[bytes], headers: Mapping[str, str]
     ) -> None:
-        """Send a part to the store. Raises ServerUnavailable: new addresses may still work."""
+        """Send a part to the store by its presigned URL.
+
+        Raises ServerUnavailable: a later attempt with new URLs may still work.
+        """
         try:
             answer = httpx.put(url, content=chunks, headers=headers, timeout=_TIMEOUT)
             answer.raise_for_status()
@@ -251,7 +254,7 @@ class _BlobUpload:
 
 
 class _Stopped(Exception):
-    """Sending a part was stopped, by Ctrl-C or the failure of another part."""
+    """Raised when sending a part is stopped, by Ctrl-C or the failure of another part."""
 
 
 def _is_transient(error: BaseException) -> bool:

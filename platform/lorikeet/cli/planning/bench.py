@@ -40,11 +40,11 @@ _QUANTILES = [column for at in _SHARES for column in (f"#{at} alone", "#shared",
 
 
 class _Metric(NamedTuple):
-    """Compared metric.
+    """Metric of the comparison: a time that is measured for each request or token.
 
     name: name in JSON.
     title: name in tables.
-    times_s: values in a run's measurements.
+    times_s: returns the metric's values from a run's measurements.
     """
 
     name: str
@@ -196,7 +196,11 @@ def _read_keys(file: Path) -> dict[str, str]:
 
 
 def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -> dict[str, float]:
-    """Return the requests per second of each tenant. Raises typer.BadParameter."""
+    """Return the requests per second of each tenant. Raises typer.BadParameter.
+
+    given: parsed --rate options; tenant None: a rate for all tenants.
+    keys: API key by tenant.
+    """
     rates = {None: 1.0} | dict(given)
     for tenant in rates.keys() - keys.keys() - {None}:
         raise typer.BadParameter(f"--rate {tenant}=…: --keys has no {tenant}")
@@ -245,7 +249,10 @@ def _counts(row: TenantComparison) -> list[Any]:
 
 
 def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
-    """Yield the tenants and metrics whose p99 grew by more than `most`, or was not measured."""
+    """Yield the tenants and metrics whose p99 grew by more than `most`, or was not measured.
+
+    most: allowed growth, as a fraction.
+    """
     for row in rows:
         for metric in _METRICS:
             figure = _figure(row, metric, _SHARES["p99"])

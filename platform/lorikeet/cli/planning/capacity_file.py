@@ -119,7 +119,7 @@ class _CapacityFile(BaseModel):
 
 
 def read_needs(path: Path) -> CapacityNeeds:
-    """Read and check a file. Raises InvalidInput."""
+    """Read and check an input file of `lorikeet capacity`. Raises InvalidInput."""
     try:
         text = path.read_text()
         given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -129,9 +129,9 @@ def read_needs(path: Path) -> CapacityNeeds:
 
 
 def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
-    """Check a file's content. Raises InvalidInput.
+    """Check the content of an input file of `lorikeet capacity`. Raises InvalidInput.
 
-    where: the source to name in errors.
+    where: name of the file in errors.
     """
     try:
         asked = _CapacityFile.model_validate(given)

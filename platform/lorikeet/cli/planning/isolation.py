@@ -47,10 +47,10 @@ class LoadRun:
 
 @dataclass(slots=True)
 class RunMeasurements:
-    """Measurements of one tenant in one run, in seconds.
+    """Measurements of one tenant in one run.
 
-    first_s: from the due time of a request to its first token.
-    between_s: between tokens of an answer.
+    first_s: seconds from the due time of each request to its first token.
+    between_s: seconds between tokens of an answer.
     errors: kind of error → count.
     late_s: largest delay from due time to sending.
     """
@@ -142,8 +142,9 @@ async def _send_all(
 ) -> None:
     """Send requests in an open loop: at their due times, whether or not earlier ones are answered.
 
-    Both kinds of run have equal arrival times and different prompts, so none is in the prefix
-    cache.
+    Runs alone and runs together have equal arrival times and different prompts, so no prompt is in
+    the prefix cache.
+    kind: alone or shared; part of the seed of the prompts.
     """
     words = random.Random(f"{run.seed} {tenant.name} {kind}")
     dice = np.random.default_rng(list(f"{run.seed} {tenant.name}".encode()))
@@ -233,7 +234,10 @@ def _prompt(dice: random.Random) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the least value that at least `share` of all values do not exceed; None if empty."""
+    """Return a quantile: the smallest value that at least `share` of all values do not exceed.
+
+    share: fraction, such as 0.99. Returns None without values.
+    """
     if not values:
         return None
     return float(np.quantile(values, share, method="inverted_cdf"))

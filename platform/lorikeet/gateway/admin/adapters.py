@@ -25,16 +25,16 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
 
 MOST_LISTED = 1000
-"""Most adapters in one response."""
+"""Maximum number of adapters in one response."""
 
 Version = Annotated[int, Field(ge=1)]
 
 
 class Promote(Body):
-    """Request to point an alias to a version, or to give the version a share of the alias's
+    """Request to point an alias to a version, or to send that version a part of the alias's
     requests.
 
-    expect: version that the alias must point to now; else the request is refused.
+    expect: version that the alias must point to now; else the request is refused. None: any.
     share: fraction of the alias's requests that go to the version; None: all.
     """
 
@@ -51,7 +51,10 @@ class Rollback(Body):
 
 
 class Retire(Body):
-    """Request to end the use of one version, or of the whole adapter if version is None."""
+    """Request to retire one version, or the whole adapter if version is None.
+
+    Requests can no longer use a retired version. Its blob is not deleted.
+    """
 
     version: Version | None = None
 
@@ -105,7 +108,7 @@ class AdapterEndpoints:
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 
     def promote(self, tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> Json:
-        """Point an alias to a version, or give the version a share of the alias's requests."""
+        """Point an alias to a version, or send that version a fraction of the alias's requests."""
         version, alias, expect = wanted.version, wanted.alias, wanted.expect
         if wanted.share is None:
             record = self._catalog.promote(tenant, name, version, alias, expect, actor=actor)
@@ -121,7 +124,7 @@ class AdapterEndpoints:
         return version_json(record, record.versions[record.aliases[wanted.alias] - 1])
 
     def retire(self, tenant: str, name: str, wanted: RetireBody, actor: Actor) -> Json:
-        """End the use of one version, or of the whole adapter."""
+        """Retire one version, or the whole adapter: requests can no longer use it."""
         return adapter_json(self._catalog.retire(tenant, name, wanted.version, actor=actor))
 
 

@@ -1,4 +1,4 @@
-"""Validation of uploaded blobs, and detection of their base model."""
+"""Validation of uploaded adapter files (blobs), and detection of their base model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ MAX_RANK = "LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --ra
 MAX_BYTES = (
     "LORIKEET_MAX_ADAPTER_BYTES, or the tenant's own: `lorikeet tenants limit --adapter-bytes`"
 )
-"""Places where the limit of an adapter's size is set, quoted in the error for a larger adapter."""
+"""Settings that limit an adapter's size, quoted in the error for a larger adapter."""
 _MEMORY = "LORIKEET_ADAPTER_GPU_MEMORY, LORIKEET_ADAPTER_HOST_MEMORY"
 
 
@@ -41,12 +41,13 @@ def validate_blob(
     """Check everything that could make an adapter fail later; return facts about its blob. Blocks.
 
     base_model: base model that the admin names; None: the one that the blob names.
-    limits: the service's limits of an adapter, lowered to the tenant's.
-    memory: memory in which the engines keep adapters.
+    limits: limits on the adapter's rank and size, the stricter of the service's and the
+        tenant's.
+    memory: GPU and host memory for adapters in the engines, which the adapter has to fit.
     digest: SHA-256 of the blob, if computed during the upload; None: compute it.
     scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
-    Raises InvalidAdapter that names the tensor, module or config key at fault.
+    Raises InvalidAdapter, which names the tensor, module or config key at fault.
     """
     try:
         name = (

@@ -24,15 +24,17 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
-"""Seconds for which one collected document serves all requests, so that ten open pages cost as much
-as one.
+"""Seconds for which one collected JSON document answers all requests, so that ten open pages cost
+as much as one.
 """
 PINS_FRESH_S = 3.0
-"""Seconds between reads of the pins' states. A read costs replicas more than their other data, and
-states change only when the controller examines the pins.
+"""Seconds between reads of the pins' states. For replicas such a read costs more than the page's
+other data, and states change only when the controller examines the pins.
 """
 MOST_ROWS = 50
-"""Most rows of waiting requests, and most rows of pins. Sums include the rows that are left out."""
+"""Maximum number of rows of waiting requests, and of rows of pins. Sums include the rows that are
+left out.
+"""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
 _DIGEST = 16  # digits sent of a digest: enough to tell adapters apart; digits compress badly
@@ -52,22 +54,23 @@ class _Packed(NamedTuple):
 def fleet_routes(fleet: "FleetView") -> APIRouter:
     """Return the route GET /fleet: replicas with their arenas, traffic, waiting requests, pins.
 
-    The response's size is bounded for any number of adapters: adapters outside a GPU's arena are
-    only counted, and each name is sent once and referred to by its index. Members of the JSON:
+    The response's size is bounded for any number of adapters: adapters outside a GPU's arena (its
+    memory for adapters) are only counted, and each name is sent once and referred to by its index.
+    Members of the JSON:
 
     tenants: names of tenants.
     adapters: [index of the tenant, name, version, rank, first digits of the digest].
-    replicas[].blocks: adapters in the arena of the replica's GPU: [index of the adapter, leases,
-    marks,
-        offset, bytes, offset, bytes, …], an offset and bytes for each piece of the adapter; marks:
-        1 pinned, 2 arriving, or their sum.
+    replicas[].blocks: adapters in the arena of the replica's GPU: [index of the adapter, number
+        of leases (running sequences that use it), marks, offset, bytes, offset, bytes, …], an
+        offset and bytes for each piece of the adapter; marks: 1 pinned, 2 arriving, or their
+        sum.
     replicas[].gpu, host, disk: number of adapters in that tier, used_bytes, total_bytes.
     lines: time series of request_log/recent_traffic.py, one value per second up to `now`.
     waiting: waiting requests, a row for each tenant and adapter, longest wait first.
-    pins: number of pins in each state, and a row for each pin that is not yet fulfilled; null while
-    the
-        catalog does not answer.
-    gateways.silent: number of gateways that did not answer in time; null if none could be asked.
+    pins: number of pins in each state, and a row for each pin that is not yet fulfilled; null
+        while the catalog does not answer.
+    gateways.silent: number of gateways that did not answer in time; null if none could be
+        asked.
     """
     router = APIRouter()
 
@@ -118,10 +121,11 @@ class FleetView:
         return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
     async def _pin_statuses(self) -> Json | None:
-        """Return the pins' states as last read, and read them anew if older than PINS_FRESH_S.
+        """Return the pins' states as last read, and begin a new read if they are older than
+        PINS_FRESH_S.
 
-        If there are none to return, wait for the read, at most _PINS_WAIT_S seconds. None: no read
-        has succeeded yet, or the last one failed.
+        If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
+            read has succeeded yet, or the last one failed.
         """
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):

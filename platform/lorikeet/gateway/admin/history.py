@@ -1,4 +1,4 @@
-"""Admin routes of the catalog's log, of restoring retired adapters and of snapshots.
+"""Admin routes of the catalog's past: list its log, restore retired adapters, write snapshots.
 
 Also defines Moment, the parameter with which other routes show the catalog's past.
 """
@@ -36,9 +36,9 @@ class Restore(Body):
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """Moment at which to show the catalog. Without `seq` and `time`: now.
+    """Moment in the catalog's history to show. Without `seq` and `time`: now.
 
-    seq: right after the log entry with this number.
+    seq: number of a log entry; the moment is right after that entry.
     time: Unix seconds.
     """
 
@@ -51,10 +51,9 @@ class AsOf:
         catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
-        """Return question(state), with the state that the catalog had at this moment, from a
-        thread.
+        """Return question(state), with the catalog's state at this moment; call it in a thread.
 
-        Raises InvalidInput, StoreError.
+        Raises InvalidInput if there is no state of this moment, StoreError if the store fails.
         """
         if self.seq is None and self.time is None:
             return await catalog_view.ask_in_thread(question)

@@ -1,4 +1,4 @@
-"""Admin routes of keys: create admins' keys; list, limit, rotate and revoke all keys."""
+"""Admin routes of API keys: create admins' keys; list, limit, rotate and revoke all keys."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class AdminKey(NewKeyBody):
-    """Request to create an admin's key, which administers and cannot infer."""
+    """Request to create an admin's key, which can call admin routes but not generate."""
 
     scopes: list[Literal["admin", "read-only"]] = Field(
         [Scope.ADMIN.value], min_length=1, max_length=1

@@ -1,4 +1,4 @@
-"""Request bodies with the limits of a tenant or a key. Absent limits stay unchanged."""
+"""Request bodies that set limits of a tenant or a key. Limits left out stay unchanged."""
 
 import time
 from typing import Annotated, Any, ClassVar
@@ -18,8 +18,9 @@ _NEVER_NONE = {"burst_s", "weight", "priority"}
 
 
 class LimitsBody(Body):
-    """Limits to set, as defined in catalog/records.py. An absent limit stays unchanged; null
-    removes it.
+    """Limits to set, as defined in catalog/records.py.
+
+    A limit that is left out stays unchanged; null removes it.
 
     named: names of the fields that are limits.
     """
@@ -73,8 +74,8 @@ class NewKeyBody(KeyLimitsBody):
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the key's limits, name and expiry (Unix seconds) as far as the request sets
-        them.
+        """Return the key's limits, name and expiry (Unix seconds), but only those that the request
+        sets.
         """
         own: dict[str, Any] = {"name": self.name} if self.name else {}
         if self.expires_s is not None:

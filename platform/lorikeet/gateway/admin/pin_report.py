@@ -1,4 +1,8 @@
-"""Status of pins, and dry runs of new pins, planned as the controller plans them."""
+"""Status of pins (orders to keep an adapter on disk, in host memory or on the GPU), and dry runs of
+new pins.
+
+Both are planned as the controller plans them.
+"""
 
 import asyncio
 import time
@@ -18,7 +22,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 
 
 class PinReporter:
-    """Reporter of pins' statuses and of dry runs, from the catalog and the replicas' reports.
+    """Reporter of pins' statuses and of dry runs, based on the catalog and the replicas' reports.
 
     Plans are computed in threads.
     """
@@ -32,9 +36,11 @@ class PinReporter:
         self._resolver = PinResolver()
 
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
-        """Return the status of every pin in force, on the replicas that answer. Raises StoreError.
+        """Return the status of every pin in force, on the replicas that answer.
 
         reports: the replicas' reports; None: ask the replicas for them.
+
+        Raises StoreError if the catalog cannot be read.
         """
         if reports is None:
             reports = await self._engines.reports()

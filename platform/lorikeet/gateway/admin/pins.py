@@ -1,4 +1,6 @@
-"""Admin routes of pins: list, set, dry-run, remove."""
+"""Admin routes of pins (orders to keep an adapter on disk, in host memory or on the GPU): list,
+set, dry-run, remove.
+"""
 
 import asyncio
 import time

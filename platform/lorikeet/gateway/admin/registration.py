@@ -42,7 +42,7 @@ class RegistrationRequest:
 
 
 class RegisteredVersion(NamedTuple):
-    """Version of an adapter, as JSON, that a registration made or found.
+    """Version of an adapter, as JSON, that a registration created or found to exist.
 
     is_new: whether the adapter had no version with this blob before.
     """
@@ -52,7 +52,7 @@ class RegisteredVersion(NamedTuple):
 
 
 class Registration:
-    """Validation of uploaded blobs, and their recording as versions in the catalog.
+    """Validator of uploaded blobs, which also records them as versions in the catalog.
 
     Blocking work runs in a few threads reserved for it. Many concurrent uploads thus delay each
     other, but not the catalog view, through which gateways learn of revoked keys.
@@ -63,19 +63,19 @@ class Registration:
         self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
         self.downloads = asyncio.Semaphore(_WORKERS)
-        """Limit of whole blobs, downloaded from the store, that are on this machine's disk at
+        """Maximum number of blobs downloaded from the store that are on this machine's disk at
         once.
         """
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Call work(*arguments), which may block, in a thread of the registration; return its
-        result.
+        """Return work(*arguments), called in one of the threads reserved for registrations, as it
+        may block.
         """
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
     async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
-        """Check a registration before its blob arrives; return the limits that the blob must keep
-        to.
+        """Check a registration before its blob arrives; return the limits on the blob's rank and
+        size.
 
         tenant: owner of the adapter; None: not yet known, so the service's limits are returned.
         base_model: base model that the request names; None: the blob will name it.
@@ -102,7 +102,7 @@ class Registration:
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
         If the blob contains copies of the base model's matrices, a replica compares them with its
-        own. Raises InvalidAdapter, and Unavailable if no replica can compare.
+        own. Raises InvalidAdapter if a check fails, and Unavailable if no replica can compare.
         """
         facts = await self.run(
             validate_blob,
@@ -140,8 +140,9 @@ class Registration:
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
-        """Return the AdapterRef that a blob will have as a version, if no other is registered
-        before it.
+        """Return the AdapterRef that a blob will have as the adapter's next version.
+
+        The number is right unless another version is registered first.
         """
 
         def find(state: CatalogState) -> AdapterRef:
@@ -170,7 +171,8 @@ class Registration:
             )
 
     async def limits(self, tenant: str) -> AdapterLimits:
-        """Return the limits of a tenant's blobs: the service's, lowered to the tenant's own.
+        """Return the limits on the rank and size of a tenant's blobs, the stricter of the service's
+        and the tenant's.
 
         Raises UnknownTenant.
         """

@@ -33,7 +33,11 @@ _KEY_LIMITS = LimitOptions.__annotations__
 
 
 def list_response(rows: Iterable[Json], **more: Any) -> Response:
-    """Return {"data": rows, …}. Call it in the thread that made the rows, as lists are long."""
+    """Return {"data": rows, …} as a JSON response. Long lists take long: call it in the thread that
+    made the rows.
+
+    more: further members of the JSON.
+    """
     return Response(json.dumps({"data": list(rows), **more}), media_type="application/json")
 
 
@@ -60,8 +64,8 @@ def described_version_json(
 ) -> Json:
     """Return one version of an adapter as JSON, with the served base model's quantization.
 
-    base_warning: how the served weights differ from those that the version was trained on; null: no
-        known difference.
+    Member base_warning: how the served weights differ from those that the version was trained
+        on; null: no known difference.
     """
     served = base_models.get(version.base_model)  # None if no longer served
     quantization = served.quantization if served else None
@@ -89,8 +93,8 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 def pin_json(pin: PinRecord) -> Json:
     """Return a pin as JSON.
 
-    adapter: null for a pin of a whole tenant.
-    expires: Unix seconds; null: never.
+    Member adapter: null for a pin of a whole tenant.
+    Member expires: Unix seconds; null: never.
     """
     return {
         "tenant": pin.tenant,
@@ -109,7 +113,7 @@ def pin_json(pin: PinRecord) -> Json:
 def pin_status_json(found: PinStatus) -> Json:
     """Return a pin and its state as JSON.
 
-    image_bytes: bytes of all the pin's adapters on one replica.
+    Member image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
     """
     return {
         **pin_json(found.pin),
@@ -158,9 +162,9 @@ def tenant_json(tenant: TenantRecord) -> Json:
 
 
 def key_json(key: KeyRecord) -> Json:
-    """Return a key as JSON, without its secret and hash.
+    """Return an API key's record as JSON, without its secret and hash.
 
-    expires: Unix seconds; null: never.
+    Member expires: Unix seconds; null: never.
     """
     return {
         "id": key.id,

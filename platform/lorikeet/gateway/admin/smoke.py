@@ -106,8 +106,10 @@ def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
     """Return the result of a smoke test as JSON: the adapter's answers compared with the base
     model's.
 
-    equal_share: fraction of equal tokens, by position, up to the length of the longer answer.
-    first_difference: first position, from 0, at which any two answers differ; null if none do.
+    Member equal_share: fraction of positions at which both answers have the same token;
+        positions count up to the longer answer's length.
+    Member first_difference: first position, from 0, at which any two answers differ; null if
+        none do.
     """
     pairs = list(zip(result.base, result.adapted, strict=True))
     compared = [_compare(base.token_ids, adapted.token_ids) for base, adapted in pairs]

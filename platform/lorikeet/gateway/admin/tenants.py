@@ -27,7 +27,7 @@ class NewTenant(TenantLimitsBody):
 
 
 class TenantKey(NewKeyBody):
-    """Request to create a tenant's key, which infers or pushes adapters and cannot administer.
+    """Request to create a tenant's key, which can generate or push adapters but not administer.
 
     adapters: patterns of the adapter names that a publish key may push.
     """
@@ -38,7 +38,9 @@ class TenantKey(NewKeyBody):
     adapters: list[str] = Field(default_factory=list)
 
     def given(self) -> dict[str, Any]:
-        """Return the key's limits, name, expiry and `adapters` as far as the request sets them."""
+        """Return the key's limits, name, expiry and `adapters`, but only those that the request
+        sets.
+        """
         own = {"adapters": tuple(self.adapters)} if self.adapters else {}
         return own | super().given()
 

@@ -52,7 +52,8 @@ class RegisterUpload(Body):
     """Request to register a blob that was uploaded, or that the store had already.
 
     digest: SHA-256 of the blob.
-    chat_template: template_digest of the trainer's folder that the blob was made from.
+    chat_template: digest of the chat template (template_digest) in the trainer's folder that
+        the blob was made from.
     promote, shared, base_model: see RegistrationRequest.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
     """
@@ -68,7 +69,7 @@ class RegisterUpload(Body):
 def upload_routes(
     services: Services, uploads: ResumableUploads, registration: Registration
 ) -> APIRouter:
-    """Return the routes that register a blob, and begin, continue and register an upload."""
+    """Return the routes that register a blob sent in one request, and those of uploads in parts."""
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
     versions = "/adapters/{tenant}/{name}/versions"
@@ -98,8 +99,10 @@ class UploadEndpoints:
         shared: bool | None = None,
         base_model: str | None = None,
     ) -> Json:
-        """Register the request's body, an adapter's blob, as a version; validate it before storing
-        it.
+        """Validate and store the request's body, an adapter's blob; register it as a version.
+
+        actor: id of the admin's key.
+        promote, shared, base_model: see RegistrationRequest.
         """
         registration = self._registration
         order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
@@ -213,6 +216,7 @@ def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
 def _check_part(part: Path, size: int, md5: str | None) -> None:
     """Raise InvalidInput unless an uploaded part has the expected size and MD5.
 
+    part: file with the part.
     md5: the request's Content-MD5 header; None: not checked.
     """
     if part.stat().st_size != size:

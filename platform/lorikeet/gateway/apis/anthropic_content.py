@@ -1,17 +1,20 @@
 """Content blocks of /v1/messages, and their conversion to chat messages."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import Message, PastCall, PastFunction
 from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.body import Body, json_text, misfit
 
-_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_KINDS = (
+    *("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    *("tool_addition", "tool_removal"),
+)
 _TEXT_ALONE = "want text alone"
 _ToolUseId = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
@@ -43,6 +46,61 @@ Texts = Annotated[
 ]
 
 
+class ToolReferenceParam(TypedDict):
+    """Name of a tool that a tool of the client's, one that searches for tools, has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ResultContent(NamedTuple):
+    """Content of a tool's result.
+
+    references: names of tools that the result found; the model may call them from then on.
+    """
+
+    text: str
+    references: tuple[str, ...] = ()
+
+    def shown(self) -> str:
+        """Return the text that the model gets, with a line that lists the tools it can now call."""
+        found = f"You can now call {', '.join(self.references)}." if self.references else ""
+        return "\n".join(filter(None, (self.text, found)))
+
+
+def _parse_result(value: object) -> ResultContent:
+    blocks, names = value if isinstance(value, list) else [], []
+    for block in blocks:
+        match block:
+            case {"type": "tool_reference", "tool_name": str(name)}:
+                names.append(name)
+    rest = [b for b in blocks if not (isinstance(b, dict) and b.get("type") == "tool_reference")]
+    if len(rest) + len(names) < len(blocks):
+        raise ValueError('want references of the form {"type": "tool_reference", "tool_name": …}')
+    text = _parse_texts(rest if isinstance(value, list) else value)
+    if not isinstance(text, str):
+        raise ValueError("want a string or a list of blocks")
+    return ResultContent(text, tuple(names))
+
+
+class NamedChange(TypedDict):
+    """Name of a tool in a tool_addition or tool_removal: the model may call it from then on, or no
+    longer.
+    """
+
+    type: Literal["tool_reference"]
+    name: str
+
+
+def _parse_change(value: object) -> str:
+    match value:
+        case {"type": "tool_reference", "name": str(name)}:
+            return name
+        case {"type": str(kind)}:
+            refuse_kind(kind, ("tool_reference",), "declare the tool in tools, and name it here")
+    raise ValueError('want {"type": "tool_reference", "name": "…"}')
+
+
 def _check_numbers(value: dict[str, Any]) -> dict[str, Any]:
     json_text(value)
     return value
@@ -52,8 +110,11 @@ class MessageBlock(Body):
     """Content block of a message: text, a tool call, a tool's result, or thinking of an earlier
     answer.
 
+    It may also say that a tool is offered from then on (tool_addition) or no longer (tool_removal).
+
+    tool: name of the tool that is added or removed.
     is_error: whether the tool failed; puts "Error: " before its result, because chat templates
-    cannot mark a result as failed.
+        cannot mark a result as failed.
     """
 
     dropped: ClassVar[Collection[str]] = {
@@ -62,21 +123,41 @@ class MessageBlock(Body):
         *("signature", "data"),  # in past thinking
     }
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: Literal[
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "tool_addition",
+        "tool_removal",
+    ]
     text: str | None = None
     id: _ToolUseId | None = None
     name: ToolName | None = None
     input: Annotated[dict[str, Any], AfterValidator(_check_numbers)] | None = None
     tool_use_id: _ToolUseId | None = None
-    content: Texts | None = None
+    content: (
+        Annotated[
+            ResultContent,
+            PlainValidator(
+                _parse_result,
+                json_schema_input_type=str | list[TextBlockParam | ToolReferenceParam],
+            ),
+        ]
+        | None
+    ) = None
     is_error: bool = False
     thinking: str | None = None
+    tool: (
+        Annotated[str, PlainValidator(_parse_change, json_schema_input_type=NamedChange)] | None
+    ) = None
 
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse an unsupported type of block by the type's name, before its fields are refused as
-        unknown.
+        """Refuse an unsupported block type with an error that names it, instead of one about its
+        unknown fields.
         """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), _KINDS, "want text, tool_use and tool_result")
@@ -99,13 +180,15 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "tool_result": ({"tool_use_id"}, {"content"}),
     "thinking": ({"thinking"}, set()),
     "redacted_thinking": (set(), set()),
+    "tool_addition": ({"tool"}, set()),
+    "tool_removal": ({"tool"}, set()),
 }
-"""Fields that a block of each type must have, and further fields that it may have."""
-_ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking")
+"""Field names of each block type: those that a block must have, then those that it may have."""
+_ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking", "tool")
 _OF_ROLE = {
-    "user": {"text", "tool_result"},
+    "user": {"text", "tool_result", "tool_addition", "tool_removal"},
     "assistant": {"text", "tool_use", "thinking", "redacted_thinking"},
-    "system": {"text"},
+    "system": {"text", "tool_addition", "tool_removal"},
 }
 
 
@@ -135,7 +218,7 @@ class MessageTurn(Body):
 
 
 def check_turns(turns: Sequence[MessageTurn]) -> None:
-    """Raise a validation error (body.misfit) unless the messages are a valid conversation.
+    """Raise a validation error (body.misfit) unless the messages form a valid conversation.
 
     At least one message is a user's. Every tool_result answers an earlier tool_use. The last
     message has no tool_use and, if it is the assistant's, does not end with whitespace.
@@ -156,6 +239,22 @@ def check_turns(turns: Sequence[MessageTurn]) -> None:
     if last.role == "assistant" and texts and texts[-1][-1].isspace():
         trailing = "the last one ends with whitespace: leave it to the answer, which goes on there"
         raise misfit("messages", trailing)
+
+
+def offered_names(turns: Sequence[MessageTurn], names: Iterable[str]) -> set[str]:
+    """Return the names of the tools that are offered at the end of a conversation.
+
+    names: names of the tools that are offered at its beginning.
+    """
+    offered = set(names)
+    for block in (block for turn in turns for block in turn.content):
+        if block.content is not None:
+            offered.update(block.content.references)
+        elif block.type == "tool_addition":
+            offered.add(str(block.tool))
+        elif block.type == "tool_removal":
+            offered.discard(str(block.tool))
+    return offered
 
 
 def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
@@ -194,7 +293,7 @@ class _Draft:
     tool_call_id: str | None = None
 
     def add(self, more: "_Draft") -> None:
-        """Append the texts, thinking and calls of the next message, which has the same role."""
+        """Append the texts, thinking and calls of `more`, the next message of the same role."""
         between = ["\n\n"] if self.texts and more.texts else []
         self.texts += between + more.texts
         self.thoughts += more.thoughts
@@ -218,8 +317,11 @@ def _drafts_of(turn: MessageTurn) -> list[_Draft]:
     drafts: list[_Draft] = []
     for block in turn.content:
         if block.type == "tool_result":
-            texts = ["Error: "] * block.is_error + [block.content or ""]
+            texts = ["Error: "] * block.is_error
+            texts += [block.content.shown()] if block.content else []
             drafts.append(_Draft("tool", texts, tool_call_id=block.tool_use_id))
+            continue
+        if block.tool is not None:  # for offered_names
             continue
         if not drafts or drafts[-1].role == "tool":
             drafts.append(_Draft(turn.role))

@@ -1,8 +1,7 @@
-"""Requests of POST /v1/messages and /v1/messages/count_tokens, and conversion to the Call of a
-chat.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens, converted to the Call of a chat.
 
-Requests that need Anthropic's own tools, a container or stored messages are refused with the
-field's name.
+Tools that Anthropic defines are left out if the request also has tools of the client. Requests that
+need a container or stored messages are refused with the field's name.
 """
 
 from collections.abc import Collection
@@ -18,6 +17,7 @@ from lorikeet.gateway.apis.anthropic_content import (
     ToolName,
     chat_of,
     check_turns,
+    offered_names,
 )
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
@@ -28,14 +28,20 @@ from lorikeet.gateway.apis.tools import (
     Function,
     JsonSchema,
     NamedTool,
+    OtherTool,
     ResponseFormat,
     Tool,
     check_choice,
+    check_no_others,
+    left_out,
     refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
 
+_MAX_DECLARED = 1024
+"""Maximum number of tools of a request, including deferred ones."""
+_SEARCH = "tool_search_tool_"
 _CALLED_BY_CLIENTS = (
     "want custom tools, with a name and an input_schema; this service runs no tools of its own"
 )
@@ -45,17 +51,17 @@ class CustomTool(Body):
     """Tool that the client runs.
 
     strict: whether the inputs of calls are constrained to the input_schema.
+    defer_loading: the model gets the tool once a tool_reference or tool_addition in the messages
+        names it.
     """
 
     dropped: ClassVar[Collection[str]] = {"cache_control", "eager_input_streaming"}
     no_ops: ClassVar[NoOps] = {
         "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
         "input_examples": ([],),
     }
     hints: ClassVar[dict[str, str]] = {
         "allowed_callers": ': only the model calls tools; want ["direct"]',
-        "defer_loading": ": every tool is in the prompt",
         "input_examples": ": put them into the description",
     }
 
@@ -64,22 +70,23 @@ class CustomTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_kind(cls, data: Any) -> Any:
-        """Refuse Anthropic's own tools by the type's name, before their fields are refused as
-        unknown.
-        """
-        if isinstance(data, dict):
-            refuse_kind(data.get("type"), ("custom",), _CALLED_BY_CLIENTS)
-        return data
+    defer_loading: bool = False
 
     def for_chat(self) -> Tool:
         """Return the tool as in a chat request of OpenAI's API, without absent fields."""
-        given = self.model_dump(exclude_none=True, exclude={"type", "input_schema"})
+        given = self.model_dump(exclude_none=True, include={"name", "description", "strict"})
         function = Function.unchecked(**given, parameters=self.input_schema)
         return Tool.unchecked(type="function", function=function)
+
+
+MessageTool = CustomTool | OtherTool
+
+
+def _parse_tool(value: object) -> MessageTool:
+    match value:
+        case {"type": str(kind)} if kind != "custom":
+            return OtherTool(type=kind)
+    return CustomTool.model_validate(value)
 
 
 class MessageToolChoice(Body):
@@ -197,8 +204,10 @@ class PromptRequest(ApiRequest):
     ]
     system: Texts | None = None
     tools: Annotated[
-        list[CustomTool],
-        Field(max_length=MAX_TOOLS, fail_fast=True),
+        list[
+            Annotated[MessageTool, PlainValidator(_parse_tool, json_schema_input_type=MessageTool)]
+        ],
+        Field(max_length=_MAX_DECLARED, fail_fast=True),
         BeforeValidator(refuse_long_json),
     ] = Field(default=[])
     tool_choice: MessageToolChoice | None = None
@@ -223,16 +232,36 @@ class PromptRequest(ApiRequest):
         if self.output_format is not None and self.output_config.format is not None:
             raise misfit("output_format", "want either it or output_config.format, not both")
         choice = self.tool_choice.for_chat() if self.tool_choice else None
-        check_choice([tool.for_chat() for tool in self.tools], choice, parallel=None)
+        check_choice(self._chat_tools(), choice, parallel=None)
         return self
+
+    def _chat_tools(self) -> list[Tool]:
+        """Return the tools that the model gets, as in a chat request of OpenAI's API.
+
+        A tool with defer_loading is included once the messages name it. If the request also has
+        Anthropic's search for tools, which is not served, all deferred tools are included.
+
+        Raises a validation error: body.misfit for too many tools, body.unsupported if no tool is
+            served.
+        """
+        custom = [tool for tool in self.tools if isinstance(tool, CustomTool)]
+        if not custom:
+            check_no_others(self.tools, _CALLED_BY_CLIENTS)
+        searched = any(kind.startswith(_SEARCH) for kind in left_out(self.tools))
+        names = {tool.name for tool in custom if searched or not tool.defer_loading}
+        offered = offered_names(self.messages, names) if custom else names
+        tools = [tool.for_chat() for tool in custom if tool.name in offered]
+        if len(tools) > MAX_TOOLS:
+            raise misfit("tools", f"want at most {MAX_TOOLS} that are not deferred")
+        return tools
 
     def session(self) -> str | None:
         """Return None: a request that only counts tokens belongs to no session."""
         return None
 
     def _as_chat(self, **sampling: Any) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
-        checked.
+        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        valid.
 
         If the last message is the assistant's, the answer continues it.
 
@@ -247,7 +276,7 @@ class PromptRequest(ApiRequest):
             model=self.model,
             messages=messages,
             response_format=form and form.for_chat(),
-            tools=[tool.for_chat() for tool in self.tools],
+            tools=self._chat_tools(),
             tool_choice=choice and choice.for_chat(),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             reasoning_effort=self.output_config.effort,
@@ -261,9 +290,10 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return chat template variables that the request leaves unset, with their defaults.
+        """Return variables for the chat template that the request leaves unset, with their
+        defaults.
 
-        They are for templates that read them.
+        Only templates that read them are affected.
         """
         return {"enable_thinking": False} if self.thinking is None else {}
 
@@ -298,6 +328,7 @@ class MessagesRequest(PromptRequest):
             endpoint=Endpoint.MESSAGES,
             max_tokens=self.max_tokens,
             template_defaults=self._unasked(),
+            left_out=left_out(self.tools),
         )
 
     def session(self) -> str | None:
@@ -318,4 +349,5 @@ class CountTokensRequest(PromptRequest):
             adapter=None,
             work=call.work._replace(rank=0, adapter_bytes=0),
             template_defaults=self._unasked(),
+            left_out=left_out(self.tools),
         )

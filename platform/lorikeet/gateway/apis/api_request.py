@@ -20,7 +20,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Work
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet_engine.request import (
-    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     LogprobsMode,
@@ -57,7 +57,7 @@ class CallContext(NamedTuple):
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return the work that the request makes for a replica.
+        """Return the amount of work that the request makes for a replica.
 
         sequences: number of sequences to generate for it.
         """
@@ -75,7 +75,9 @@ class ApiRequest(Body):
 
     @abstractmethod
     def session(self) -> str | None:
-        """Return the name of the request's session; None if the body names none."""
+        """Return the name that the body gives to its session (e.g. its `user`); None if it gives
+        none.
+        """
 
 
 class OpenAIRequest(ApiRequest):
@@ -99,7 +101,7 @@ class OpenAIRequest(ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return `user`, which names the request's session; None without one."""
+        """Return `user`, which names the request's session; None if it is absent."""
         return self.user
 
 
@@ -116,14 +118,17 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerateRequest(StructuredFields, OpenAIRequest):
-    """Fields common to chats and completions.
+class SampledRequest(OpenAIRequest):
+    """Fields that control sampling and an answer's end, common to chats, completions and responses.
 
     Beyond OpenAI's fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-    ignore_eos, and vLLM's fields for structured outputs (StructuredFields).
+    ignore_eos and logprobs_mode.
+
+    limit_name: name of the field that `output_limit` returns.
     """
 
-    max_tokens: Tokens | None = None
+    limit_name: ClassVar[str] = "max_tokens"
+
     min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
     top_k: Annotated[int, Field(ge=-1, le=INT32)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -134,34 +139,59 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    return_token_ids: bool = False
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "GenerateRequest":
+    def _has_room(self) -> "SampledRequest":
         limit = self.output_limit()
         if limit is not None and self.min_tokens > limit:
-            raise misfit("min_tokens", f"want at most max_tokens ({limit})")
+            raise misfit("min_tokens", f"want at most {self.limit_name} ({limit})")
+        return self
+
+    @abstractmethod
+    def output_limit(self) -> int | None:
+        """Return the maximum number of tokens of one choice.
+
+        None: a choice may fill the rest of the model's context.
+        """
+
+    def sampled(self) -> dict[str, Any]:
+        """Return the values of the fields of SampledRequest itself."""
+        return {name: getattr(self, name) for name in _SAMPLED}
+
+
+_SAMPLED = SampledRequest.model_fields.keys() - OpenAIRequest.model_fields.keys()
+
+
+class GenerateRequest(StructuredFields, SampledRequest):
+    """Fields common to chats and completions, including vLLM's for structured outputs
+    (StructuredFields).
+    """
+
+    max_tokens: Tokens | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "GenerateRequest":
         if self.prompt_logprobs is not None and self.stream:
             raise misfit("prompt_logprobs", "want stream to be false with it")
         return self
 
     def output_limit(self) -> int | None:
-        """Return the most tokens that one choice may have; None: only the model's context limits
-        it.
-        """
+        """Return max_tokens; None: a choice may fill the rest of the model's context."""
         return self.max_tokens
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Return the number of most likely tokens to report at each step; None: no logprobs."""
+        """Return the number of most likely tokens to report at each position; None: no logprobs."""
 
     def echoed_logprobs(self) -> int | None:
-        """Return the number of most likely tokens to report at each token of an echoed prompt.
+        """Return the number of most likely tokens to report at each position of an echoed prompt.
 
         None: the prompt is not echoed, or no logprobs are requested.
         """
@@ -181,6 +211,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "sampling": self._sampling(),
             "prompt_logprobs": self.prompt_logprobs,
             "return_token_ids": self.return_token_ids,
+            "tokens_as_ids": self.return_tokens_as_token_ids,
             "stop": self.stop,
             "n": self.n,
             "stream": self.stream,
@@ -215,7 +246,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
     """Return the number of tokens of a prompt, a text or token ids.
 
-    For a text it is estimated from the length, as a gateway has no tokenizer.
+    For a text the number is estimated from its length, as a gateway has no tokenizer.
     """
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN

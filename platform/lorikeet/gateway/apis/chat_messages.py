@@ -19,10 +19,9 @@ FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 CLIENT_SIDE_FIELDS = frozenset({"parsed", "parsed_arguments", "provider_specific_fields"})
-"""Fields that OpenAI's clients and LiteLLM add to an answer's message or call, and send back with
-it.
+"""Fields that OpenAI's clients and LiteLLM add to messages and calls that they received.
 
-Requests may contain them; they have no effect.
+Clients send such messages back, so requests may contain these fields; they have no effect.
 """
 
 
@@ -34,20 +33,20 @@ class TextPart(TypedDict):
 
 
 class RefusalPart(TypedDict):
-    """Part of an assistant's message in which the model refused to answer."""
+    """Content part with the assistant's refusal to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def _parse_role(value: object) -> object:
-    """Parse a message's role; `developer`, as newer clients call it, becomes `system`."""
+    """Parse a message's role; `developer`, the name that newer clients use, becomes `system`."""
     return "system" if value == "developer" else value
 
 
 def _parse_text(value: object) -> object:
-    """Parse a message's content, a string or a list of text parts, into one string: the parts
-    joined.
+    """Parse a message's content, a string or a list of text parts, into one string, the joined
+    parts.
     """
     if not isinstance(value, list):
         return value
@@ -189,7 +188,7 @@ class Message(Body):
 
 
 def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return messages as chat templates expect them, with deprecated function calls as tool calls.
+    """Return messages as chat templates expect them; deprecated function calls become tool calls.
 
     These tool calls get ids of nine characters, because Mistral's templates require that length.
     """

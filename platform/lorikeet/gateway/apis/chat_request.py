@@ -30,8 +30,9 @@ from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
-"""Most characters of the JSON text of chat_template_kwargs. It is bounded because replicas render
-the chat template of short prompts on the event loop that serves all streams.
+"""Limit on the characters of the JSON text of chat_template_kwargs. Replicas render the chat
+template of short prompts on the event loop that serves all streams, so rendering has to be
+short.
 """
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -42,8 +43,8 @@ _TAKEN = {
     "sanitize_control_tokens",
     "self",
 }
-"""Names that chat_template_kwargs may not contain, since transformers' apply_chat_template has
-parameters of these names.
+"""Names that chat_template_kwargs may not contain, because they are parameters of transformers'
+apply_chat_template.
 """
 
 
@@ -76,17 +77,19 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
-    def check_continuation(self, last_role: str) -> None:
-        """Raise a validation error (body.misfit) if continue_final_message cannot be followed.
+    def check_continuation(self, last: Message) -> None:
+        """Raise a validation error (body.misfit) if continue_final_message cannot be obeyed.
 
-        last_role: role of the last message, which must be the assistant's to be continued.
+        last: the last message, which must be a text of the assistant to be continued.
         """
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
             raise misfit("continue_final_message", "want add_generation_prompt to be false with it")
-        if last_role != "assistant":
+        if last.role != "assistant":
             raise misfit("continue_final_message", "want the last message to be the assistant's")
+        if last.tool_calls or last.function_call is not None:
+            raise misfit("continue_final_message", "want no calls in the last message with it")
 
     def generation_prompt(self) -> bool:
         """Return whether the chat template ends the prompt with the beginning of the assistant's
@@ -122,8 +125,8 @@ class IgnoredFields(Body):
 
 
 class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
-    """Request of POST /v1/chat/completions. Without max_tokens only the context limits an
-    answer.
+    """Request of POST /v1/chat/completions. Without max_tokens an answer may fill the rest of the
+    context.
     """
 
     no_ops: ClassVar[NoOps] = CHAT_NO_OPS
@@ -150,14 +153,15 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         check_answered(self.messages)
         check_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
         check_functions(self.functions, self.function_call, self.tools)
-        self.check_continuation(self.messages[-1].role)
+        self.check_continuation(self.messages[-1])
         has_format = self.response_format is not None and self.response_format.type != "text"
         self.check_one_format(*["response_format"] * has_format)
         return self
 
     def output_limit(self) -> int | None:
-        """Return max_completion_tokens, or max_tokens, its older name; None: only the context is
-        the limit.
+        """Return max_completion_tokens, or max_tokens, its older name.
+
+        None: an answer may fill the rest of the context.
         """
         return self.max_completion_tokens or self.max_tokens
 
@@ -175,9 +179,8 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         """Return the request as the Call that the gateway sends to a replica.
 
         format_param: the name that response_format has in the client's API, for errors.
-        others: members of the Call that a request of another API, converted to this chat request,
-        sets
-            itself.
+        others: members of the Call that are set by the request of another API that was converted to
+            this chat request.
         """
         messages = template_messages(self.messages)
         if self.functions:

@@ -14,8 +14,8 @@ _Count = Annotated[int, Field(ge=0, le=5)]
 
 
 def _parse_logprobs(value: object) -> object:
-    """Parse the field logprobs, a number; true, as in a chat, is 0: only the answer's own
-    tokens.
+    """Parse the field logprobs, a number. True, which chats use, means 0: logprobs of the answer's
+    own tokens only.
     """
     if isinstance(value, bool):
         return 0 if value else None
@@ -60,7 +60,7 @@ class CompletionRequest(GenerateRequest):
         return self
 
     def alternatives(self) -> int | None:
-        """Return the field logprobs: the number of most likely tokens to report at each token of
+        """Return the field logprobs: the number of most likely tokens to report at each position of
         the answer.
 
         None: no logprobs are requested.
@@ -68,8 +68,8 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs
 
     def echoed_logprobs(self) -> int | None:
-        """Return the field logprobs, which also applies to an echoed prompt; None if it is not
-        echoed.
+        """Return the field logprobs, which also applies to an echoed prompt; None if the prompt is
+        not echoed.
         """
         return self.logprobs if self.echo else None
 

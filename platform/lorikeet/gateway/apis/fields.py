@@ -83,11 +83,11 @@ def _parse_metadata(value: object) -> dict[str, str]:
 
 
 def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
-    """Return a `type`. Raises a validation error (body.unsupported) that quotes an unsupported
-    type.
+    """Return a `type`. Raises a validation error (body.unsupported), which quotes the type, if it
+    is unsupported.
 
     A value that does not look like the name of a type is returned for later checks, and never
-    quoted: it could be a secret.
+        quoted: it could be a secret.
 
     known: supported types.
     instead: advice for the error.

@@ -8,14 +8,13 @@ from lorikeet.gateway.body import NoOps
 
 STREAM_OPTIONS_NO_OPS: NoOps = {"include_obfuscation": (False,)}
 
-_VLLM: NoOps = {
+SAMPLING_NO_OPS: NoOps = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "priority": (0,),
-    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
@@ -23,7 +22,7 @@ _VLLM: NoOps = {
 }
 
 CHAT_NO_OPS: NoOps = {
-    **_VLLM,
+    **SAMPLING_NO_OPS,
     "add_special_tokens": (False,),  # the chat template adds special tokens
     "best_of": (1,),
     "documents": ([],),
@@ -33,4 +32,4 @@ CHAT_NO_OPS: NoOps = {
     "store": (False,),
 }
 
-COMPLETIONS_NO_OPS: NoOps = {**_VLLM, "add_special_tokens": (True,), "suffix": ("",)}
+COMPLETIONS_NO_OPS: NoOps = {**SAMPLING_NO_OPS, "add_special_tokens": (True,), "suffix": ("",)}

@@ -1,5 +1,7 @@
 """GET /v1/openapi.json: document of the tenants' API, with the schemas that parse requests."""
 
+import asyncio
+import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -7,17 +9,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from lorikeet.error_shapes import MESSAGES
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
+from lorikeet.gateway.reads import TenantReads
 
 _REF = "#/components/schemas/{model}"
-_REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
+_REQUESTS = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
+    *(MessagesRequest, CountTokensRequest),
+)
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
     "401": "The key is missing or unknown.",
@@ -36,16 +41,22 @@ _JSON = {"application/json": _OBJECT}
 _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
-def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
+def openapi_routes(reads: TenantReads) -> APIRouter:
     """Return the route GET /v1/openapi.json, for callers with a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
-    async def openapi(request: Request) -> JSONResponse:
-        await authenticator.tenant(request)
-        return JSONResponse(document())
+    async def openapi(request: Request) -> Response:
+        async with reads.admitted(request):
+            text = await asyncio.to_thread(_document_json)  # made at the first request
+            return Response(text, media_type="application/json")
 
     return router
+
+
+@cache
+def _document_json() -> bytes:
+    return json.dumps(document(), separators=(",", ":")).encode()
 
 
 @cache
@@ -99,6 +110,9 @@ def _generating() -> dict[str, Any]:
         "/v1/chat/completions": _generate("Answer a chat", "ChatRequest"),
         "/v1/completions": _generate("Continue prompts", "CompletionRequest"),
         "/v1/responses": _generate("Answer with a response", "ResponsesRequest"),
+        "/v1/responses/input_tokens": _generate(
+            "Count the tokens of a response's prompt", "InputTokensRequest", _JSON
+        ),
         MESSAGES: _generate("Answer with a message", "MessagesRequest", errors=messages),
         f"{MESSAGES}/count_tokens": _generate(
             "Count the tokens of a message's prompt", "CountTokensRequest", _JSON, messages
@@ -190,7 +204,7 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 def _responses(answer: Mapping[str, Any], others: Mapping[str, str]) -> dict[str, Any]:
     """Return the responses of an operation, by HTTP status.
 
-    answer: content of a 200, by media type.
+    answer: content of the response with status 200, by media type.
     others: descriptions of the responses with other statuses, all of which are JSON.
     """
     described = {status: {"description": text, "content": _JSON} for status, text in others.items()}

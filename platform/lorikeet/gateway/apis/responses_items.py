@@ -46,8 +46,8 @@ def _parse_kind(value: object) -> object:
 
 
 def _parse_content(value: object) -> object:
-    """Parse an item's content, a string or a list of text parts, into one string: the parts
-    joined.
+    """Parse an item's content, a string or a list of text parts, into one string, the joined
+    parts.
     """
     if not isinstance(value, list):
         return value
@@ -101,7 +101,9 @@ class InputItem(Body):
     @model_validator(mode="before")
     @classmethod
     def _join_reasoning(cls, data: Any) -> Any:
-        """Join the texts of a reasoning item, ignoring parts that other services put into it."""
+        """Join the texts of a reasoning item; ignore parts of other types, which other services
+        produce.
+        """
         if isinstance(data, dict) and data.get("type") == "reasoning":
             return {**data, "content": _reasoning_text(data.get("content"))}
         return data

@@ -1,22 +1,23 @@
-"""Requests of POST /v1/responses: conversion to the Call of a chat, and fields repeated in the
-answer.
+"""Requests of POST /v1/responses: conversion to the Call of a chat.
 
-gateway/stored_responses.py decides whether an answer is stored and reads the conversation that it
-continues. Requests for background answers, or for OpenAI's own tools without any function, are
-refused with the field's name.
+Also lists the request's fields that an answer repeats. gateway/stored_responses.py decides whether
+an answer is stored and reads the conversation that it continues. Requests for background answers,
+or for OpenAI's own tools without any function, are refused with the field's name.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
+from lorikeet.gateway.apis.api_request import CallContext, SampledRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
 from lorikeet.gateway.apis.chat_request import ChatRequest, IgnoredFields
 from lorikeet.gateway.apis.fields import INT32
+from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
 from lorikeet.gateway.apis.responses_items import (
     InputItem,
     check_outputs,
@@ -25,15 +26,15 @@ from lorikeet.gateway.apis.responses_items import (
 from lorikeet.gateway.apis.responses_tools import (
     ResponseToolChoice,
     ResponseTools,
+    chat_choice,
     chat_tools,
-    left_out,
     repeated,
 )
 from lorikeet.gateway.apis.tools import (
     JsonSchema,
-    NamedTool,
     ResponseFormat,
     check_choice,
+    left_out,
     refuse_long_json,
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
@@ -116,12 +117,14 @@ def _parse_include(value: object) -> object:
     return value
 
 
-class ResponsesRequest(IgnoredFields, OpenAIRequest):
-    """Request of POST /v1/responses. Without max_output_tokens only the context limits an
-    answer.
+class ResponsesRequest(IgnoredFields, SampledRequest):
+    """Request of POST /v1/responses. Without max_output_tokens an answer may fill the rest of the
+    context.
     """
 
+    limit_name: ClassVar[str] = "max_output_tokens"
     no_ops: ClassVar[NoOps] = {
+        **SAMPLING_NO_OPS,
         "background": (False,),
         "context_management": ([],),
         "truncation": ("disabled",),
@@ -164,8 +167,13 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             raise misfit("top_logprobs", f"want {_LOGPROBS} in include with it")
         tools = chat_tools(self.tools)
         # OpenAI's clients send parallel_tool_calls even without tools
-        check_choice(tools, self._chat_choice(), self.parallel_tool_calls if tools else None)
+        parallel = self.parallel_tool_calls if tools else None
+        check_choice(tools, chat_choice(self.tool_choice, tools), parallel)
         return self
+
+    def output_limit(self) -> int | None:
+        """Return max_output_tokens; None: an answer may fill the rest of the model's context."""
+        return self.max_output_tokens
 
     def to_call(self, context: CallContext) -> Call:
         """Return a chat's Call for a replica, to be answered in the format of /v1/responses.
@@ -188,12 +196,14 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         )
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, unchecked because this request was
-        checked.
+        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        valid.
 
         items: stored conversation that the request continues, then its input.
         """
+        tools = chat_tools(self.tools)
         return ChatRequest.unchecked(
+            **self.sampled(),
             model=self.model,
             messages=messages_of(self.instructions, items),
             max_completion_tokens=self.max_output_tokens,
@@ -202,24 +212,19 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             logprobs=_LOGPROBS in self.include,
             top_logprobs=self.top_logprobs,
             response_format=self.text.format.for_chat(),
-            tools=chat_tools(self.tools),
-            tool_choice=self._chat_choice(),
+            tools=tools,
+            tool_choice=chat_choice(self.tool_choice, tools),
             parallel_tool_calls=self.parallel_tool_calls,
             stream=self.stream,
             reasoning_effort=self.reasoning.effort,
             verbosity=self.text.verbosity,
         )
 
-    def _chat_choice(self) -> str | NamedTool | None:
-        if not isinstance(self.tool_choice, dict):
-            return self.tool_choice
-        return NamedTool(type="function", function={"name": self.tool_choice["name"]})
-
     def repeated(self, stored: bool) -> bytes:
-        """Return the JSON members of the answer that repeat fields of the request, without outer
+        """Return the fields of the request that its answer repeats, as JSON members without outer
         braces.
 
-        stored: the answer's member `store`.
+        stored: value of the answer's member `store`.
         """
         members = {
             "background": False,
@@ -244,3 +249,24 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             "user": self.user,
         }
         return dump(members)[1:-1]
+
+
+class InputTokensRequest(ResponsesRequest):
+    """Request of POST /v1/responses/input_tokens. Fields that are not part of the prompt have no
+    effect.
+    """
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the Call for a replica. It has no adapter, because counting tokens needs none.
+
+        Raises InvalidInput as ResponsesRequest.to_call.
+        """
+        call = super().to_call(context)
+        return replace(
+            call,
+            endpoint=Endpoint.INPUT_TOKENS,
+            max_tokens=0,
+            adapter=None,
+            stream=False,
+            work=call.work._replace(rank=0, adapter_bytes=0),
+        )

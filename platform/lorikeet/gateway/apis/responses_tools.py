@@ -1,28 +1,35 @@
-"""Tools of /v1/responses: functions, on their own or in namespaces. Other tools are left out."""
+"""Tools of /v1/responses: functions, on their own or in namespaces. The model does not get other
+tools.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
-from lorikeet.gateway.apis.fields import KIND, refuse_kind
+from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.apis.tools import (
     FUNCTIONS_ALONE,
     MAX_TOOLS,
+    AllowedTools,
+    Choice,
     Function,
     Mode,
+    NamedTool,
+    OtherTool,
     Tool,
+    check_no_others,
     refuse_long_json,
 )
-from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.gateway.body import Body, NoOps, misfit
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function: namespace.name, or only its name.
+    """Return the name by which the model knows a function: namespace.name, or name alone.
 
-    Neither a namespace's nor a function's own name has a dot.
+    Neither a namespace's nor a function's own name contains a dot.
     """
     return name if namespace is None else f"{namespace}.{name}"
 
@@ -33,11 +40,8 @@ class FunctionTool(Body):
     strict: constrain the arguments of calls to the parameters; absent means false.
     """
 
-    no_ops: ClassVar[NoOps] = {
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-        "defer_loading": (False,),
-    }
+    no_ops: ClassVar[NoOps] = {"allowed_callers": (["direct"],), "async": (False,)}
+    dropped: ClassVar[Collection[str]] = {"defer_loading"}  # tool_search is left out, so all load
     hints: ClassVar[dict[str, str]] = {"function": ": its name and parameters stand beside type"}
 
     type: Literal["function"]
@@ -67,17 +71,6 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class OtherTool(Body):
-    """Tool that is not supported, such as web_search, and is left out.
-
-    It is accepted only together with at least one function.
-    """
-
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
-
-    type: Annotated[str, Field(pattern=KIND)]
-
-
 OfferedTool = FunctionTool | NamespaceTool | OtherTool
 
 
@@ -97,15 +90,60 @@ class FunctionChoice(TypedDict):
     name: str
 
 
-def _parse_choice(value: object) -> str | FunctionChoice:
+class AllowedTool(TypedDict):
+    """Function that the model may call, or a namespace whose functions it may call."""
+
+    type: Literal["function", "namespace"]
+    name: str
+
+
+class AllowedChoice(TypedDict):
+    """Restriction to some of the request's tools: the model does not get the others.
+
+    mode: `required`: the model must call one of them.
+    """
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+def _parse_choice(value: object) -> str | FunctionChoice | AllowedChoice:
     match value:
         case "none" | "auto" | "required":
             return str(value)
         case {"type": "function", "name": str(name)}:
             return FunctionChoice(type="function", name=name)
-        case {"type": str(kind)} if kind != "function":
+        case {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": [{"type": str(first)}, *_] as tools,
+        }:
+            allowed = list(_allowed(tools))
+            if not allowed:
+                refuse_kind(first, ("function", "namespace"), FUNCTIONS_ALONE)
+                raise ValueError("want a function among the allowed tools")
+            return AllowedChoice(type="allowed_tools", mode=mode, tools=allowed)
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             refuse_kind(kind, (), FUNCTIONS_ALONE)
-    raise ValueError('want "none", "auto", "required" or {"type": "function", "name": "…"}')
+    raise ValueError(
+        'want "none", "auto", "required", {"type": "function", "name": "…"} or '
+        '{"type": "allowed_tools", "mode": "auto", "tools": […]}'
+    )
+
+
+def _allowed(tools: Sequence[object]) -> Iterator[AllowedTool]:
+    """Yield the functions and namespaces among allowed tools. Tools of other types are never
+    offered.
+    """
+    for tool in tools:
+        match tool:
+            case {"type": "function" | "namespace" as kind, "name": str(name)}:
+                yield AllowedTool(type=kind, name=name)
+            case {"type": str(kind)} if kind not in ("function", "namespace"):
+                continue
+            case _:
+                raise ValueError('want allowed tools of the form {"type": "function", "name": "…"}')
 
 
 ResponseTools = Annotated[
@@ -114,8 +152,8 @@ ResponseTools = Annotated[
     BeforeValidator(refuse_long_json),
 ]
 ResponseToolChoice = Annotated[
-    str | FunctionChoice,
-    PlainValidator(_parse_choice, json_schema_input_type=Mode | FunctionChoice),
+    str | FunctionChoice | AllowedChoice,
+    PlainValidator(_parse_choice, json_schema_input_type=Mode | FunctionChoice | AllowedChoice),
 ]
 
 
@@ -133,15 +171,28 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
             functions.extend(inner.for_chat(tool.name) for inner in tool.tools)
     if len(functions) > MAX_TOOLS:
         raise misfit("tools", f"want at most {MAX_TOOLS} functions in all")
-    for index, tool in enumerate(tools):
-        if isinstance(tool, OtherTool) and not functions:
-            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {FUNCTIONS_ALONE}")
+    if not functions:
+        check_no_others(tools, FUNCTIONS_ALONE)
     return functions
 
 
-def left_out(tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-    """Return the types of the unsupported tools, which the model does not get."""
-    return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
+def chat_choice(
+    choice: str | FunctionChoice | AllowedChoice | None, functions: Sequence[Tool]
+) -> Choice | None:
+    """Return the value of tool_choice in a chat request of OpenAI's API.
+
+    functions: the functions among the tools, as chat_tools returns them.
+    """
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice["type"] == "function":
+        return NamedTool(type="function", function={"name": choice["name"]})
+    names = list[str]()
+    for tool in choice["tools"]:
+        within = f"{tool['name']}."
+        inner = [f.function.name for f in functions if f.function.name.startswith(within)]
+        names += inner if tool["type"] == "namespace" and inner else [tool["name"]]
+    return AllowedTools(tuple(names), choice["mode"] == "required")
 
 
 def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:

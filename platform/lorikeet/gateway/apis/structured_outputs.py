@@ -49,7 +49,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """Fields of vLLM that constrain an answer's format. A request may have at most one of them."""
+    """vLLM's fields that constrain an answer's format. A request may have at most one of them."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None

@@ -3,19 +3,21 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
-from lorikeet.gateway.apis.fields import refuse_kind
-from lorikeet.gateway.body import Body, json_text, misfit
+from lorikeet.gateway.apis.fields import KIND, refuse_kind
+from lorikeet.gateway.body import Body, json_text, misfit, unsupported
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
-"""Most characters of the JSON text of all tools together, and of a response format's schema."""
+"""Maximum length, in characters, of the JSON text of all tools together, and of a response format's
+schema.
+"""
 
 FUNCTIONS_ALONE = "functions are the only tools here"
 
@@ -54,12 +56,39 @@ class Tool(Body):
     @model_validator(mode="before")
     @classmethod
     def _known_kind(cls, data: Any) -> Any:
-        """Refuse an unsupported type of tool by the type's name, before its fields are refused as
-        unknown.
+        """Refuse an unsupported tool type with an error that names it, instead of one about its
+        unknown fields.
         """
         if isinstance(data, dict):
             refuse_kind(data.get("type"), ("function",), FUNCTIONS_ALONE)
         return data
+
+
+class OtherTool(Body):
+    """Tool that OpenAI or Anthropic defines, such as web_search, and that is not served: the model
+    does not get it.
+
+    It is accepted only together with at least one tool that is served.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    type: Annotated[str, Field(pattern=KIND)]
+
+
+def check_no_others(tools: Sequence[object], instead: str) -> None:
+    """Raise a validation error (body.unsupported) that names the first OtherTool, if there is one.
+
+    instead: advice for the error.
+    """
+    for index, tool in enumerate(tools):
+        if isinstance(tool, OtherTool):
+            raise unsupported(f"tools[{index}].type", hint=f" ({tool.type}): {instead}")
+
+
+def left_out(tools: Sequence[object]) -> tuple[str, ...]:
+    """Return the types of the tools that are not served and hence withheld from the model."""
+    return tuple(dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool)))
 
 
 class NamedFunction(TypedDict):
@@ -75,21 +104,65 @@ class NamedTool(TypedDict):
     function: NamedFunction
 
 
-def _parse_choice(value: object) -> str | NamedTool:
+class NamedTools(TypedDict):
+    """Tools that the model may call, and whether it must."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsParam(TypedDict):
+    """Restriction to some of the request's tools, in the JSON form of a request."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: NamedTools
+
+
+class AllowedTools(NamedTuple):
+    """Restriction to some of the request's tools: the model does not get the others.
+
+    names: names of these tools.
+    required: the model must call one of them.
+    """
+
+    names: tuple[str, ...]
+    required: bool
+
+
+Choice = str | NamedTool | AllowedTools
+
+
+def _parse_choice(value: object) -> Choice:
     if value in ("none", "auto", "required"):
         return str(value)
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedTool(type="function", function=NamedFunction(name=name))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed},
+        }:
+            return AllowedTools(tuple(map(_allowed_name, allowed)), mode == "required")
         case {"type": str(kind)}:
-            refuse_kind(kind, ("function",), FUNCTIONS_ALONE)
+            refuse_kind(kind, ("function", "allowed_tools"), FUNCTIONS_ALONE)
     raise ValueError(
-        'want "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}'
+        'want "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}'
     )
 
 
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": str(kind)}:
+            refuse_kind(kind, ("function",), FUNCTIONS_ALONE)
+    raise ValueError('want allowed tools of the form {"type": "function", "function": {"name": …}}')
+
+
 ToolChoice = Annotated[
-    str | NamedTool, PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool)
+    Choice,
+    PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool | AllowedToolsParam),
 ]
 Tools = Annotated[
     list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(refuse_long_json)
@@ -119,11 +192,10 @@ FunctionCall = Annotated[
 def check_functions(
     functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
 ) -> None:
-    """Raise a validation error (body.misfit) unless `functions` and `function_call` are consistent.
+    """Raise a validation error (body.misfit) unless a chat's deprecated fields fit each other.
 
-    These are the deprecated fields of a chat.
-
-    choice: parsed value of function_call.
+    functions: value of the field `functions`.
+    choice: parsed value of `function_call`.
     tools: must be empty if there are functions.
     """
     if functions and tools:
@@ -148,9 +220,7 @@ def function_use(functions: Sequence[Function], choice: str | NamedTool | None) 
     return None if use is None else replace(use, functions=True)
 
 
-def check_choice(
-    tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
-) -> None:
+def check_choice(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> None:
     """Raise a validation error (body.misfit) unless tool_choice and parallel_tool_calls fit the
     tools.
 
@@ -158,7 +228,7 @@ def check_choice(
     parallel: value of parallel_tool_calls.
     """
     if not tools:
-        if choice == "required" or isinstance(choice, dict):
+        if choice == "required" or isinstance(choice, dict | AllowedTools):
             raise misfit("tool_choice", "want tools with it")
         if parallel is False:
             raise misfit("parallel_tool_calls", "want tools with it")
@@ -168,11 +238,11 @@ def check_choice(
         raise misfit("tools", "want a name of its own for each function")
     if isinstance(choice, dict) and choice["function"]["name"] not in names:
         raise misfit("tool_choice", "want the name of one of the tools")
+    if isinstance(choice, AllowedTools) and not names.issuperset(choice.names):
+        raise misfit("tool_choice", "want the names of some of the tools")
 
 
-def tool_use(
-    tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
-) -> ToolUse | None:
+def tool_use(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> ToolUse | None:
     """Return the tools of a chat and how the model may call them; None if it may call none.
 
     choice: parsed value of tool_choice, checked by check_choice.
@@ -180,6 +250,9 @@ def tool_use(
     """
     if not tools or choice == "none":
         return None
+    if isinstance(choice, AllowedTools):
+        tools = [tool for tool in tools if tool.function.name in choice.names]
+        choice = "required" if choice.required else "auto"
     shown = tuple(tool.model_dump(exclude_unset=True) for tool in tools)
     if isinstance(choice, dict):
         return ToolUse(shown, forced=(choice["function"]["name"],), parallel=False)

@@ -1,4 +1,4 @@
-"""Temporary folders for pushed blobs. If a gateway is killed, the next gateway removes its folders.
+"""Temporary folders for pushed blobs. Folders of a killed gateway are removed by the next gateway.
 
 The folders lie on the file system of the replicas' disk cache, because a replica on the same
 machine hard-links blobs into its cache.

@@ -34,10 +34,14 @@ log = logging.getLogger(__name__)
 
 _QUESTION = "pushed"
 MOST_OF_TENANT = 16
-"""Most pushes of one tenant in a gateway at once: each blob lies on its disk and on all hosts."""
+"""Maximum number of one tenant's pushes in a gateway at once. Each blob lies on the gateway's disk
+and on all hosts.
+"""
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0
-"""Seconds after which a version is written to the store though not all replicas have it."""
+"""Seconds after which a version is written to the store even if some replicas do not have it
+yet.
+"""
 _CLOSING_S = 20.0
 _STORERS = 4
 _FAULT = "the version could not be recorded, due to a fault of the service: send it again"
@@ -51,6 +55,7 @@ class Push:
     folder: folder of the blob, removed when the push ends.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
+    ends_s: end of the version's lifetime, in seconds of time.monotonic(); None: none.
     failure: error that ended the push; None if none did.
     """
 
@@ -61,13 +66,19 @@ class Push:
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: LorikeetError | None = None
         self.begun_s = time.monotonic()
+        self.set_lifetime(version.left_s)
         self.delivered_s: float | None = None
         self.ready_s: float | None = None
 
-    def note_stages(self, trace: RequestTrace) -> None:
-        """Record in a request's trace the stages of the push that are completed: deliver and
-        announce.
+    def set_lifetime(self, left_s: float | None) -> None:
+        """Set the end of the version's lifetime, on the monotonic clock, which is never adjusted.
+
+        left_s: seconds from now; None: no end.
         """
+        self.ends_s = None if left_s is None else time.monotonic() + left_s
+
+    def note_stages(self, trace: RequestTrace) -> None:
+        """Record the completed stages of the push, deliver and announce, in a request's trace."""
         for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
             if at_s is not None:
                 trace.end_stage(name, at_s)
@@ -110,8 +121,8 @@ class PushPipeline:
 
     @contextmanager
     def receiving(self, key: Key) -> Iterator[None]:
-        """Count a pushed blob as being received, within the context. Leave it after the push has
-        begun.
+        """Count a blob as being received, within the context. Leave the context after calling
+        `begin`.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
         If the pipeline has this version already, only blobs being received count.
@@ -144,8 +155,8 @@ class PushPipeline:
         )
 
     def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
-        """Start the push of a version whose blob is in `folder`. If a push of it is running, join
-        that.
+        """Start the push of a version whose blob is in `folder`, or join a running push of the same
+        blob.
 
         A joined push gets the new alias and the longer lifetime, and is ready again once all
         gateways know these.
@@ -162,14 +173,16 @@ class PushPipeline:
             return held
         now = replace(held.version, alias=self.pushed.alias_of(held.version))
         if (joined := now.joined(version)) != now:
+            if joined.expires != held.version.expires:
+                held.set_lifetime(version.left_s)
             held.version = joined
             held.ready.clear()
         return held
 
     async def is_ready(self, key: Key, base_model: str) -> bool:
-        """Return whether a version is ready: whether all replicas have it.
+        """Return whether a version is ready: all replicas of its base model have it.
 
-        If this gateway pushes it, all gateways must know it as well.
+        If this gateway itself pushes the version, all gateways must know it as well.
         """
         push = self._pushes.get(key)
         if push is not None:
@@ -178,7 +191,7 @@ class PushPipeline:
         return served and await self._services.engines.holds(base_model, key[2])
 
     async def close(self) -> None:
-        """Wait up to _CLOSING_S seconds for pushes that are to become durable; cancel all that
+        """Wait up to _CLOSING_S seconds for pushes that are to become durable, then cancel all that
         remain.
         """
         pushes = [push for push in self._pushes.values() if push.version.expires is None]
@@ -229,18 +242,19 @@ class PushPipeline:
         Return False at once for a version without a lifetime, which is to become durable, and when
         another push of the same blob removes the lifetime.
         """
-        while (expires := push.version.expires) is not None:
+        while push.ends_s is not None:
             gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
             with suppress(PartitionsNotRead):
                 gone = gone or push.version.retired(self._catalog_view.state)
-            if gone or time.time() >= expires:
+            if gone or time.monotonic() >= push.ends_s:
+                self.pushed.remove(push.version.key)
                 return True
             await asyncio.sleep(_AGAIN_S)
         return False
 
     async def _keep(self, push: Push, ref: AdapterRef) -> None:
-        """Deliver a version to all replicas and announce it to all gateways, repeatedly until
-        cancelled.
+        """Repeat until cancelled: deliver a version to all replicas and announce it to all
+        gateways.
         """
         engines, base_model = self._services.engines, push.version.facts.base_model
         deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
@@ -254,13 +268,15 @@ class PushPipeline:
             both.create_task(_repeat(announce))
 
     async def _announce(self, push: Push) -> bool:
-        """Announce a version, which replicas have already, to all gateways; return whether all
-        replied.
+        """Announce a version, which replicas have already, to all gateways.
+
+        Return whether all gateways replied.
         """
         version = push.version
         push.delivered_s = push.delivered_s or time.monotonic()
         known = self.pushed.get(version.key)  # its alias may be another's by now
         now = known.joined(version) if known else version
+        now = replace(now, left_s=push.ends_s and push.ends_s - time.monotonic())
         poll = await self._services.peers.ask(_QUESTION, (now,))
         if poll.silent or push.version is not version:
             return False

@@ -1,8 +1,8 @@
-"""Versions that replicas have and the catalog's log does not have yet.
+"""Pushed versions: those that replicas have but the catalog's log does not have yet.
 
-Every gateway knows them: the gateway that received a push announces it to the other gateways
-repeatedly, until the log has the version. If the announcements of another gateway's version stop,
-the version is forgotten.
+Every gateway knows them: the gateway that received a push announces it to the other
+    gateways repeatedly, until the log has the version. If the announcements of another
+    gateway's version stop, the version is forgotten.
 """
 
 import time
@@ -20,8 +20,8 @@ FORGOTTEN_S = 20.0
 eight seconds on an overloaded machine.
 """
 _CLAIMED_S = 3600.0
-"""Seconds for which it is remembered which push last moved an alias: an earlier push of the alias
-may wait for the store as long.
+"""Seconds for which a gateway remembers the latest push that moved an alias. An earlier push of the
+same alias may wait that long for the store, and must not move the alias back.
 """
 
 Key = tuple[str, str, str]
@@ -32,11 +32,16 @@ Key = tuple[str, str, str]
 class PushedVersion:
     """Version that was pushed with a publish key.
 
-    alias: alias to move to this version, besides the aliases that an adapter's first version gets.
+    alias: alias to move to this version, besides the aliases that an adapter's first version
+        gets.
     created: Unix seconds.
     expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log.
-    keep: number of the adapter's newest expiring versions to keep, this one included.
-    seq: last log entry that the receiving gateway had read when the push began; None: not begun.
+        Only for display and comparison: gateways end the lifetime by left_s.
+    left_s: seconds of the lifetime left when the version was pushed or announced; None if
+        `expires` is None.
+    keep: number of the adapter's expiring versions to keep, newest first, this one included.
+    seq: number of the last entry of the catalog's log that the receiving gateway had read when
+        the push began; None: not begun.
     """
 
     tenant: str
@@ -47,6 +52,7 @@ class PushedVersion:
     expires: float | None = None
     keep: int | None = None
     seq: int | None = None
+    left_s: float | None = None
 
     @property
     def key(self) -> Key:
@@ -56,7 +62,7 @@ class PushedVersion:
     def retired(self, state: CatalogState) -> bool:
         """Return whether the version's adapter was retired after the push began.
 
-        Raises PartitionsNotRead.
+        Raises PartitionsNotRead if the adapter's partition of the catalog was not read yet.
         """
         record = state.find(self.tenant, self.name)
         return record is not None and self.seq is not None and record.retired_since(self.seq)
@@ -71,7 +77,7 @@ class PushedVersion:
         if again.alias not in (None, self.alias) and again.created > self.created:
             version = replace(version, alias=again.alias, created=again.created)
         if self.expires is not None and (again.expires is None or again.expires > self.expires):
-            version = replace(version, expires=again.expires, keep=again.keep)
+            version = replace(version, expires=again.expires, keep=again.keep, left_s=again.left_s)
         return version
 
 
@@ -81,7 +87,7 @@ class _Claim:
 
     created: creation of the pushed version, Unix seconds.
     until_s: time at which the record is forgotten, on the clock of PushedVersions.
-    is_over: whether the catalog's log has moved the alias since.
+    is_over: whether the catalog's log has moved the alias since the push.
     """
 
     created: float
@@ -90,10 +96,10 @@ class _Claim:
 
 
 class PushedVersions:
-    """Pushed versions not yet in the catalog's log, and catalog states extended by them.
+    """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
-    Their version numbers are provisional: another version may be recorded first. An alias that an
-    admin moves meanwhile stays where the log has it. For use in one event loop.
+    Their version numbers are provisional: another version may be recorded first. If an admin
+        moves an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +108,9 @@ class PushedVersions:
         self._until_s: dict[Key, float] = {}
         self._carried = set[Key]()
         self._alias_was: dict[Key, str | None] = {}  # digest that the alias had in the log before
-        self._claims: dict[tuple[str, str, str], _Claim] = {}  # by tenant, name and alias
+        # by tenant, name and alias, in the order in which they are forgotten
+        self._claims: dict[tuple[str, str, str], _Claim] = {}
+        self._ends_s: dict[Key, float] = {}  # ends of lifetimes, on the clock
         self._seen: dict[str, tuple[CatalogState, CatalogState]] = {}  # by tenant
 
     def __len__(self) -> int:
@@ -116,7 +124,11 @@ class PushedVersions:
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
         version = known.joined(version) if known else version
-        version = replace(version, alias=self._claim(version))
+        if known is None or known.expires != version.expires:
+            self._ends_s.pop(version.key, None)
+            if version.left_s is not None:
+                self._ends_s[version.key] = self._clock() + version.left_s
+        version = replace(version, alias=self._claim(version), left_s=None)
         if version == known:
             return
         if known is None or known.alias != version.alias:
@@ -131,7 +143,9 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version without announcements, because its push is in this gateway's pipeline."""
+        """Keep a version even without announcements, because its push is in this gateway's
+        pipeline.
+        """
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
@@ -145,9 +159,9 @@ class PushedVersions:
         return self._held.get(key)
 
     def alias_of(self, version: PushedVersion) -> str | None:
-        """Return the alias that a version may move; None without one, or if a later push moved it.
+        """Return the alias that a version may move.
 
-        May be called from any thread.
+        None: it has no alias, or a later push has moved that alias. May be called from any thread.
         """
         held = self._held.get(version.key)
         return self._claimed(version if held is None or held.created < version.created else held)
@@ -156,18 +170,19 @@ class PushedVersions:
         """Forget the pushed version with this key, if any."""
         self._until_s.pop(key, None)
         self._alias_was.pop(key, None)
+        self._ends_s.pop(key, None)
         if self._held.pop(key, None) is not None:
             self._seen.pop(key[0], None)
 
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
         """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
-        Forgets versions that the state contains already, and expired ones. Raises
-        PartitionsNotRead, for the tenant's own partition only.
+        Forgets versions that the state contains already, and expired ones. Raises PartitionsNotRead
+        if the tenant's partition of the catalog was not read yet.
         """
-        now_s, now = self._clock(), time.time()
-        for key, version in list(self._held.items()):
-            expired = version.expires is not None and version.expires <= now
+        now_s = self._clock()
+        for key in list(self._held):
+            expired = self._ends_s.get(key, now_s + 1) <= now_s
             untold = key not in self._carried and self._until_s[key] < now_s
             if expired or untold:
                 self.remove(key)
@@ -195,17 +210,18 @@ class PushedVersions:
             else:
                 landed.add(digest)
                 self._end_claim(version)
-                for table in (self._held, self._until_s, self._alias_was):
+                for table in (self._held, self._until_s, self._alias_was, self._ends_s):
                     table.pop(version.key, None)
         return state
 
     def _with_alias(
         self, version: PushedVersion, log: CatalogState, landed: Collection[str | None]
     ) -> PushedVersion:
-        """Return the version, without its alias if the catalog's log has moved that alias.
+        """Return the version; without its alias if the catalog's log has meanwhile moved that
+        alias.
 
-        landed: digests of earlier pushes that the log contains now; their moves of the alias do not
-            count.
+        landed: digests of earlier pushes that the log contains now; moves of the alias to these do
+            not count.
         """
         if version.alias is None:
             return version
@@ -225,10 +241,11 @@ class PushedVersions:
         """
         alias = self._claimed(version)
         if alias is not None:
-            now_s = self._clock()
-            self._claims = {at: each for at, each in self._claims.items() if each.until_s > now_s}
-            claim = _Claim(version.created, now_s + _CLAIMED_S)
-            self._claims[version.tenant, version.name, alias] = claim
+            now_s, at = self._clock(), (version.tenant, version.name, alias)
+            self._claims.pop(at, None)
+            self._claims[at] = _Claim(version.created, now_s + _CLAIMED_S)
+            while self._claims[oldest := next(iter(self._claims))].until_s <= now_s:
+                del self._claims[oldest]
         return alias
 
     def _claimed(self, version: PushedVersion) -> str | None:
@@ -252,9 +269,11 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Return `held` without surplus versions of the newest version's adapter.
+    """Return `held` without those expiring versions of one adapter that exceed its `keep`.
 
-    Of its versions that expire, the newest ones stay, as many as `keep` of the newest of them says.
+    newest: latest announced version, which names the adapter.
+
+    The newest expiring versions stay; their number is the `keep` of the newest of them.
     """
     passing = [
         each

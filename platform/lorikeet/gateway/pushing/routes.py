@@ -33,32 +33,39 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet.usage.ledger import UsageAccount, UsageCounts
 from lorikeet_engine.adapter_format import ValueScan
 
 log = logging.getLogger(__name__)
 
 Wait = Literal["none", "ready", "durable"]
-"""State of a push that the response to its request waits for."""
+"""State of a push that the response to its request waits for.
+
+none: do not wait. ready: all replicas hold the version and all gateways know it. durable: the
+store has it.
+"""
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Least size of a blob that is announced to replicas before it has arrived. A smaller blob is
-packed before an announcement would arrive."""
+"""Size in bytes from which a blob is announced to replicas before it has arrived. A smaller blob is
+packed before an announcement would arrive.
+"""
 _MOST_WAITING = 16
-"""Most requests of one tenant that wait for a push's state at once on one gateway, because each
-occupies one of the gateway's requests."""
+"""Maximum number of requests of one tenant that wait for a push's state at once on one gateway,
+because each occupies one of the requests that the gateway runs at once.
+"""
 
 
 class PushQuery(BaseModel):
-    """Query parameters of a push. Unknown ones are refused: a misspelt lifetime_s would make a
-    version durable.
+    """Query parameters of a push. Unknown parameters are refused: if lifetime_s were misspelt and
+    ignored, the version would become durable.
 
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     wait: state that the response waits for, at most timeout_s seconds.
     lifetime_s: seconds until the version expires; with it, the version never becomes durable.
-    keep: number of the adapter's newest expiring versions to keep; only with lifetime_s.
+    keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,7 +92,7 @@ class AdmittedPusher(NamedTuple):
     """Publisher whose request passed the checks of key and limits.
 
     caller: tenant and key.
-    hold: the request's hold on the limits of tenant and key.
+    hold: the request's place in the rate limits of tenant and key.
     trace: record of the request.
     """
 
@@ -98,7 +105,7 @@ class PushRequest(NamedTuple):
     """Request to push a version.
 
     name: name of the adapter.
-    digest: SHA-256 that the body has to have.
+    digest: SHA-256 that the body must have.
     """
 
     pusher: AdmittedPusher
@@ -119,7 +126,10 @@ class PushRequest(NamedTuple):
         """
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
-        return PushedVersion(tenant, self.name, facts, query.alias, now, expires, query.keep)
+        left_s, keep = query.lifetime_s, query.keep
+        return PushedVersion(
+            tenant, self.name, facts, query.alias, now, expires, keep, left_s=left_s
+        )
 
 
 class Progress(NamedTuple):
@@ -218,11 +228,12 @@ class PushEndpoints:
         catalog_view: GatewayCatalogView,
         registration: Registration,
         pipeline: PushPipeline,
+        reads: ReadLimiter,
     ) -> None:
         self._services, self._authenticator = services, authenticator
         self._rate_limiter, self._request_log = rate_limiter, request_log
         self._catalog_view, self._registration = catalog_view, registration
-        self._pipeline = pipeline
+        self._pipeline, self._reads = pipeline, reads
         self._check_locks = WeakValueDictionary[str, asyncio.Lock]()
         self._waiting = Counter[str]()  # by tenant
 
@@ -235,9 +246,11 @@ class PushEndpoints:
         query: Annotated[PushQuery, Query()],
     ) -> Json:
         """Push the request's body, a blob with the given SHA-256, as a version of an adapter.
-        Idempotent.
+
+        Repeating the request has no further effect (idempotent).
         """
         async with self._admitted(request, name, digest) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
             check_name(name, "name")
             check_digest(digest)
             query.check()
@@ -261,7 +274,8 @@ class PushEndpoints:
         async with self._admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
-            progress = await self._progress(tenant, name, digest)
+            with self._reads.reading(tenant):
+                progress = await self._progress(tenant, name, digest)
             if progress is None:
                 raise NotFound(
                     f"there is no version {digest[:64]} of {tenant}/{name}, or it was lost before "
@@ -271,7 +285,9 @@ class PushEndpoints:
             return progress_json(progress)
 
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
-        """Receive and check a blob, and begin its push. Raises LorikeetError."""
+        """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
+        refused.
+        """
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
             check_base_model(push_request.query.base_model, self._services.base_models)
@@ -324,7 +340,9 @@ class PushEndpoints:
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
-        """Announce a large blob to replicas while it arrives, if its base model is known by now."""
+        """Announce a large blob to replicas while it arrives, if the base model is known before its
+        arrival.
+        """
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
         if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
@@ -392,7 +410,7 @@ class PushEndpoints:
 
 
 def _note_ephemeral(version: PushedVersion, key_id: str, request_id: str) -> None:
-    """Log a push with a lifetime to the gateway's own log, as the catalog's log never records
+    """Log a push with a lifetime to the gateway's own log, since the catalog's log never records
     it.
     """
     about = {

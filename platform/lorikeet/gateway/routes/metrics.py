@@ -57,9 +57,7 @@ class Scrape:
         services.peers.register(_QUESTION, self._own_part)
 
     async def page(self) -> bytes:
-        """Return a metrics page at most FRESH_S seconds old. Requests that arrive meanwhile share
-        it.
-        """
+        """Return a metrics page at most FRESH_S seconds old. Concurrent requests share one page."""
         made = self._made
         if made is None or (made.done() and time.monotonic() >= self._good_until_s):
             made = self._made = asyncio.create_task(self._make())

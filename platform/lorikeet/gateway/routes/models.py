@@ -1,39 +1,64 @@
 """GET /v1/models: the models that a tenant may use, in the shape of its client's API."""
 
+import asyncio
+import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.error_shapes import ClientApi
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
+from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
+_ADAPTERS_OF_READ = 200
+"""Number of listed adapters that cost one more read in the tenant's limit of reads."""
 
 
-def model_routes(services: Services, authenticator: RequestAuthenticator) -> APIRouter:
+def model_routes(
+    services: Services, authenticator: RequestAuthenticator, reads: TenantReads
+) -> APIRouter:
     """Return the routes that list a tenant's models and show one of them."""
     router = APIRouter(prefix="/v1/models")
 
+    def context_of(base_model: str, caller: Caller) -> int | None:
+        known = services.engines.max_context(base_model), caller.max_context
+        return min((tokens for tokens in known if tokens is not None), default=None)
+
     @router.get("")
-    async def list_models(request: Request) -> dict[str, Any]:
-        tenant = await authenticator.tenant(request)
-        entries = [_base_entry(name) for name in services.base_models]
-        for record in await authenticator.visible_adapters(tenant.name):
-            entries += _adapter_entries(record)
-        return _list(entries, client_api(request.scope))
+    async def list_models(request: Request) -> Response:
+        def text(caller: Caller, adapters: Sequence[AdapterRecord]) -> bytes:
+            tenant = caller.tenant.name
+            # the tenant's own first and base models last, as some clients take the first model
+            ordered = sorted(adapters, key=lambda record: record.tenant != tenant)
+            entries = [entry for record in ordered for entry in _adapter_entries(record)]
+            entries += map(_base_entry, services.base_models)
+            lengths = {name: context_of(name, caller) for name in services.base_models}
+            for entry in entries:
+                entry["max_model_len"] = lengths.get(entry["parent"] or entry["id"])
+            return json.dumps(_list(entries, client_api(request.scope))).encode()
+
+        async with reads.admitted(request) as caller:
+            tenant = caller.tenant.name
+            adapters = await authenticator.visible_adapters(tenant)
+            reads.limiter.count(tenant, len(adapters) / _ADAPTERS_OF_READ)
+            listed = await asyncio.to_thread(text, caller, adapters)  # 10,000 take 0.1 s
+        return Response(listed, media_type="application/json")
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
-        tenant = await authenticator.tenant(request)
-        found = await authenticator.resolve_model(model, tenant.name)
+        async with reads.admitted(request) as caller:
+            found = await authenticator.resolve_model(model, caller.tenant.name)
         entry = _base_entry(model)
         if (ref := found.adapter) is not None:
             entry = _entry(model, ref.tenant, found.created, found.base_model)
+        entry["max_model_len"] = context_of(found.base_model, caller)
         is_anthropics = client_api(request.scope) is ClientApi.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry
 
@@ -52,7 +77,9 @@ def _list(entries: list[dict[str, Any]], api: ClientApi) -> dict[str, Any]:
 def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
     created = datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
     named = {"type": "model", "id": entry["id"], "display_name": entry["id"]}
-    return named | {"created_at": created, "lifecycle": "active"}
+    length = entry["max_model_len"]
+    lengths = {"max_input_tokens": length, "max_tokens": length}
+    return named | {"created_at": created, "lifecycle": "active"} | lengths
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:

@@ -1,23 +1,29 @@
-"""Explained requests: GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id} for
-all.
+"""Explained requests.
+
+GET /v1/requests/{id} explains a tenant's own request, GET /admin/v1/requests/{id} any request.
 """
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
+_READS = 5
+"""Cost of an explanation in the tenant's limit of reads: all gateways are asked for an unknown
+request.
+"""
 
-def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog) -> APIRouter:
+
+def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:
     """Return the route that explains a tenant's own requests."""
     router = APIRouter(prefix="/v1/requests")
 
     @router.get("/{request_id}")
     async def why(request: Request, request_id: str) -> dict[str, Any]:
-        tenant = await authenticator.tenant(request)
-        return await request_log.find(request_id, tenant.name)
+        async with reads.admitted(request, _READS) as caller:
+            return await request_log.find(request_id, caller.tenant.name)
 
     return router
 

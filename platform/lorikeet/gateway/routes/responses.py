@@ -13,6 +13,7 @@ from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.response_store import Json
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from lorikeet.tenancy.read_limiter import ReadLimiter
 
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -23,14 +24,15 @@ def response_routes(
     rate_limiter: RateLimiter,
     request_log: RequestLog,
     stored: StoredResponses,
+    reads: ReadLimiter,
 ) -> APIRouter:
     """Return the routes of stored responses.
 
-    Each call counts in the rate limits as a request without tokens.
+    Each call counts in the rate limits as a request without tokens, and as a read.
     """
     router = APIRouter(prefix="/v1/responses")
 
-    admitted = partial(_admitted, authenticator, rate_limiter, request_log)
+    admitted = partial(_admitted, authenticator, rate_limiter, request_log, reads)
 
     @router.get("/{response_id}")
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
@@ -66,6 +68,7 @@ async def _admitted(
     authenticator: RequestAuthenticator,
     rate_limiter: RateLimiter,
     request_log: RequestLog,
+    reads: ReadLimiter,
     request: Request,
 ) -> AsyncGenerator[str, None]:
     """Check a request's key and limits and record the request; yield the tenant's name.
@@ -80,7 +83,8 @@ async def _admitted(
         hold = rate_limiter.check(caller.tenant, caller.key)
         try:
             hold.body_is_here()
-            yield caller.tenant.name
+            with reads.reading(caller.tenant.name):
+                yield caller.tenant.name
         finally:
             hold.release()
 

@@ -6,49 +6,54 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request
 
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.reads import TenantReads
 from lorikeet.usage.ledger import day_of
-from lorikeet.usage.reader import UsageReader
+from lorikeet.usage.reader import MOST_DAYS, UsageReader
 from lorikeet.usage.summary import GroupBy, rows
 
 First = Annotated[date | None, Query(alias="from")]
 _AT_ONCE = 2
+_DAYS_OF_READ = 2
+"""Number of days in a report that cost one more read in the tenant's limit of reads."""
 
 Json = dict[str, Any]
 
 
 class UsageReports:
-    """Reports of usage. They are read in threads of their own, a few at once. For use in one event
-    loop.
+    """Reports of usage, read from the store in threads of their own, a few at once.
+
+    For use in one event loop.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self._reader = UsageReader(store)
         self._readers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="usage")
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
 
     async def report(
         self,
-        first: date | None,
-        last: date | None,
+        first: date,
+        last: date,
         by: Sequence[GroupBy],
         tenant: str | None = None,
     ) -> Json:
-        """Return usage rows of a range of days. Raises InvalidInput, StoreError.
+        """Return usage rows of a range of days.
 
-        first: first day; None: first of this month.
-        last: last day, included; None: today.
+        first: first day.
+        last: last day, included.
         by: columns to group by.
         tenant: tenant to report; None: all.
+
+        Raises InvalidInput; StoreError if the store fails.
         """
-        today = day_of(time.time())
-        first, last = first or today.replace(day=1), last or today
 
         def read() -> list[Json]:
             return rows(self._reader.read(first, last), by, tenant)
@@ -56,9 +61,29 @@ class UsageReports:
         data = await asyncio.get_running_loop().run_in_executor(self._readers, read)
         return {"from": first.isoformat(), "to": last.isoformat(), "data": data}
 
+    async def report_of(self, tenant: str, first: date, last: date, by: Sequence[GroupBy]) -> Json:
+        """Return a tenant's report, as `report` does, once the tenant's earlier reports are done.
+
+        Thus a thread stays free for other tenants and admins. Raises InvalidInput; StoreError.
+        """
+        async with self._turns.setdefault(tenant, asyncio.Lock()):
+            return await self.report(first, last, by, tenant)
+
+
+def period(first: date | None, last: date | None) -> tuple[date, date]:
+    """Return the first and the last day of a report.
+
+    first: first day; None: first of this month.
+    last: last day, included; None: today.
+    """
+    today = day_of(time.time())
+    return first or today.replace(day=1), last or today
+
 
 def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
-    """Parse `by`, the columns to group by, e.g. day,adapter. Raises InvalidInput."""
+    """Parse `by`, the columns to group by, e.g. day,adapter. Raises InvalidInput for unknown
+    columns.
+    """
     try:
         by = [GroupBy(each) for each in text.split(",")]
     except ValueError:
@@ -70,7 +95,7 @@ def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
     return by
 
 
-def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> APIRouter:
+def usage_routes(reads: TenantReads, reports: UsageReports) -> APIRouter:
     """Return the route of a tenant's own usage."""
     router = APIRouter(prefix="/v1")
 
@@ -78,10 +103,11 @@ def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> 
     async def usage(
         request: Request, first: First = None, to: date | None = None, by: str = GroupBy.ADAPTER
     ) -> Json:
-        tenant = await authenticator.tenant(request)
-        return await reports.report(
-            first, to, parse_by(by, (GroupBy.DAY, GroupBy.ADAPTER)), tenant.name
-        )
+        first, last = period(first, to)
+        days = min(max(0, (last - first).days), MOST_DAYS)
+        async with reads.admitted(request, 1 + days / _DAYS_OF_READ) as caller:
+            columns = parse_by(by, (GroupBy.DAY, GroupBy.ADAPTER))
+            return await reports.report_of(caller.tenant.name, first, last, columns)
 
     return router
 
@@ -99,7 +125,7 @@ def admin_usage_routes(reports: UsageReports, catalog_view: GatewayCatalogView) 
     ) -> Json:
         if tenant is not None:
             check_name(tenant, "tenant")
-        found = await reports.report(first, to, parse_by(by, tuple(GroupBy)), tenant)
+        found = await reports.report(*period(first, to), parse_by(by, tuple(GroupBy)), tenant)
         if tenant is not None and not found["data"]:  # raises UnknownTenant for a misspelt name
             await catalog_view.ask(lambda state: state.tenant(tenant))
         return found

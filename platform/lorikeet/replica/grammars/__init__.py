@@ -4,8 +4,11 @@ answer_grammar.py    the grammar of a call's answer: format or tool calls, behin
 ├── format_grammar.py   JSON schemas, regular expressions, choices
 └── tool_grammar.py     tool calls in the syntax of the model's chat template
     └── python_arguments.py   arguments as key=value pairs
-noop_keywords.py     removes keywords without effect from JSON schemas
+held_schema.py       JSON schemas in keywords that grammars hold
+├── schema_logic.py     negation, and proofs that options exclude each other
+└── patterns.py         patterns without look-ahead
 sandbox.py           a child process that compiles each grammar before the engine does
+└── schema_faults.py    the place of a schema's fault, in words
 matcher.py           ModelGrammars, which compiles a grammar and masks tokens in the engine
 
 A grammar is text in llguidance's variant of Lark, or llguidance's JSON for a schema.

@@ -1,4 +1,4 @@
-"""Grammar of an answer: its format or tool calls, behind the model's thinking."""
+"""Grammar of an answer: its format or tool calls, preceded by the model's thinking."""
 
 import json
 import re
@@ -23,7 +23,8 @@ def answer_grammar(
 
     syntax: the model's syntax of tool calls; required if the call has tools.
     vocabulary: tokens of the model's tokenizer.
-    thinking: the model's thinking, which the grammar allows before the answer.
+    thinking: whether the model may think, or has begun to; the grammar allows thinking before
+        the answer.
     """
     grammar = _without_thinking(call, syntax, vocabulary, thinking)
     if grammar is None or thinking is Thinking.NEVER:
@@ -48,8 +49,8 @@ def _without_thinking(
 def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) -> str:
     """Return a grammar of thinking, which is any text, followed by an answer.
 
-    The closing tag ends the thinking. The answer follows it after at most two line ends. If
-    thinking is only possible, the answer may also begin at once.
+    The closing tag ends the thinking. The answer follows after at most two line ends. If thinking
+    is only possible and not yet begun, the answer may also begin at once.
 
     answer: grammar of the answer in Lark.
     """

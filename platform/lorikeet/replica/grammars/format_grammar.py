@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, FormatKind
-from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.held_schema import held_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,12 +26,13 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def schema_grammar(schema: str, param: str = "response_format") -> str:
-    """Return the grammar of a JSON schema; {} allows any object. Raises InvalidInput.
-
-    The result may be invalid: sandbox.py checks it.
+    """Return the grammar of a JSON schema; {} allows any object. The grammar may still be invalid:
+    sandbox.py checks it.
 
     schema: the schema as JSON text.
-    param: the request's field that holds the schema.
+    param: the request's field that holds the schema, for errors.
+
+    Raises InvalidInput if the text is too long, too deeply nested or no JSON schema.
     """
     if len(schema) > _MOST_BYTES:
         raise _too_long(schema, param)
@@ -40,7 +41,7 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
         if not isinstance(parsed, dict):
             raise ValueError("want an object")
         # last, so that it replaces the schema's own layout, which might not be JSON's
-        held = {**without_noop_keywords(parsed or _ANY_OBJECT), "x-guidance": LAYOUT}
+        held = {**held_schema(parsed or _ANY_OBJECT).schema, "x-guidance": LAYOUT}
         return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
         raise _too_deep(param) from error
@@ -49,20 +50,25 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
 
 
 def format_grammar(answer: Format) -> str:
-    """Return the grammar of a format, unchecked like schema_grammar's. Raises InvalidInput."""
+    """Return the grammar of an answer format. It may still be invalid: sandbox.py checks it.
+
+    Raises InvalidInput as schema_grammar and format_rule.
+    """
     if answer.kind is FormatKind.JSON_SCHEMA:
         return schema_grammar(answer.text, answer.param)
     return f"start: {format_rule(answer)}"
 
 
 def format_rule(answer: Format) -> str:
-    """Return a format as part of a Lark rule. Raises InvalidInput."""
+    """Return an answer format as part of a rule in Lark. Raises InvalidInput if its text is too
+    long or too deeply nested.
+    """
     if len(answer.text) > _MOST_BYTES:
         raise _too_long(answer.text, answer.param)
     match answer.kind:
         case FormatKind.JSON_SCHEMA:
             try:
-                schema = without_noop_keywords(json.loads(answer.text) or _ANY_OBJECT)
+                schema = held_schema(json.loads(answer.text) or _ANY_OBJECT).schema
             except RecursionError as error:
                 raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
@@ -73,7 +79,9 @@ def format_rule(answer: Format) -> str:
 
 
 def _escape_slashes(regex: str) -> str:
-    """Escape slashes and line ends, which would end a regular expression in a rule."""
+    """Escape slashes and line ends in a regular expression: unescaped, they would end it in a Lark
+    rule.
+    """
     escaped = _SLASH.sub(lambda found: found[1] or "\\/", regex)
     return escaped.replace("\n", "\\n")
 

@@ -1,4 +1,4 @@
-"""Matchers of grammars on llguidance, which mask tokens in the engine.
+"""Matchers of grammars, built on llguidance, which mask tokens in the engine.
 
 No error quotes text that was sampled under a grammar, since errors are logged.
 """
@@ -26,7 +26,8 @@ _SLICES = [
     *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
     f"{_IN_STRINGS}+",
 ]
-"""Sets of tokens, as expressions, that a mask takes whole if the grammar allows all such texts.
+"""Sets of tokens, as regular expressions. If a grammar allows every text that an expression
+matches, a mask takes all tokens of its set at once.
 
 Other tokens are matched one by one, which takes a hundred times as long. The lengths 1 to 10 serve
 the last characters before a `maxLength`: llguidance's own sets begin at ten.
@@ -35,18 +36,24 @@ _MAX_FORCED = 256  # forced tokens returned at once; a step takes fewer
 _LARK_CONTEXT = re.compile(
     r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL
 )
-"""Parts of an error message about the grammar around a schema, which is not the client's."""
+"""Parts of an error message that are about the Lark grammar around a client's schema."""
 _LONGEST_REASON = 300  # characters; some messages quote a whole expression
 
 
 class ModelGrammars:
-    """Grammars of the engine for one base model. The tokenizer is read at first use."""
+    """Compiler of grammars for one base model, with the engine's interface `Grammars`.
+
+    The tokenizer is read at first use.
+    """
 
     def __init__(self, model: Path) -> None:
         self._model = model
 
     def compile(self, text: str) -> "TextMatcher":
-        """Compile a grammar; return the matcher of an empty choice. Raises InvalidRequest."""
+        """Compile a grammar; return a matcher at the beginning of a choice.
+
+        Raises InvalidRequest if llguidance refuses the grammar.
+        """
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
@@ -61,8 +68,9 @@ class ModelGrammars:
     ) -> list[InvalidRequest | None]:
         """Set the bits of allowed tokens, as the engine's `Grammars` requires.
 
-        For a forced token the mask is written here: with hundreds of kilobytes of forced text,
-        llguidance would take tens of milliseconds for each mask.
+        A forced token is the only one that its grammar allows; its mask is written here. With
+        hundreds of kilobytes of forced text, llguidance would take tens of milliseconds for each
+        mask.
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
@@ -105,14 +113,16 @@ class ModelGrammars:
 class TextMatcher:
     """Matcher of one choice: implements lorikeet_engine.sampling.grammar.Matcher.
 
-    Forced tokens are computed once and kept until all are accepted.
+    Forced tokens (each the only one that the grammar allows) are computed once and kept until all
+    are accepted.
     """
 
     def __init__(self, state: LLMatcher, forced: "array[int] | None" = None, at: int = 0) -> None:
-        """Wrap a matcher.
+        """Wrap a matcher of llguidance.
 
+        state: llguidance's matcher.
         forced: forced tokens; None if not computed yet.
-        at: index of the next token in `forced`.
+        at: index in `forced` of the choice's next token.
         """
         self.state = state
         self._forced, self._forced_at = forced, at
@@ -128,11 +138,11 @@ class TextMatcher:
         return self.state.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must follow, in order, as far as they are certain.
+        """Return the forced tokens: those that must follow, in order, as far as they are certain.
 
-        Where the grammar forces bytes, a mask allows only the tokenizer's own next token, so the
-        bytes have no other tokens. The last tokens of a forced text are left out: they might merge
-        with the text after it. Only the first tokens of a long text are returned.
+        Where the grammar forces bytes, a mask allows only the tokenizer's own next token, so no
+        other tokens can spell them. The last tokens of a forced text are left out: they might merge
+        with the text after it. Of a long text only the first tokens are returned.
         """
         if self._forced is None:
             self._forced, self._forced_at = array("I", self.state.compute_ff_tokens()), 0

@@ -1,4 +1,4 @@
-"""Grammar rules of the arguments of Python calls, key=value, …"""
+"""Grammar rules for the arguments of tool calls in Python syntax: key=value, …"""
 
 import json
 from collections.abc import Mapping
@@ -21,9 +21,11 @@ _UNSUPPORTED = frozenset(
         "then", "unevaluatedProperties",
     }
 )  # fmt: skip
-"""JSON schema keywords of the whole arguments object that the grammar rules cannot enforce."""
+"""JSON schema keywords that the grammar rules cannot enforce at the top level of the arguments'
+schema.
+"""
 _WORD = regex.compile(r"\w+")
-"""Names written bare before the = of an argument; other names are written as strings."""
+"""Argument names that are written bare before the =; other names are written as JSON strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class ArgumentRules:
     closed: bool = False
 
     def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
-        """Return these constraints and those of a further schema; None if they contradict.
+        """Return these constraints combined with those of another schema; None if they contradict.
 
         Raises InvalidInput if `part` is no schema or has unsupported keywords.
         """
@@ -54,6 +56,8 @@ class ArgumentRules:
         unsupported = part.keys() & _UNSUPPORTED
         if not (isinstance(others, bool) or others == {}):
             unsupported |= {"additionalProperties"}
+        if "patternProperties" in unsupported:
+            unsupported |= {"propertyNames"}  # which is held as patternProperties
         if unsupported:
             raise _invalid(
                 f"{', '.join(sorted(unsupported))} on all arguments of a Python call cannot be "
@@ -76,7 +80,8 @@ class ArgumentRules:
         )
 
     def satisfiable(self) -> "ArgumentRules | None":
-        """Return the constraints without forbidden properties; None if no arguments meet them.
+        """Return the constraints without the properties that they forbid; None if no arguments can
+        meet them.
 
         If a property is forbidden, unnamed arguments are forbidden too. A required argument without
         a schema may have any value.
@@ -116,7 +121,8 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
     """Return the alternative constraints of a schema; arguments must meet one of them.
 
-    Raises InvalidInput.
+    Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that none can
+    meet.
     """
     alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
     begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
@@ -153,13 +159,13 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
 
 
 def _check_count(more: list[Any], parts: list[Any]) -> None:
-    """Raise InvalidInput if both lists together would be too long."""
+    """Raise InvalidInput if both lists together would have more than _MOST_PARTS entries."""
     if len(more) + len(parts) > _MOST_PARTS:
         raise _invalid(_TOO_MANY)
 
 
 def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
-    """Resolve a $ref within the schema. Raises InvalidInput if its target is missing."""
+    """Return the part of a schema that a `$ref` names. Raises InvalidInput if there is none."""
     part: Any = schema
     try:
         if not ref.startswith("#"):
@@ -175,11 +181,14 @@ def _referred(ref: str, schema: Mapping[str, Any]) -> Any:
 def _pairs(
     rule: str, asked: ArgumentRules, schema: Mapping[str, Any], most_length: int
 ) -> list[str]:
-    """Return the grammar rules of arguments that meet one alternative. Raises InvalidInput.
+    """Return the grammar rules of arguments that meet one alternative.
 
     rule: name of the first rule and prefix of the others.
     asked: the alternative's constraints.
-    schema: schema of the arguments object, for $ref.
+    schema: schema of the arguments object, for `$ref`.
+    most_length: limit on the characters of the properties' schemas together.
+
+    Raises InvalidInput if a property has no schema or they are too long.
     """
     if not asked.properties and asked.closed:
         return [f'{rule}: ""']
@@ -223,12 +232,12 @@ def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _both_of(one: Any, other: Any) -> Any:
-    """Return the conjunction of two schemas."""
+    """Return a schema of the values that match both schemas."""
     return False if one is False or other is False else {"allOf": [one, other]}
 
 
 def _rebased(part: Any) -> Any:
-    """Return a part of a schema with each $ref pointing into the embedded copy."""
+    """Return a part of a schema; each `$ref` in it then leads into the schema's embedded copy."""
     if isinstance(part, Mapping):
         referring = {key: _rebased(value) for key, value in part.items()}
         match part.get("$ref"):

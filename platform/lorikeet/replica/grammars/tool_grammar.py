@@ -12,27 +12,29 @@ from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
-from lorikeet.replica.grammars.noop_keywords import without_noop_keywords
+from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.python_arguments import python_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Spacing of JSON in llguidance that matches arguments in chat templates."""
+"""llguidance's settings for JSON spaced like tool-call arguments in chat templates."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
 }
-"""Text that is no tool call for ToolCallParser, in syntaxes without an opening mark."""
+"""Regular expression of text that ToolCallParser does not take for a tool call, in syntaxes without
+an opening mark.
+"""
 
 
 def call_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
 ) -> str:
-    """Return a grammar of an answer that consists of calls of the forced tools.
+    """Return a grammar of an answer that consists of tool calls, of the tools in use.forced only.
 
-    If no tool is forced, the answer is calls of any tools, or an answer in the format
-    `alternative`.
+    If use.forced is empty, the calls may be of any tools, and the answer may instead have the
+    format `alternative`.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -54,10 +56,9 @@ def text_grammar(
     """Return a grammar of free text with calls of any tools.
 
     Arguments of strict tools must match their schemas. Text that begins like a call must become a
-    call.
-    Special tokens are allowed in calls only.
+    call. Special tokens are allowed in calls only.
 
-    excluded: words whose added tokens are allowed nowhere.
+    excluded: texts of added tokens, such as <think>, that are allowed nowhere.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -91,11 +92,11 @@ def text_grammar(
 
 
 def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
-    """Return ids of added tokens that are no special tokens, such as <think>.
+    """Return the ids of added tokens that are not special tokens, such as <think>.
 
-    Clients get them as text, but grammars do not match them as text.
+    Clients get them as text, but a grammar's text rules do not match them.
 
-    others: words to leave out.
+    others: texts of tokens to leave out.
     """
     shown = vocabulary.added.keys() - set(others)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
@@ -114,7 +115,10 @@ def _call(
         call = f"call_{index}"
         if syntax.style is CallStyle.PYTHON:
             rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
-            rules += python_arguments(f"{call}_arguments", schema)
+            try:
+                rules += python_arguments(f"{call}_arguments", schema)
+            except InvalidInput as error:
+                raise InvalidInput(f"the tool {name}: {error.message}", param="tools") from error
             continue
         head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
         rules += [
@@ -133,14 +137,18 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
             f"the parameters of {function['name']}: want an object as their type", param="tools"
         )
     try:
-        held = without_noop_keywords(parameters)
+        held = held_schema(parameters).schema
     except RecursionError as error:
-        raise InvalidInput("a function's parameters: nested too deeply", param="tools") from error
+        raise InvalidInput(
+            f"the parameters of {function['name']}: nested too deeply", param="tools"
+        ) from error
     return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """Return a literal text for a rule; marks that are added tokens become token ids."""
+    """Return a literal text for a Lark rule; marks of the syntax that are added tokens become token
+    ids.
+    """
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
     }

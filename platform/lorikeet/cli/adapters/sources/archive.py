@@ -140,7 +140,10 @@ class _BoundedReads:
 
 
 def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Member]:
-    """Check all members, and return the files in the adapter's folder by name."""
+    """Check all members, and return the files in the adapter's folder by name.
+
+    Of folders in each other, such as a trainer's output with its checkpoints, the outermost counts.
+    """
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0
     for count, member in enumerate(members, 1):
@@ -159,10 +162,12 @@ def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Mem
             if path.name in files:
                 raise _refused(archive, member, "is there twice")
             files[path.name] = member
-    found = [files for files in beside.values() if not files.keys().isdisjoint(KNOWN_FILES)]
-    if len(found) > 1:
-        raise InvalidInput(f"{archive} holds several adapters: make an archive of each")
-    return found[0] if found else {}
+    found = [path for path, files in beside.items() if not files.keys().isdisjoint(KNOWN_FILES)]
+    outer = [path for path in found if all(path in (p, *p.parents) for p in found)]
+    if found and not outer:
+        names = " and ".join(map(str, sorted(found)[:2]))
+        raise InvalidInput(f"{archive} holds several adapters, in {names}: make an archive of each")
+    return beside[outer[0]] if outer else {}
 
 
 def _refused(archive: str, member: Member, fault: str) -> InvalidInput:

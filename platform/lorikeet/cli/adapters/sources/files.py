@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from lorikeet.chat_template import TEMPLATE_FILES
+from lorikeet.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILES
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
@@ -10,16 +10,15 @@ from lorikeet_engine.adapter_format import (
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
+    pickled_weights,
     refuse_added_tokens,
     shard_names,
 )
 from lorikeet_engine.errors import AdapterRejected
 
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
-"""Any of these marks a folder as an adapter's. Shards are named in the index."""
+"""Files that mark a folder as an adapter's: any one suffices. The index names the shards."""
 MAX_SOURCE_BYTES = 8 << 30
-_MOST_TEMPLATE_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
-_PICKLE = "adapter_model.bin"
 
 
 def adapter_files(
@@ -47,9 +46,10 @@ def adapter_files(
         except AdapterRejected as error:
             raise InvalidInput(f"{source}: {error.message}") from error
         return _checked(source, sizes, (CONFIG_FILE, INDEX_FILE, *shards))
-    if CONFIG_FILE in sizes and _PICKLE in sizes:
+    pickles = pickled_weights(sizes)
+    if CONFIG_FILE in sizes and pickles:
         raise InvalidInput(
-            f"{source} has its weights in {_PICKLE}, a pickle, which can run code when it is "
+            f"{source} has its weights in {pickles[0]}, a pickle, which can run code when it is "
             "opened: download it and make safetensors of it with `lorikeet convert`"
         )
     return _checked(source, sizes, (CONFIG_FILE, WEIGHTS_FILE))
@@ -63,7 +63,7 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
     beside = (name for name in TEMPLATE_FILES if name in sizes)
-    return (*names, *(name for name in beside if sizes[name] <= _MOST_TEMPLATE_BYTES))
+    return (*names, *(name for name in beside if sizes[name] <= MAX_TEMPLATE_BYTES))
 
 
 def _instead(sizes: Mapping[str, int]) -> str:

@@ -46,7 +46,10 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
 
 
 def _explained(error: Exception, where: str) -> LorikeetError:
-    """Turn an error of the Hub's client into one that names the remedy."""
+    """Turn an error of the Hub's client into one that says what to do.
+
+    where: source as the admin gave it, for the message.
+    """
     from huggingface_hub import errors as hub
 
     if isinstance(error, hub.GatedRepoError):

@@ -1,0 +1,270 @@
+"""HTTP protocol of both listeners: uvicorn's, with limits that apply before the application runs.
+
+The application limits bodies by size and time (body.py). It cannot limit what the server's parser
+accepts before or without it: header lines, the parts of a chunked body, and connections on which no
+request arrives. Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin
+listener from listeners.py.
+"""
+
+import asyncio
+import json
+import uuid
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from lorikeet.error_shapes import openai_error_body
+from lorikeet.errors import InvalidInput, LorikeetError, RequestTimeout, RequestTooLarge, status_of
+
+HEAD_S = 20.0
+"""Seconds within which a request's headers must arrive, from the connection's start or from the
+first byte after the previous request."""
+MAX_HEAD_BYTES = 64 * 2**10
+"""Limit on the bytes of a request outside its body: request line, headers, trailers, chunk sizes. A
+body adds 1/16 of its own bytes to the limit.
+"""
+MAX_HEADERS = 256
+"""Maximum number of header and trailer lines of a request."""
+MAX_PARTS = 2048
+"""Limit on the parts of a request's body, raised by one for each _PART_BYTES of the body. A part is
+a
+chunk, or the piece of a chunk that one packet brings: the parser takes a microsecond for
+    each part of any size.
+"""
+_PART_BYTES = 256
+MAX_PIPELINED = 8
+"""Maximum number of requests of one connection that wait until an earlier one is answered."""
+_FREE_READS, _READ_PAUSE_S = 64, 0.01
+"""Slowing of clients that send a request in tiny pieces: number of reads below _SMALL_BYTES that a
+request may need at full speed, and the pause in seconds after each further read.
+"""
+_SMALL_BYTES = 16 * 2**10
+_FEED_BYTES = 64 * 2**10  # the parser gets at most so much between two checks
+LINGER_S = 30.0
+"""Seconds for which a connection stays open after an answer that was sent before its request had
+wholly arrived. Closing it while the client still sends would destroy the answer (nginx's
+lingering_close).
+"""
+_MAX_REST_BYTES = 64 * 2**10
+"""Maximum size of a body that is read to its end after an early answer, to reuse the connection."""
+_HEAD_TOO_LARGE = (
+    f"the request's headers, or its chunks beside their data, are larger than {MAX_HEAD_BYTES} "
+    "bytes, the limit here"
+)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Connection of a client, closed once a request exceeds the limits above."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._refusal: LorikeetError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = self._began = self._lingers = self._closes = False
+        self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer: the client has HEAD_S for the headers of its first request."""
+        super().connection_made(transport)
+        self._set_timer(HEAD_S, self._on_late_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer of a connection that has ended."""
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received data in pieces; refuse a request that exceeds a limit."""
+        if self._lingers:
+            self._rest_before_next_read()
+            return
+        for start in range(0, len(data), _FEED_BYTES):
+            piece = data[start : start + _FEED_BYTES] if len(data) > _FEED_BYTES else data
+            before, within = self._body_bytes, self._in_head or not self._is_whole()
+            super().data_received(piece)
+            if self._lingers or self.transport.is_closing() or not self._is_speaking():
+                return
+            if not self._began:
+                self._outside_bytes += len(piece) - (self._body_bytes - before)
+            elif not within or self._in_head:
+                self._outside_bytes = len(piece) - self._body_bytes
+            self._began = False  # else the piece began with an earlier request's end
+            if self._outside_bytes > MAX_HEAD_BYTES + self._body_bytes // 16:
+                self._refuse(RequestTooLarge(_HEAD_TOO_LARGE))
+                return
+        if self._timer is None and (self._in_head or self._is_idle()):
+            self._set_timer(HEAD_S, self._on_late_head)
+        if self._in_head or not self._is_whole():
+            self._small_reads += len(data) < _SMALL_BYTES
+            if self._small_reads > _FREE_READS:
+                self._rest_before_next_read()
+
+    def on_message_begin(self) -> None:
+        """Reset the counters of bytes, parts and small reads for a new request.
+
+        Raises an error, which refuses the request, if too many requests of the connection wait.
+        """
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise self._refused(InvalidInput(f"more than {MAX_PIPELINED} requests in a pipeline"))
+        self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
+        self._in_head = self._began = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Accept a header or trailer. Raises an error, which refuses the request, if there are too
+        many.
+        """
+        if len(self.headers) >= MAX_HEADERS:
+            problem = f"the request has more than {MAX_HEADERS} headers, the limit here"
+            raise self._refused(RequestTooLarge(problem))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer the request. An answer sent before the body has arrived may close the
+        connection.
+        """
+        self._in_head = False
+        self._cancel_timer()
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            cycle = self.cycle
+            cycle.send = partial(self._send, cycle, cycle.send)  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        """Count a part of the body. Raises an error, which refuses the request, if there are too
+        many.
+        """
+        self._body_parts += 1
+        self._body_bytes += len(body)
+        if self._body_parts > MAX_PARTS + self._body_bytes // _PART_BYTES:
+            problem = (
+                f"the body comes in {self._body_parts} parts of {_PART_BYTES} bytes or less: send "
+                "it in larger parts"
+            )
+            raise self._refused(InvalidInput(problem))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Record that the whole body has arrived, even if the request was already answered."""
+        super().on_message_complete()
+        if self.cycle is not None and self.cycle.more_body:
+            self.cycle.more_body = False
+            self._cancel_timer()
+
+    def on_response_complete(self) -> None:
+        """Serve the connection's next request. If the body of this one is still missing, limit the
+        wait for it or close the connection.
+        """
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._closes:
+            self._linger()
+        elif self._is_idle() and not self._is_whole():
+            self._set_timer(HEAD_S, self._close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that the parser cannot read or that exceeds a limit."""
+        self._refuse(self._refusal or InvalidInput(msg))
+
+    async def _send(self, cycle: RequestResponseCycle, send: Any, message: dict[str, Any]) -> None:
+        """Send a message of an answer. If a large body is still arriving, the answer's headers say
+        that the connection will close.
+        """
+        if message["type"] == "http.response.start" and cycle.more_body:
+            self._closes = cycle.waiting_for_100_continue or not _is_small(cycle)
+        if not self._closes or message["type"] != "http.response.start":
+            await send(message)
+            return
+        others = [each for each in message.get("headers", ()) if each[0] != CLOSE_HEADER[0]]
+        await send({**message, "headers": [*others, CLOSE_HEADER]})
+        cycle.keep_alive = True  # on_response_complete closes, once the client has the answer
+
+    def _is_whole(self) -> bool:
+        """Return whether the body of the last request has arrived."""
+        return self.cycle is None or not self.cycle.more_body
+
+    def _is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+        return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    def _is_speaking(self) -> bool:
+        """Return whether the connection is still HTTP, not a WebSocket."""
+        return self.transport.get_protocol() is self
+
+    def _refused(self, error: LorikeetError) -> LorikeetError:
+        """Return an error to raise in the parser's callback; send_400_response then sends it."""
+        self._refusal = error
+        return error
+
+    def _refuse(self, error: LorikeetError) -> None:
+        """Answer a request with an error, unless its answer has begun, and close the connection."""
+        started = not self._is_idle() and self.cycle.response_started
+        if self._is_idle() or not (started or self.pipeline or self._in_head):
+            body = json.dumps(openai_error_body(error.code, error.message, error.param)).encode()
+            head = STATUS_LINE[status_of(error.code)] + (
+                b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
+                b"connection: close\r\n\r\n" % (len(body), uuid.uuid4().hex.encode())
+            )
+            self.transport.write(head + body)
+        if not self._is_idle():
+            self.cycle.disconnected = True  # its application can send nothing more
+            self.cycle.message_event.set()
+            self.pipeline.clear()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection when the client has read its answer, or after LINGER_S.
+
+        Until then, data from the client is dropped.
+        """
+        self._lingers = True
+        self._unset_keepalive_if_required()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_timer(LINGER_S, self._close)
+
+    def _rest_before_next_read(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+            self.loop.call_later(_READ_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing() and (self._lingers or not self.flow.read_paused):
+            self.transport.resume_reading()
+
+    def _on_late_head(self) -> None:
+        """Close a connection whose client did not send all headers in time."""
+        self._timer = None
+        if self._in_head and self._is_idle():
+            self._refuse(RequestTimeout(f"the headers did not arrive within {HEAD_S:g} s"))
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+    def _set_timer(self, after_s: float, then: Any) -> None:
+        self._cancel_timer()
+        self._timer = self.loop.call_later(after_s, then)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _is_small(cycle: RequestResponseCycle) -> bool:
+    """Return whether a request's declared body is small enough to be read after an early answer."""
+    for name, value in cycle.scope["headers"]:
+        if name == b"content-length":
+            return int(value) <= _MAX_REST_BYTES
+    return False

@@ -1,0 +1,33 @@
+"""Admission of a tenant's requests that generate nothing (reads): models, usage, explained
+requests.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
+from lorikeet.tenancy.read_limiter import ReadLimiter
+
+
+class TenantReads:
+    """Check of key and read limit that each read of a tenant has to pass.
+
+    limiter: counter of further reads, if a request turns out to cost more than one.
+    """
+
+    def __init__(self, authenticator: RequestAuthenticator, limiter: ReadLimiter) -> None:
+        self._authenticator, self.limiter = authenticator, limiter
+
+    @asynccontextmanager
+    async def admitted(self, request: Request, reads: float = 1.0) -> AsyncGenerator[Caller, None]:
+        """Count a request as running within the context; yield its tenant and key.
+
+        reads: cost of the request in the tenant's limit of reads, as ReadLimiter.count takes it.
+
+        Raises InvalidKey, Forbidden, Unavailable, RateLimited.
+        """
+        caller = await self._authenticator.caller(request)
+        with self.limiter.reading(caller.tenant.name, reads):
+            yield caller

@@ -1,0 +1,265 @@
+"""Faults of the JSON schemas that constrain an answer, and the place of a fault in its schema."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lorikeet.protocol.messages import Call, FormatKind
+from lorikeet.replica.grammars.held_schema import (
+    held_schema,
+    path_of,
+    pointer_of,
+    subschemas,
+)
+
+_PLAIN_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
+_LONGEST_STEP = 64
+_MOST_STEPS = 64
+_RENAMED = {"oneOf": "anyOf"}
+"""Keywords that `held_schema` replaces by another one without changing the order of the
+subschemas.
+"""
+_WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        (
+            r'Unimplemented keys: \["uniqueItems"\].*',
+            "uniqueItems cannot be held: remove it and check the answer, or set maxItems to 1",
+        ),
+        (
+            r'Unimplemented keys: \["(?:else|if|then)".*',
+            "this if cannot be held: write the cases as anyOf",
+        ),
+        (
+            r'Unimplemented keys: \["not"\].*',
+            "this not cannot be held: write what is allowed instead of what is not",
+        ),
+        (
+            r'Unimplemented keys: \["(\$(?:dynamic|recursive)Ref)"\].*',
+            r"\1 cannot be held: use $ref",
+        ),
+        (
+            r'Unimplemented keys: \["([^\]]*)"\].*',
+            r"\1 cannot be held: remove it and check the answer",
+        ),
+        (
+            r"oneOf constraints are not supported.*",
+            "two options of this oneOf may match the same value: use anyOf, or let the options "
+            "differ by type, or by a const in a required property",
+        ),
+        (
+            r"min/maxProperties only supported.*",
+            "minProperties and maxProperties cannot be held beside optional properties: remove "
+            "them, or make the properties required",
+        ),
+        (
+            r".*error: look-around.*",
+            "look-ahead and look-behind in a pattern cannot be held: write a pattern without them",
+        ),
+        (
+            r".*error: backreferences.*",
+            "references back in a pattern cannot be held: write a pattern without them",
+        ),
+        (
+            r"patternProperty regexes (.*) are not disjoint.*",
+            r"a property may match several patternProperties, \1: let them exclude each other",
+        ),
+        (
+            r"circular references with sibling keys are not supported.*",
+            "a $ref that leads back to its own schema cannot be held beside other keywords: leave "
+            "it alone in its schema",
+        ),
+        (
+            r"Resource '(?:json-schema:///)?(.*?)' is not present.*",
+            r"the $ref to \1 leads out of the schema: copy what it names into $defs",
+        ),
+        (
+            r"(?:Pointer|Anchor) .* does not exist.*",
+            "its $ref names no part of the schema: want one such as #/$defs/place",
+        ),
+        (
+            r"(?:Schema intersection stack level exceeded|schema too large).*",
+            "it takes too much time or memory: make it smaller or less nested",
+        ),
+        (r"(?:.*: )?Unsatisfiable schema: (.*)", r"no value matches it: \1"),
+    )
+)
+"""Patterns of llguidance's error messages, each with our text for it."""
+
+
+class AnswerSchema(NamedTuple):
+    """JSON schema that constrains an answer.
+
+    place: words for the part of the request that has the schema, for errors.
+    param: field of the request that has the schema.
+    """
+
+    place: str
+    param: str
+    schema: Any
+
+
+class Fault(NamedTuple):
+    """Fault of a JSON schema.
+
+    path: JSON path of the innermost faulty subschema.
+    reason: why a grammar cannot follow it.
+    """
+
+    path: str
+    reason: str
+
+
+def answer_schemas(call: Call) -> list[AnswerSchema]:
+    """Return the JSON schemas that constrain a call's answer, as the client wrote them."""
+    found = list[AnswerSchema]()
+    use, answer = call.tools, call.format
+    if use is not None:
+        functions = [tool["function"] for tool in use.tools]
+        # the client counts tools that are left out, and namespaces as one
+        as_sent = not call.left_out and not any("." in each["name"] for each in functions)
+        for at, function in enumerate(functions):
+            name, parameters = function["name"], function.get("parameters")
+            if use.forced:
+                is_held = name in use.forced
+            else:
+                is_held = answer is not None or bool(function.get("strict"))
+            if is_held and parameters:
+                field = "functions" if use.functions else "tools"
+                place = f"{field}[{at}] ({name})" if as_sent else f"the tool {name}"
+                found.append(AnswerSchema(place, "tools", parameters))
+    is_schema = answer is not None and answer.kind is FormatKind.JSON_SCHEMA
+    if answer is not None and is_schema and (use is None or not use.forced):
+        found.append(AnswerSchema(answer.param, answer.param, json.loads(answer.text)))
+    return found
+
+
+def ignored_keywords(call: Call) -> tuple[str, ...]:
+    """Return the names of schema keywords that the grammar of a call's answer does not enforce."""
+    names = dict[str, None]()
+    for schema in answer_schemas(call):
+        names |= dict.fromkeys(held_schema(schema.schema).ignored)
+    return tuple(names)
+
+
+def in_own_words(reason: str) -> str:
+    """Return an error message of llguidance in our words, which say what to do; other messages
+    unchanged.
+    """
+    reason = reason.split("\n  while processing", 1)[0]
+    for pattern, words in _WORDS:
+        if pattern.fullmatch(reason):
+            return pattern.sub(words, reason).replace('"', "")
+    return reason
+
+
+def find_fault(
+    schema: Mapping[str, Any], problem: Callable[[Mapping[str, Any]], str | None]
+) -> Fault | None:
+    """Return the innermost fault of a schema; None if the schema has none.
+
+    problem: function that takes a schema translated by held_schema and returns why a grammar
+        cannot follow it; None if it can.
+    """
+    held = held_schema(schema).schema
+    whole = {"$defs": {"whole": _within_whole(held)}}
+
+    def problem_at(pointer: str) -> str | None:
+        return problem({"$ref": f"#/$defs/whole{pointer}", **whole})
+
+    reason = problem(held)
+    if reason is None:
+        return None
+    pointer, path, seen = "", "$", {""}
+    here: Mapping[str, Any] = schema
+    there: Mapping[str, Any] = held
+    for _ in range(_MOST_STEPS):
+        for pointer_on, path_on, part, held_part in _parts(here, there, schema, held):
+            inner = pointer_on if pointer_on.startswith("#") else pointer + pointer_on
+            inner = inner.removeprefix("#")
+            if inner not in seen and (found := problem_at(inner)) and _explains(found, reason):
+                seen.add(inner)
+                path = path_on if path_on.startswith("$") else path + path_on
+                pointer, here, there, reason = inner, part, held_part, found
+                break
+        else:
+            break
+    return Fault(path, reason)
+
+
+def _parts(
+    here: Mapping[str, Any], there: Mapping[str, Any], schema: Any, held: Any
+) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the subschemas that a schema has both before and after its translation by held_schema.
+
+    Each comes as its JSON pointer in the translation, its JSON path in the original, itself and its
+    translation. For the target of a `$ref`, pointer and path begin at the root; for others, at the
+    given schema.
+
+    here, there: the schema before and after its translation.
+    schema, held: its root before and after.
+    """
+    for path, part in subschemas(here):
+        if path[0] in ("$defs", "definitions") or not isinstance(part, Mapping):
+            continue
+        moved = path if path[0] in there else (_RENAMED.get(str(path[0]), path[0]), *path[1:])
+        held_part = _at(there, moved)
+        if isinstance(held_part, Mapping):
+            yield pointer_of(moved), _json_path(path), part, held_part
+    ref = there.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        path = path_of(ref)
+        part, held_part = _at(schema, path), _at(held, path)
+        if isinstance(part, Mapping) and isinstance(held_part, Mapping):
+            yield ref, f"${_json_path(path)}", part, held_part
+
+
+def _explains(found: str, reason: str) -> bool:
+    """Return True if the problem of a subschema may explain the problem of the whole schema.
+
+    A subschema that no value matches explains nothing if values do match the whole.
+
+    found: problem of the subschema.
+    reason: problem of the whole.
+    """
+    return _is_empty(found) == _is_empty(reason)
+
+
+def _is_empty(reason: str) -> bool:
+    return reason.startswith("no value matches it")
+
+
+def _at(schema: Any, path: tuple[str | int, ...]) -> Any:
+    for step in path:
+        if isinstance(schema, list):
+            try:
+                schema = schema[int(step)]
+            except (ValueError, IndexError):
+                return None
+        elif isinstance(schema, Mapping):
+            schema = schema.get(str(step))
+    return schema
+
+
+def _within_whole(part: Any) -> Any:
+    """Return a part of a schema with each `$ref` leading into a copy at `$defs/whole`."""
+    if isinstance(part, Mapping):
+        moved = {key: _within_whole(value) for key, value in part.items()}
+        match part.get("$ref"):
+            case str(ref) if ref.startswith("#"):
+                moved["$ref"] = f"#/$defs/whole{ref[1:]}"
+        return moved
+    return [_within_whole(each) for each in part] if isinstance(part, list) else part
+
+
+def _json_path(path: tuple[str | int, ...]) -> str:
+    steps = list[str]()
+    for step in path:
+        if isinstance(step, int) or step.isdecimal():
+            steps.append(f"[{step}]")
+        elif _PLAIN_NAME.fullmatch(step) and len(step) <= _LONGEST_STEP:
+            steps.append(f".{step}")
+        else:
+            steps.append(f"[{json.dumps(step[:_LONGEST_STEP])}]")
+    return "".join(steps)
