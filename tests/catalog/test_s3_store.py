@@ -461,7 +461,7 @@ def test_writes_over_tls_have_a_length_and_no_checksum_trailer(
         store.put_if_absent("small", b"bytes")
         store.put_file("large", file)
         token = store.parts.begin("upload")
-        store.parts.put("upload", token, 1, file)
+        store.parts.put("upload", token, 1, certificate)
         assert store.get("small") == b"bytes"
         store.download("large", copy)
     assert copy.read_bytes() == file.read_bytes()

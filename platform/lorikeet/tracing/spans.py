@@ -48,6 +48,7 @@ _OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/v1/messages/count_tokens": "count_tokens",
+    "/v1/responses/input_tokens": "count_tokens",
 }
 _IDS = RandomIdGenerator()
 _RANDOM_BITS = 56
