@@ -35,8 +35,7 @@ class HostArena:
     """Packed images in host memory, by digest. Thread-safe.
 
     To make place for a new image, those are evicted whose last hold is longest ago. An image that
-    is
-    held, by its writer or by a copy from it, is never evicted.
+    is held, by its writer or by a copy from it, is never evicted.
     """
 
     def __init__(

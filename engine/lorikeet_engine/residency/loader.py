@@ -144,8 +144,7 @@ class Loader:
         """Load an adapter to DISK or HOST.
 
         If it is being loaded already, that load continues to the tier nearer to the GPU of the two,
-        and
-        becomes urgent if this one is.
+        and becomes urgent if this one is.
 
         urgent: load it before adapters that are not urgent.
         passing: the load is for a temporary pin. An image packed only for such loads is not written

@@ -180,8 +180,7 @@ class VirtualCounters:
         """Drop the counters without an open sequence whose value is at most the level.
 
         Their value would be raised to the level anyway, so they change no order. Counters above the
-        level
-        stay; by the fairness bound the level reaches them soon.
+        level stay; by the fairness bound the level reaches them soon.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -34,8 +34,7 @@ class ForcedBudget:
     thread.
 
     A forced token is the only one that a request's grammar allows, appended without sampling. Time
-    that
-    steps leave unused is saved for later steps.
+    that steps leave unused is saved for later steps.
     """
 
     def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:

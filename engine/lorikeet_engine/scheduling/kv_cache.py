@@ -262,8 +262,7 @@ class KVCache(PagePool):
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
         Groups with a window then free the pages that no later token attends to, not even one that
-        follows
-        the last full page in another sequence.
+        follows the last full page in another sequence.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """

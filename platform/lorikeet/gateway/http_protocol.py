@@ -33,9 +33,8 @@ MAX_HEADERS = 256
 """Maximum number of header and trailer lines of a request."""
 MAX_PARTS = 2048
 """Limit on the parts of a request's body, raised by one for each _PART_BYTES of the body. A part is
-a
-chunk, or the piece of a chunk that one packet brings: the parser takes a microsecond for
-    each part of any size.
+a chunk, or the piece of a chunk that one packet brings: the parser takes a microsecond for each
+part of any size.
 """
 _PART_BYTES = 256
 MAX_PIPELINED = 8

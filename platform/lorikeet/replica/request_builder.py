@@ -64,8 +64,7 @@ class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
     Long prompts take seconds to tokenise and schemas seconds to compile. Threads tokenise the
-    prompts,
-    and a child process compiles each grammar once as a trial, before the engine does.
+    prompts, and a child process compiles each grammar once as a trial, before the engine does.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:

@@ -43,8 +43,7 @@ class AdapterSource(Protocol):
         """Download an adapter's blob to `path`, replacing the file there.
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
-        is
-        returned, the file is read again to compute it. Called on loading threads; may raise
+        is returned, the file is read again to compute it. Called on loading threads; may raise
         anything.
         """
 
@@ -54,8 +53,7 @@ class DiskCache:
 
     Beyond the budget, the least recently used files are removed. Pinned files and the file just
     added may exceed the budget. Images with other fingerprints (packed for another model), which
-    only
-    other processes can use, count towards the budget and are removed in the same order.
+    only other processes can use, count towards the budget and are removed in the same order.
     """
 
     def __init__(
@@ -102,8 +100,7 @@ class DiskCache:
         """Evict files until the folder is within its budget, in case other processes exceeded it.
 
         Files added or used in the last _TRIM_GRACE_S seconds stay. The folder's size is that of the
-        last
-        call of `changed`.
+        last call of `changed`.
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
