@@ -118,22 +118,3 @@ def test_a_store_that_begins_to_ignore_conditions_is_refused_within_ten_minutes(
         catalog.create_tenant("acme", actor="ann")
     store.ignores = False  # versioning is suspended again
     assert catalog.create_tenant("acme", actor="ann").name == "acme"
-
-
-def test_a_store_that_has_no_conditional_writes_is_named(s3_bucket: str) -> None:
-    def implement_no_condition(request: BaseHTTPRequestHandler) -> bool:
-        if "If-None-Match" not in request.headers:
-            return False
-        body = b"<Error><Code>NotImplemented</Code><Message>A header</Message></Error>"
-        request.send_response(501)
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        request.wfile.write(body)
-        return True
-
-    url = f"{s3_bucket}/{uuid.uuid4().hex}"
-    with (
-        proxied(implement_no_condition),
-        pytest.raises(StoreRefused, match=r"does not implement PutObject.*another store"),
-    ):
-        AdapterCatalog.init(open_store(url))

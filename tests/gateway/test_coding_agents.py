@@ -80,6 +80,18 @@ def run(agent: str, arguments: list[str], project: Path, **environment: str) -> 
     return done.stdout
 
 
+def run_claude(gateway: Gateway, arguments: list[str], project: Path) -> str:
+    return run(
+        "claude",
+        arguments,
+        project,
+        ANTHROPIC_BASE_URL=gateway.url,
+        ANTHROPIC_AUTH_TOKEN=gateway.keys["acme"],
+        ANTHROPIC_MODEL="tiny",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+
+
 @pytest.mark.soak
 def test_codex_reads_and_patches_a_file(
     gateway: Gateway, replica: ScriptedReplica, project: Path, tmp_path: Path
@@ -113,14 +125,8 @@ def test_claude_code_reads_and_edits_a_file(
     look = "I look first." + call_of("Read", file_path=file)
     edit = call_of("Edit", file_path=file, old_string="hello", new_string="goodbye")
     gateway.engines.replay = replica.plays(recorded(look, edit, SAID))
-    output = run(
-        "claude",
-        ["--print", "Let greeting.txt say goodbye", "--allowedTools", "Read,Edit"],
-        project,
-        ANTHROPIC_BASE_URL=gateway.url,
-        ANTHROPIC_AUTH_TOKEN=gateway.keys["acme"],
-        ANTHROPIC_MODEL="tiny",
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    output = run_claude(
+        gateway, ["--print", "Let greeting.txt say goodbye", "--allowedTools", "Read,Edit"], project
     )
     assert SAID in output
     assert (project / "greeting.txt").read_text() == "goodbye\n"
@@ -132,15 +138,7 @@ def test_claude_code_gets_a_deferred_tool_by_its_own_search(
 ) -> None:
     search = call_of("ToolSearch", query="select:WebFetch", max_results=1)
     gateway.engines.replay = replica.plays(recorded(search, SAID))
-    output = run(
-        "claude",
-        ["--print", "Say goodbye"],
-        project,
-        ANTHROPIC_BASE_URL=gateway.url,
-        ANTHROPIC_AUTH_TOKEN=gateway.keys["acme"],
-        ANTHROPIC_MODEL="tiny",
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-    )
+    output = run_claude(gateway, ["--print", "Say goodbye"], project)
     assert SAID in output
     uses = [call.tools for _, call in gateway.engines.calls]
     offered = [{tool["function"]["name"] for tool in use.tools} for use in uses if use]

@@ -112,7 +112,7 @@ def token_rows_module(name: str) -> str | None:
 
 
 def token_rows_name(module: str) -> str:
-    """Return the name that the tensor with a module's trained token rows has in blobs."""
+    """Return the name, in blobs, of the tensor that holds a module's trained token rows."""
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 

@@ -40,9 +40,9 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""Seconds after which a failing download shows that its source hangs.
+"""Duration in seconds from which a failed download counts as a sign that its source hangs.
 
-A faster failure concerns the adapter alone.
+One that fails sooner is a failure of its adapter alone.
 """
 _SOURCE_RETRY_S = 10.0
 """Seconds until a client should retry: the time that it takes to notice a hanging source."""

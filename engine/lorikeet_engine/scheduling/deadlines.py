@@ -40,7 +40,10 @@ class _Deadline(NamedTuple):
     choices: "list[weakref.ref[Sequence]]"
 
     def missed_by(self) -> Request | None:
-        """Return the request if none of its choices has begun or finished, else None."""
+        """Return the request that misses this deadline if the deadline passes now.
+
+        None: one of the request's choices has begun or finished.
+        """
         request = None
         for choice in self.choices:
             sequence = choice()

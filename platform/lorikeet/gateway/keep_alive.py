@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Self
 
 from starlette.types import Message, Send
@@ -35,9 +35,10 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
         self._send, self._start = send, start
         self._event = _PING if endpoint is Endpoint.MESSAGES else _COMMENT
         self._between_events = True
-        self._sending: asyncio.Task[None] | bool = False  # a task: of a keep-alive event
+        self._lock = asyncio.Lock()  # held while a message is written
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
+        self._keeping: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._on_timer)
 
     def __enter__(self) -> Self:
@@ -47,43 +48,45 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
     def __exit__(self, *_: object) -> None:
         """Send no more keep-alive events."""
         self._timer.cancel()
-        if isinstance(self._sending, asyncio.Task):
-            self._sending.cancel()
+        if self._keeping is not None:
+            self._keeping.cancel()
 
     async def send(self, message: Message) -> None:
         """Send a message of the response's body; before the first one, send the headers."""
-        if isinstance(self._sending, asyncio.Task):
-            with suppress(Exception):  # a lost connection shows below too
-                await self._sending
-        self._sending = True
-        try:
-            await self._send_body(message)
-        finally:
-            self._sending = False
+        async with self._lock:
+            begun = await self._begin()
+            assert begun, "a body comes behind an answer's header"
+            await self._write(message)
 
-    async def _send_body(self, message: Message) -> None:
+    async def _begin(self) -> bool:
+        """Send the headers unless they were sent; return False if they must not be sent yet."""
         if not self.started:
             start = self._start()
-            assert start is not None, "the answer has begun"
+            if start is None:
+                return False
             self.started = True
             await self._send(start)
+        return True
+
+    async def _write(self, message: Message) -> None:
         await self._send(message)
         self._between_events = message["body"].endswith(EVENT_END)
         self._sent_s = self._loop.time()
 
-    async def _send_event(self) -> None:
-        try:
-            body = {"type": "http.response.body", "body": self._event, "more_body": True}
-            await self._send_body(body)
-        finally:
-            self._sending = False
+    async def _keep_alive(self) -> None:
+        """Send a keep-alive event, unless a message was sent while this waited for the lock."""
+        async with self._lock:
+            if self._idle_s() >= KEEP_ALIVE_S and self._between_events and await self._begin():
+                body = {"type": "http.response.body", "body": self._event, "more_body": True}
+                await self._write(body)
+
+    def _idle_s(self) -> float:
+        return self._loop.time() - self._sent_s
 
     def _on_timer(self) -> None:
-        due_s = self._sent_s + KEEP_ALIVE_S
-        if self._loop.time() < due_s:
-            self._timer = self._loop.call_at(due_s, self._on_timer)
-            return
-        may_start = self.started or self._start() is not None
-        if self._between_events and not self._sending and may_start:
-            self._sending = self._loop.create_task(self._send_event())
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._on_timer)
+        left_s = KEEP_ALIVE_S - self._idle_s()
+        if left_s <= 0:
+            left_s = KEEP_ALIVE_S
+            if not self._lock.locked():
+                self._keeping = self._loop.create_task(self._keep_alive())
+        self._timer = self._loop.call_later(left_s, self._on_timer)

@@ -125,9 +125,10 @@ class Controller:
         await asyncio.gather(*(reconciler.send(now_s) for reconciler in self._reconcilers))
 
     def _read_catalog(self) -> None:
-        """Refresh the catalog; resolve pins again if the catalog or the time changed them.
+        """Refresh the catalog; resolve pins again if the catalog or passing time changed them.
 
-        Raises StoreError after resolving the pins of the last known view.
+        If the catalog cannot be read, resolves the pins of its last known view, then raises
+        StoreError.
         """
         try:
             self._catalog.refresh()

@@ -178,22 +178,19 @@ def test_a_short_prompt_does_not_wait_for_a_longer_one_without_its_adapter(make)
     assert work.waited(later) == pytest.approx(own(later))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_short_prompts_beside_a_half_computed_one_do_not_deadlock_on_the_pages_of_windows(overlap):
-    harness = SchedulerHarness(tokens=16, pages=22, window=40, overlap=overlap)
-    made = [harness.add(150, max_tokens=4)]
-    for tokens in (60, 5, 33, 90, 8, 20):
+@pytest.mark.parametrize(
+    ("tokens", "cache"),
+    [
+        (90, {"pages": 30}),
+        (150, {"pages": 22, "window": 40}),
+        (150, {"pages": 22, "window": 40, "overlap": True}),
+    ],
+)
+def test_short_prompts_beside_a_half_computed_one_do_not_deadlock_on_pages(tokens, cache):
+    harness = SchedulerHarness(tokens=16, **cache)
+    made = [harness.add(tokens, max_tokens=12)]
+    for shorter in (60, 5, 33, 90, 8, 20):
         harness.step()
-        made.append(harness.add(tokens, max_tokens=12))
-    harness.run()
-    assert set(harness.finished) == set(made)
-
-
-def test_short_prompts_beside_a_half_computed_one_do_not_deadlock_on_pages():
-    harness = SchedulerHarness(tokens=16, pages=30)
-    made = [harness.add(90, max_tokens=12)]
-    for tokens in (60, 5, 33, 90, 8, 20):
-        harness.step()
-        made.append(harness.add(tokens, max_tokens=12))
+        made.append(harness.add(shorter, max_tokens=12))
     harness.run()
     assert set(harness.finished) == set(made)

@@ -123,8 +123,8 @@ def multiply(
     bias: b [d_out]
     → [tokens, d_out] of dtype
 
-    A program's sums stay in the tensor cores with about 14 bits (see fused.linear); if blocks have
-    scales, only the sums over one step of block_in columns do.
+    The tensor cores add up a program's sums with about 14 bits of precision (see fused.linear). If
+    blocks have scales, they do so within one step of block_in columns; steps are added in float32.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)

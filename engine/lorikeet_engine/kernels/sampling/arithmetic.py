@@ -32,7 +32,7 @@ def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def key_of(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
-    """Return int32 sort keys in the order of x, float32.
+    """Return int32 keys that compare as the float32 values x do.
 
     bits: 16 if x was bfloat16, else 32.
     """

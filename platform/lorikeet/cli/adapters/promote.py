@@ -57,7 +57,7 @@ def promote(
 def rollback(
     ctx: typer.Context, adapter: Adapter, alias: Alias = "prod", as_json: AsJson = False
 ) -> None:
-    """End an alias's share if it has one, or else point it back at its previous version.
+    """End an alias's traffic share if it has one, else point it back at its previous version.
 
     Example: `lorikeet rollback acme/support`
     """

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import regex
 
 from lorikeet.errors import InvalidInput
+from lorikeet.replica.grammars.schema_logic import rebased
 
 _WHOLE = "arguments"
 _MOST_SCHEMAS_LENGTH = 2**22
@@ -228,23 +229,12 @@ def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _invalid("want a schema for each property")
     if '"$ref"' not in json.dumps(value):
         return value
-    return {**_rebased(value), "$defs": {_WHOLE: _rebased(schema)}}
+    return {**rebased(value, _WHOLE), "$defs": {_WHOLE: rebased(schema, _WHOLE)}}
 
 
 def _both_of(one: Any, other: Any) -> Any:
     """Return a schema of the values that match both schemas."""
     return False if one is False or other is False else {"allOf": [one, other]}
-
-
-def _rebased(part: Any) -> Any:
-    """Return a part of a schema; each `$ref` in it then leads into the schema's embedded copy."""
-    if isinstance(part, Mapping):
-        referring = {key: _rebased(value) for key, value in part.items()}
-        match part.get("$ref"):
-            case str(ref) if ref.startswith("#"):
-                referring["$ref"] = f"#/$defs/{_WHOLE}{ref[1:]}"
-        return referring
-    return [_rebased(each) for each in part] if isinstance(part, list) else part
 
 
 def _invalid(problem: str) -> InvalidInput:

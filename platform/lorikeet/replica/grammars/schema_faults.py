@@ -12,6 +12,7 @@ from lorikeet.replica.grammars.held_schema import (
     pointer_of,
     subschemas,
 )
+from lorikeet.replica.grammars.schema_logic import rebased
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
 _LONGEST_STEP = 64
@@ -163,7 +164,7 @@ def find_fault(
         cannot follow it; None if it can.
     """
     held = held_schema(schema).schema
-    whole = {"$defs": {"whole": _within_whole(held)}}
+    whole = {"$defs": {"whole": rebased(held, "whole")}}
 
     def problem_at(pointer: str) -> str | None:
         return problem({"$ref": f"#/$defs/whole{pointer}", **whole})
@@ -240,17 +241,6 @@ def _at(schema: Any, path: tuple[str | int, ...]) -> Any:
         elif isinstance(schema, Mapping):
             schema = schema.get(str(step))
     return schema
-
-
-def _within_whole(part: Any) -> Any:
-    """Return a part of a schema with each `$ref` leading into a copy at `$defs/whole`."""
-    if isinstance(part, Mapping):
-        moved = {key: _within_whole(value) for key, value in part.items()}
-        match part.get("$ref"):
-            case str(ref) if ref.startswith("#"):
-                moved["$ref"] = f"#/$defs/whole{ref[1:]}"
-        return moved
-    return [_within_whole(each) for each in part] if isinstance(part, list) else part
 
 
 def _json_path(path: tuple[str | int, ...]) -> str:

@@ -313,3 +313,17 @@ _UNNEGATABLE = frozenset(
         "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
+
+
+def rebased(part: Any, name: str) -> Any:
+    """Return a part of a schema that is to be embedded as `$defs/name` of another schema.
+
+    Each `$ref` within the embedded schema leads into the copy.
+    """
+    if isinstance(part, Mapping):
+        moved = {key: rebased(value, name) for key, value in part.items()}
+        match part.get("$ref"):
+            case str(ref) if ref.startswith("#"):
+                moved["$ref"] = f"#/$defs/{name}{ref[1:]}"
+        return moved
+    return [rebased(each, name) for each in part] if isinstance(part, list) else part
