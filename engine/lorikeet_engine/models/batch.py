@@ -13,6 +13,21 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """Places of a batch's sequences in the states of delta nets; on the device.
+
+    slots [sequences] int64: slot that holds each sequence's state.
+    begins [sequences] bool: sequences whose first token is in this step. Their state begins as
+        zeros, whatever the slot holds.
+    starts [sequences + 1] int64: first token of each sequence, then the number of tokens.
+    """
+
+    slots: torch.Tensor
+    begins: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of several sequences, concatenated; sequences of one adapter are neighbours.
 
@@ -30,6 +45,7 @@ class Batch:
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
+    states: places of the sequences' states; None for a model without delta nets.
     """
 
     token_ids: torch.Tensor
@@ -41,3 +57,4 @@ class Batch:
     page_tables: tuple[PageTable, ...]
     segments: Segments | None
     head_segments: Segments | None = None
+    states: StateRows | None = None

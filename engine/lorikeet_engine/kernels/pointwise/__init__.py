@@ -153,6 +153,16 @@ def act_and_mul_fp8(
     return y
 
 
+def multiply_by_gates(x: torch.Tensor, gates: torch.Tensor, lora: LoraDelta | None = None) -> None:
+    """Multiply the output of attention by its gates in place: x becomes x · sigmoid(gates).
+
+    x [tokens, width], dense
+    gates [tokens, width], dense in a token
+    lora: LoRA delta of gates, whose rows have the strides of gates; added to gates
+    """
+    _operators(x.device.type).multiply_by_gates(x, gates, lora)
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add the LoRA delta of a linear layer to its output y [tokens, width], dense, in place."""
     _operators(y.device.type).add_delta(y, lora)

@@ -144,6 +144,12 @@ def act_and_mul_fp8(
     return Activations(y, quantize_rows(y))
 
 
+def multiply_by_gates(x: torch.Tensor, gates: torch.Tensor, lora: LoraDelta | None = None) -> None:
+    """See kernels.pointwise."""
+    _add_lora_delta(gates, lora)
+    x *= torch.sigmoid(gates)
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """See kernels.pointwise."""
     _add_lora_delta(y, lora)
