@@ -315,6 +315,8 @@ class PagedTokens:
             slots=tensor([self.tables[name][0] for name in chunks]),
             begins=tensor([self.lengths[name] == len(tokens) for name, tokens in chunks.items()]),
             starts=tensor(starts),
+            restores=tensor([], dtype=torch.int64).view(2, 0),
+            saves=tensor([], dtype=torch.int64).view(3, 0),
         )
 
     @property

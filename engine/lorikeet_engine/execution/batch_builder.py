@@ -10,10 +10,53 @@ import torch
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import Segments
-from lorikeet_engine.models.batch import Batch, Int32s
+from lorikeet_engine.models.batch import Batch, Int32s, StateRows
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StateInput:
+    """Use that a step makes of states of delta nets; on the host. See StateRows.
+
+    slots [sequences], starts [sequences + 1], restores [2, restores], saves [3, saves]: as in
+        StateRows.
+    begins [sequences]: 1 for a sequence whose first token is in this step, else 0.
+    """
+
+    slots: Int64s
+    begins: Int64s
+    starts: Int64s
+    restores: Int64s
+    saves: Int64s
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], starts: Int64s) -> "StateInput | None":
+        """Build the input for these chunks; None for a model without delta nets.
+
+        starts [sequences + 1]: first token of each chunk, then the number of tokens.
+        """
+        uses = [chunk.state for chunk in chunks if chunk.state is not None]
+        if not uses:
+            return None
+        assert len(uses) == len(chunks), "chunks without states"
+        restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
+        saves = [(i, *save) for i, use in enumerate(uses) for save in use.saves]
+        return cls(
+            slots=np.array([use.slot for use in uses], np.int64),
+            begins=np.array([chunk.start == 0 for chunk in chunks], np.int64),
+            starts=starts,
+            restores=np.array(restores, np.int64).reshape(-1, 2).T,
+            saves=np.array(saves, np.int64).reshape(-1, 3).T,
+        )
+
+    def upload(self, device: torch.device) -> StateRows:
+        """Copy the input to the device; the host waits for nothing."""
+        parts = self.slots, self.begins, self.starts, self.restores.ravel(), self.saves.ravel()
+        uploaded = upload(np.concatenate(parts), device)
+        slots, begins, starts, restores, saves = torch.split(uploaded, [len(p) for p in parts])
+        return StateRows(slots, begins.bool(), starts, restores.view(2, -1), saves.view(3, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +79,7 @@ class StepInput:
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
+    states: use of the sequences' states; None for a model without delta nets.
     """
 
     token_ids: Int64s
@@ -53,6 +97,7 @@ class StepInput:
     head_segments: Int32s
     head_rank: int
     head_rows: int
+    states: StateInput | None = None
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """Copy the step to the device; the host waits for nothing.
@@ -85,6 +130,7 @@ class StepInput:
             head_segments=_upload_segments(
                 self.head_segments, self.head_rank, device, self.head_rows
             ),
+            states=None if self.states is None else self.states.upload(device),
         )
 
 
@@ -142,6 +188,7 @@ def build_step_input(
     starts = ends - lengths
     owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: index of the token's chunk
     positions = np.arange(len(owner)) - (starts - computed)[owner]
+    query_starts = np.append(starts, len(owner))
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
@@ -152,7 +199,7 @@ def build_step_input(
         logit_rows=ends[rows == 1] - 1,
         pending=pending,
         pending_rows=pending_rows,
-        query_starts=np.append(starts, len(ids)).astype(np.int32),
+        query_starts=query_starts.astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
         page_tables=tables,
         segments=_segments(leases, lengths),
@@ -161,6 +208,7 @@ def build_step_input(
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
+        states=StateInput.of(chunks, query_starts),
     )
 
 

@@ -76,6 +76,11 @@ class ModelRunner:
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
 
     @property
+    def state_slots(self) -> int:
+        """Number of slots for states of delta nets; 0 for a model without delta nets."""
+        return 0 if self._states is None else self._states.slots
+
+    @property
     def kv_windows(self) -> tuple[int | None, ...]:
         """Attention window of each group of layers; None for a group that attends to all tokens."""
         return self.model.config.kv_groups.windows
@@ -118,6 +123,8 @@ class ModelRunner:
         scores: reader of the additional logits that prompts need to be scored.
         """
         self._attention.plan(batch)
+        if self._states is not None and batch.states is not None:
+            self._states.restore(batch.states)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 

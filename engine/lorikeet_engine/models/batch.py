@@ -20,11 +20,17 @@ class StateRows:
     begins [sequences] bool: sequences whose first token is in this step. Their state begins as
         zeros, whatever the slot holds.
     starts [sequences + 1] int64: first token of each sequence, then the number of tokens.
+    restores [2, restores] int64: pairs of slots, from which a state is copied and to which, before
+        the step.
+    saves [3, saves] int64: sequence, its number of tokens in this step behind which its state is
+        copied, and the slot to which.
     """
 
     slots: torch.Tensor
     begins: torch.Tensor
     starts: torch.Tensor
+    restores: torch.Tensor
+    saves: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

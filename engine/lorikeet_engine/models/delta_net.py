@@ -35,6 +35,20 @@ class DeltaStates:
     inputs: torch.Tensor
     matrices: torch.Tensor
 
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.inputs.shape[1]
+
+    def restore(self, rows: StateRows) -> None:
+        """Copy the cached states with which sequences begin into the sequences' slots.
+
+        rows: places of a step's sequences.
+        """
+        source, slot = rows.restores.unbind(0)
+        for states in (self.inputs, self.matrices) if len(source) else ():
+            states[:, slot] = states[:, source]  # all are read before one is written
+
     def layer(self, index: int) -> "DeltaStates":
         """Return the states of one layer, without the first dimension.
 
@@ -107,9 +121,11 @@ def _convolve(
     out = torch.empty_like(x)
     for i, slot in enumerate(rows.slots.tolist()):
         begin, end = rows.starts[i : i + 2].tolist()
+        saves = {tokens: to for at, tokens, to in rows.saves.T.tolist() if at == i}
         before = inputs[slot].masked_fill(rows.begins[i], 0.0)
         seen = torch.cat([before, x[begin:end]])
-        inputs[slot] = seen[len(seen) - len(before) :]
+        for tokens, to in (*saves.items(), (end - begin, slot)):
+            inputs[to] = seen[tokens : tokens + len(before)]
         mixed = F.conv1d(seen.T.unsqueeze(0), kernel.unsqueeze(1), groups=len(kernel))
         out[begin:end] = F.silu(mixed.squeeze(0).T)
     return out
@@ -136,12 +152,15 @@ def _delta_rule(
     out = torch.empty_like(v)
     for i, slot in enumerate(rows.slots.tolist()):
         begin, end = rows.starts[i : i + 2].tolist()
+        saves = {begin + tokens: to for at, tokens, to in rows.saves.T.tolist() if at == i}
         s = matrices[slot].float().masked_fill(rows.begins[i], 0.0)
         for t in range(begin, end):
             s = s * decay[t, :, None, None]
             error = v[t] - torch.einsum("hkv,hk->hv", s, k[t])
             s = s + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * error)
             out[t] = torch.einsum("hkv,hk->hv", s, q[t])
+            if t + 1 in saves:
+                matrices[saves[t + 1]] = s
         matrices[slot] = s
     return out.to(mixed.dtype)
 
