@@ -23,9 +23,6 @@ from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 from lorikeet_engine.scheduling.state_pool import StatePool
 
-STATE_PIECE = 64
-"""States are saved behind multiples of this many tokens of a chunk, as kernels compute them."""
-
 TokenIds = tuple[int, ...] | list[int]
 """Tokens of a sequence: at first the prompt's tuple, which its choices share; later its own
 list.
@@ -185,7 +182,11 @@ class KVCache(PagePool):
     step_tokens: maximum number of tokens that a step computes.
     states: number of slots for states of delta nets, more than there are running sequences; 0 for a
         model without delta nets.
+    state_piece: states are saved behind multiples of this many tokens of a chunk, since kernels
+        compute chunks in pieces of this size.
     """
+
+    state_piece = 64
 
     def __init__(
         self,
@@ -365,7 +366,7 @@ class KVCache(PagePool):
         assert kv.state is not None, "a step of a sequence without a state"
         saves = list[StateSave]()
         for tokens in kv.save_at:
-            behind = start + (tokens - start) // STATE_PIECE * STATE_PIECE
+            behind = tokens - (tokens - start) % self.state_piece
             if not start < behind <= end or behind % self.page_size or behind in kv.saving:
                 continue
             slot = self.states.take()

@@ -20,7 +20,7 @@ from lorikeet_engine.scheduling.fairness import (
     VirtualCounters,
     prompt_cost,
 )
-from lorikeet_engine.scheduling.kv_cache import STATE_PIECE, KVCache
+from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.own_order import Turn
 from lorikeet_engine.scheduling.preemption import (
     furthest_ahead_last,
@@ -300,10 +300,12 @@ class Scheduler:
 
     def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
-        multiple = 1 if self._cache.states is None else STATE_PIECE
+        budget = PromptBudget(tokens)
         if decodes and step_budget is not None:
-            return step_budget.prompt_budget(decodes, tokens, multiple)
-        return PromptBudget(tokens, multiple=multiple)
+            budget = step_budget.prompt_budget(decodes, tokens)
+        if self._cache.states is not None:
+            budget.multiple = self._cache.state_piece
+        return budget
 
     def _schedule_prefills(
         self,

@@ -79,16 +79,15 @@ class StepBudget:
         left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
         return left_s / self._costs.rank_s
 
-    def prompt_budget(self, decodes: list[Chunk], tokens: int, multiple: int = 1) -> "PromptBudget":
+    def prompt_budget(self, decodes: list[Chunk], tokens: int) -> "PromptBudget":
         """Return the budget for prompt tokens in a step with these decodes.
 
         decodes: the step's decodes; some may compute forced tokens as well.
         tokens: maximum number of prompt tokens, whatever time they take.
-        multiple: see PromptBudget.
         """
         rows = sum(chunk.length for chunk in decodes)
         expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        return PromptBudget(tokens, self, rows, self._goal_s - expected_s, multiple)
+        return PromptBudget(tokens, self, rows, self._goal_s - expected_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
         """Return the seconds that prompt tokens add to a step of decodes.
@@ -144,6 +143,8 @@ class PromptBudget:
     leaves.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
+    multiple: chunks that do not end their prompt end behind a multiple of this many tokens, unless
+        they have fewer.
     scored: prompt tokens, in the chunks taken so far, that score the token after them.
     """
 
@@ -153,7 +154,6 @@ class PromptBudget:
         budget: StepBudget | None = None,
         decodes: int = 0,
         left_s: float = 0.0,
-        multiple: int = 1,
     ) -> None:
         """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
         seconds.
@@ -161,10 +161,8 @@ class PromptBudget:
         budget: predicts the time of prompt tokens; None if there is no goal.
         decodes: number of tokens that the step's decodes compute.
         left_s: time that the step's decodes leave of the goal.
-        multiple: chunks that do not end their prompt end behind a multiple of this many tokens, if
-            they have that many.
         """
-        self.tokens, self._multiple = tokens, multiple
+        self.tokens, self.multiple = tokens, 1
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
         self.scored: list[ScoredRows] = []
@@ -215,7 +213,7 @@ class PromptBudget:
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
         tokens, computed = self.tokens_within(sequence.kv.computed, most), sequence.kv.computed
-        past = (computed + tokens) % self._multiple
+        past = (computed + tokens) % self.multiple
         if tokens < sequence.remaining and tokens > past:
             tokens -= past
         chunk = Chunk.of(sequence, tokens)
