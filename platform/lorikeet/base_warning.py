@@ -53,7 +53,9 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
 
 
 def _is_partly(copy: str) -> bool:
-    """Return True if a copy's name is that of Unsloth's, which leaves some linears unquantised."""
+    """Return True if a copy's name shows that it is Unsloth's and leaves some linears
+    unquantised.
+    """
     return copy.lower().endswith("-unsloth-bnb-4bit")
 
 

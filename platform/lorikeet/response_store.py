@@ -13,9 +13,9 @@ PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
 """Size limit of a stored conversation, equal to the size limit of a request's body."""
 MAX_CONVERSATIONS = 4
-"""Maximum number of stored conversations that one request's item references may need.
+"""Limit on the stored conversations that one request may read to resolve its item references.
 
-Reading each may take 0.1 s.
+Reading a conversation may take 0.1 s.
 """
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # -N: the call was resent to another replica
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")

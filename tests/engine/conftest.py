@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.parallel import followers
 from tests.engine.peft_adapters import BlobShelf
@@ -305,19 +307,17 @@ class PagedTokens:
             kv_lengths=kv_lengths,
             page_tables=tuple(self._page_table(chunks, group) for group in range(groups)),
             segments=None,
-            states=self._state_rows(chunks, starts),
+            states=self._state_rows(chunks),
         )
 
-    def _state_rows(self, chunks: dict[str, Sequence[int]], starts: list[int]) -> StateRows:
+    def _state_rows(self, chunks: dict[str, Sequence[int]]) -> StateRows:
         """Return the places of states: each sequence has the slot of its first page."""
-        tensor = partial(torch.tensor, device=self.device)
-        return StateRows(
-            slots=tensor([self.tables[name][0] for name in chunks]),
-            begins=tensor([self.lengths[name] == len(tokens) for name, tokens in chunks.items()]),
-            starts=tensor(starts),
-            restores=tensor([], dtype=torch.int64).view(2, 0),
-            saves=tensor([], dtype=torch.int64).view(3, 0),
-        )
+        tensor = partial(torch.tensor, device=self.device, dtype=torch.int64)
+        lengths, slots = [*map(len, chunks.values())], [self.tables[name][0] for name in chunks]
+        begins = [self.lengths[name] == len(tokens) for name, tokens in chunks.items()]
+        prefills = Prefills.of(lengths, slots, torch.device(self.device))
+        fresh, restores = tensor([*compress(slots, begins)]), tensor([]).view(2, 0)
+        return StateRows(prefills, max(lengths) == 1, fresh, restores)
 
     @property
     def all_pages(self) -> int:

@@ -21,6 +21,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.adapter_format.shape import DeltaNetShape
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch, StateRows
@@ -220,13 +221,16 @@ def _update(
     def state(tokens: int) -> float:
         return float(zlib.crc32(np.ascontiguousarray(whole[:tokens], np.float32)) % 2**24)
 
-    slot = int(rows.slots[sequence])
-    assert bool(rows.begins[sequence]) == (before == 0)
+    prefills = rows.prefills
+    slot = int(prefills.slots[sequence])
+    assert (slot in rows.fresh.tolist()) == (before == 0)
     assert before == 0 or states[slot] == state(before), "a state of other tokens"
     states[slot] = state(len(whole))
-    for at, tokens, to in rows.saves.T.tolist():
-        if at == sequence:
-            states[to] = state(before + tokens)
+    first, start = int(prefills.first_chunks[sequence]), int(prefills.starts[sequence])
+    chunks, saves = prefills.chunks[first:].tolist(), prefills.saves[first:].tolist()
+    for (owner, token), to in zip(chunks, saves, strict=True):
+        if owner == sequence and to >= 0:
+            states[to] = state(before + token - start + batch_builder.CHUNK)
 
 
 def _hash(read: npt.NDArray[np.generic]) -> float:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
@@ -134,6 +135,7 @@ class StatefulTraffic(Traffic):
     def begin(self, running, spare, kv_pages, places):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(KVCache, "state_piece", PAGE)
+        self.patch.setattr(batch_builder, "CHUNK", PAGE)
         super().begin(running, spare, kv_pages, places)
 
     def teardown(self):

@@ -9,6 +9,7 @@ import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.delta_net import CHUNK, Prefills
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.batch import Batch, Int32s, StateRows
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
@@ -18,18 +19,19 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StateInput:
-    """Use that a step makes of states of delta nets; on the host. See StateRows.
+    """Use that a step makes of states of delta nets; on the host. See StateRows and Prefills.
 
-    slots [sequences], starts [sequences + 1], restores [2, restores], saves [3, saves]: as in
-        StateRows.
-    begins [sequences]: 1 for a sequence whose first token is in this step, else 0.
+    slots, starts, chunks, first_chunks, saves: as in Prefills.
+    fresh, restores: as in StateRows.
     """
 
     slots: Int64s
-    begins: Int64s
     starts: Int64s
-    restores: Int64s
+    chunks: Int64s
+    first_chunks: Int64s
     saves: Int64s
+    fresh: Int64s
+    restores: Int64s
 
     @classmethod
     def of(cls, chunks: list[Chunk], starts: Int64s) -> "StateInput | None":
@@ -41,22 +43,35 @@ class StateInput:
         if not uses:
             return None
         assert len(uses) == len(chunks), "chunks without states"
+        slots = np.array([use.slot for use in uses], np.int64)
+        counts = -(-np.diff(starts) // CHUNK)
+        first_chunks = np.append(0, counts.cumsum())
+        owner = np.repeat(np.arange(len(uses)), counts)
+        within = np.arange(len(owner)) - first_chunks[owner]
+        saves = np.full(len(owner), -1, np.int64)
+        for first, use in zip(first_chunks.tolist(), uses, strict=False):
+            for save in use.saves:
+                saves[first + save.tokens // CHUNK - 1] = save.slot
         restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
-        saves = [(i, *save) for i, use in enumerate(uses) for save in use.saves]
         return cls(
-            slots=np.array([use.slot for use in uses], np.int64),
-            begins=np.array([chunk.start == 0 for chunk in chunks], np.int64),
+            slots=slots,
             starts=starts,
+            chunks=np.stack([owner, starts[owner] + CHUNK * within], 1),
+            first_chunks=first_chunks,
+            saves=saves,
+            fresh=slots[[chunk.start == 0 for chunk in chunks]],
             restores=np.array(restores, np.int64).reshape(-1, 2).T,
-            saves=np.array(saves, np.int64).reshape(-1, 3).T,
         )
 
     def upload(self, device: torch.device) -> StateRows:
         """Copy the input to the device; the host waits for nothing."""
-        parts = self.slots, self.begins, self.starts, self.restores.ravel(), self.saves.ravel()
-        uploaded = upload(np.concatenate(parts), device)
-        slots, begins, starts, restores, saves = torch.split(uploaded, [len(p) for p in parts])
-        return StateRows(slots, begins.bool(), starts, restores.view(2, -1), saves.view(3, -1))
+        narrow = self.slots, self.starts, self.chunks.ravel(), self.first_chunks, self.saves
+        uploaded = upload(np.concatenate(narrow).astype(np.int32), device)
+        slots, starts, chunks, first_chunks, saves = torch.split(uploaded, [*map(len, narrow)])
+        prefills = Prefills(starts, slots, chunks.view(-1, 2), first_chunks, saves)
+        wide = upload(np.append(self.fresh, self.restores.ravel()), device)
+        fresh, restores = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
+        return StateRows(prefills, len(self.slots) == self.starts[-1], fresh, restores)
 
 
 @dataclass(frozen=True, slots=True)

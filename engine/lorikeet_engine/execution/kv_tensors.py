@@ -54,6 +54,6 @@ def allocate_states(
     each = shape.kinds.count(LayerKind.DELTA_NET), slots
     inputs = torch.zeros(*each, net.convolution - 1, net.convolved, dtype=dtype, device=device)
     matrices = torch.zeros(
-        *each, net.value_heads, net.key_dim, net.value_dim, dtype=torch.float32, device=device
+        *each, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32, device=device
     )
     return DeltaStates(inputs, matrices)

@@ -124,7 +124,7 @@ class ModelRunner:
         """
         self._attention.plan(batch)
         if self._states is not None and batch.states is not None:
-            self._states.restore(batch.states)
+            self._states.begin(batch.states)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 

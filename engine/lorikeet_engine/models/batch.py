@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.kernels.lora.types import Segments
 
 Int32s = npt.NDArray[np.int32]
@@ -14,23 +15,19 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Places of a batch's sequences in the states of delta nets; on the device.
+    """Use that a step makes of states of delta nets; tensors on the device.
 
-    slots [sequences] int64: slot that holds each sequence's state.
-    begins [sequences] bool: sequences whose first token is in this step. Their state begins as
-        zeros, whatever the slot holds.
-    starts [sequences + 1] int64: first token of each sequence, then the number of tokens.
-    restores [2, restores] int64: pairs of slots, from which a state is copied and to which, before
+    prefills: layout of the sequences' tokens, and the slots of their states.
+    decodes: whether the step has one token of each sequence.
+    fresh [sequences that begin] int64: slots of states to set to zeros before the step.
+    restores [2, copies] int64: pairs of slots, from which a state is copied and to which, before
         the step.
-    saves [3, saves] int64: sequence, its number of tokens in this step behind which its state is
-        copied, and the slot to which.
     """
 
-    slots: torch.Tensor
-    begins: torch.Tensor
-    starts: torch.Tensor
+    prefills: Prefills
+    decodes: bool
+    fresh: torch.Tensor
     restores: torch.Tensor
-    saves: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,8 @@ from lorikeet_engine.kernels.lora.linear import (
     linear,
     replace_logits,
 )
-from lorikeet_engine.kernels.lora.types import (
-    LoraDelta,
-    LoraGroup,
-    LoraStep,
-    LoraWeights,
-    Segments,
-)
-from lorikeet_engine.kernels.pointwise import multiply_by_gates, rotary_and_store_kv
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
+from lorikeet_engine.kernels.pointwise import rotary_and_store_kv, sigmoid_gate
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
@@ -47,7 +41,7 @@ from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.delta_net import DeltaNet, DeltaStates
 from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_scales import read_kv_scales
-from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
     Product,
@@ -342,8 +336,7 @@ class _Attention:
     def __call__(self, x: Inputs, step: _Step) -> Product:
         layer_kv, group = step.layers_kv[self.place.layer], self.place.group
         y, lora = self.inputs(x, step.lora)
-        gates, lora_of_gates = y[:, : self.gates], _columns(lora, 0, self.gates)
-        y, lora = y[:, self.gates :], _columns(lora, self.gates, None)
+        (gates, lora_of_gates), (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
         qkv = y.view(len(y), -1, self.head_dim)
         norm, turns = self.qk_norm, step.turns[self.rope]
         if norm is not None and self.norm_ranks is not None:
@@ -356,13 +349,8 @@ class _Attention:
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend
-        mixed = attend(q, layer_kv, step.batch, scales, self.window, group).flatten(1)
+        mixed = attend(q, layer_kv, step.batch, scales, self.window, group)
         if self.gates:
-            multiply_by_gates(mixed, gates, lora_of_gates)
-        o = self.o(mixed, step.lora)
+            mixed = sigmoid_gate(mixed, *by_heads(gates, lora_of_gates, self.head_dim))
+        o = self.o(mixed.flatten(1), step.lora)
         return summed_product(*o, self.output_weight, self._ranks)
-
-
-def _columns(lora: LoraDelta | None, first: int, end: int | None) -> LoraDelta | None:
-    """Return the LoRA delta of some columns of a product."""
-    return lora and LoraDelta(lora.rows[:, first:end], lora.tokens)

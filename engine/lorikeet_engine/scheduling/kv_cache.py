@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
+from lorikeet_engine.kernels.delta_net import CHUNK
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 from lorikeet_engine.scheduling.state_pool import StatePool
@@ -186,7 +187,7 @@ class KVCache(PagePool):
         compute chunks in pieces of this size.
     """
 
-    state_piece = 64
+    state_piece = CHUNK
 
     def __init__(
         self,

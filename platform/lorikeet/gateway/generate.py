@@ -60,9 +60,7 @@ _TYPICAL_ANSWER_TOKENS = 256
 length.
 """
 _BYTES_OF_READ = 16 * 2**10
-"""Bytes of a token-counting request's body that cost one more read in its tenant's limit of
-reads.
-"""
+"""Number of body bytes of a token-counting request that count as one more read of its tenant."""
 
 
 def generate_routes(
@@ -222,7 +220,7 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Return reserved tokens that the call did not use, and its place in the limit on
+        """Release the reserved tokens that the call did not use, and its place in the limit on
         concurrent requests.
         """
         if not self._settled:

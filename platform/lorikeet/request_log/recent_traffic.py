@@ -22,7 +22,7 @@ WINDOW_S = 5
 
 RECEIVED, REFUSED, FAILED, LOOKUPS, HITS = "received", "refused", "failed", "lookups", "hits"
 Second = Counter[str | int]
-"""Counts of one second: of each kind of event by name, of times to first token by bucket number."""
+"""Counts of one second: events by name, and times to first token by bucket number."""
 Lines = Mapping[str, Sequence[float | None]]
 """Time series by name: SPAN_S values, one for each second; None for an unknown value."""
 

@@ -26,7 +26,9 @@ from lorikeet.usage.object_format import (
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""Seconds for which superseded objects stay, because readers may have listed them before."""
+"""Seconds for which superseded objects stay, because readers that listed them may still
+read them.
+"""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:

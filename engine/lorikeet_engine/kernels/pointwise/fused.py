@@ -13,6 +13,7 @@ from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8
+from lorikeet_engine.kernels.pointwise.gates import gated_rms_norm, sigmoid_gate
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
 
@@ -22,12 +23,13 @@ __all__ = [
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "gated_rms_norm",
     "mean_squares",
-    "multiply_by_gates",
     "rotary_and_store_kv",
+    "sigmoid_gate",
 ]
 
-COLUMNS = 1024  # of one program of _act_and_mul, _multiply_by_gates and _add_delta
+COLUMNS = 1024  # of one program of _act_and_mul and _add_delta
 COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 
 
@@ -70,41 +72,10 @@ def act_and_mul_fp8(
     return Activations(y, rounded)
 
 
-def multiply_by_gates(x: torch.Tensor, gates: torch.Tensor, lora: LoraDelta | None = None) -> None:
-    """Multiply x [tokens, width] by sigmoid(gates + lora) in place, rounded once."""
-    tokens, width = x.shape
-    _multiply_by_gates[(tokens, triton.cdiv(width, COLUMNS))](
-        x, gates, *operands(lora), gates.stride(0), width, COLUMNS
-    )
-
-
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add a linear layer's LoRA delta to its output y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _multiply_by_gates(
-    x: tl.tensor,
-    gates: tl.tensor,
-    lora: tl.tensor,
-    adapted: tl.tensor,
-    gates_stride: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    """Multiply some columns of one token's attention output by their gates."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < width
-    at = token * gates_stride + columns
-    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
-    if lora is not None:
-        gate += lora_at(lora, adapted, token, at, inside)
-    place = x + token * width + columns
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -139,7 +139,7 @@ def check_key_options(tenant: str | None, options: KeyOptions, now: float) -> No
 
 
 def check_expiry(expires: float | None, now: float) -> None:
-    """Raise InvalidInput unless a key or a pin may expire then.
+    """Raise InvalidInput unless a key or a pin may expire at `expires`.
 
     expires: Unix seconds; None: never.
     now: Unix seconds.

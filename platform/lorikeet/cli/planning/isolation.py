@@ -35,8 +35,8 @@ class MeasuredTenant:
 class LoadRun:
     """Sizes of a run.
 
-    seconds: time of sending.
-    tokens: tokens of each answer.
+    seconds: seconds in which requests are sent.
+    tokens: number of tokens of each answer.
     seed: seed of arrival times and prompts.
     """
 
