@@ -1,7 +1,20 @@
 """Whole engine over a hybrid of delta nets and attention: states change no token."""
 
-import pytest
+import json
+import shutil
+from dataclasses import replace
 
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseShape,
+    read_config,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.engine_driver import (
     PAGE,
@@ -12,8 +25,22 @@ from tests.engine.engine_driver import (
     nothing_is_held,
     prompt,
 )
+from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_world import PeftWorld, ask
 
 HYBRID = "qwen3_5_text"
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS = {
+    "all": {"r": 4, "target_modules": "all-linear"},
+    "attention": {"r": 3, "target_modules": ATTENTION},
+    "delta net": {"r": 8, "target_modules": DELTA, "rank_pattern": {"in_proj_a": 2}},
+    "gates": {"r": 5, "target_modules": ["q_proj", "in_proj_z", "in_proj_b"]},
+    "z without qkv": {"r": 2, "target_modules": ["in_proj_z"], "use_rslora": True},
+    "mlp": {"r": 6, "target_modules": ["gate_proj", "down_proj"]},
+    "one layer": {"r": 4, "target_modules": [*DELTA, "up_proj"], "layers_to_transform": [2]},
+    "head": {"r": 4, "target_modules": ["out_proj", "lm_head", "embed_tokens"]},
+}
 
 
 @pytest.fixture
@@ -115,3 +142,76 @@ def test_more_prompts_than_slots_evict_the_oldest_state(make):
 
     assert [computed(seed) for seed in (1, 1, 2, 1, 3, 1, 2)] == [100, 36, 100, 36, 100, 36, 100]
     assert KVCache.state_piece == 64
+
+
+@pytest.fixture(scope="module")
+def world(tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    return PeftWorld(tiny_checkpoints[HYBRID], folder, ADAPTERS, tokens=12, longer=29)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_batch_tokens": 16}, {"kv_pages": 24, "max_context": 280}, {"tensor_parallel": 2}],
+    ids=["at once", "in chunks", "preempted", "on two ranks"],
+)
+@pytest.mark.usefixtures("forked_followers")
+def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
+    engine = close_later(
+        build(
+            world.checkpoint,
+            world.shelf,
+            tmp_path / "cache",
+            **{"max_running": 9, "max_batch_adapters": 8, **settings},
+        )
+    )
+    assert ask(world, Answers(engine)) == world.expected
+    assert len({tuple(tokens) for tokens in world.expected.values()}) == len(world.names)
+
+
+@pytest.fixture(scope="module")
+def shape(tiny_checkpoints):
+    return BaseShape.from_config(read_config(tiny_checkpoints[HYBRID]))
+
+
+def checked(folder, out, shape):
+    """Make a folder's blob, and check it against the base model."""
+    write_blob(folder, out)
+    return read_spec(out, shape, AdapterLimits(max_rank=64, max_bytes=1 << 30))
+
+
+@pytest.mark.parametrize("name", ["all", "attention", "delta net", "gates", "z without qkv"])
+def test_no_folder_that_lacks_a_tensor_is_taken(world, shape, tmp_path, name):
+    whole = load_file(world.folder / name / "adapter_model.safetensors")
+    assert checked(world.folder / name, tmp_path / "whole", shape).linears
+    folder = tmp_path / "folder"
+    shutil.copytree(world.folder / name, folder)
+    for tensor in whole:
+        pair = {t for t in whole if t.startswith(tensor.partition(".lora_")[0] + ".")}
+        for lost in ({tensor}, pair):
+            kept = {t: value for t, value in whole.items() if t not in lost}
+            save_file(kept, folder / "adapter_model.safetensors")
+            with pytest.raises(AdapterRejected):
+                checked(folder, tmp_path / "blob", shape)
+
+
+def test_an_adapter_of_another_pattern_of_layers_is_refused_by_name(world, shape, tmp_path):
+    other = replace(shape, kinds=(*shape.kinds[:3], shape.kinds[1], shape.kinds[4]))
+    assert other.kinds != shape.kinds
+    with pytest.raises(AdapterRejected, match="linears of layer 3, attention in the base model"):
+        checked(world.folder / "gates", tmp_path / "blob", other)
+    folder = tmp_path / "folder"
+    shutil.copytree(world.folder / "gates", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = None
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert checked(folder, tmp_path / "blob", shape).linears
+    with pytest.raises(AdapterRejected, match="layer 3 of the base model is attention") as caught:
+        checked(folder, tmp_path / "blob", other)
+    assert caught.value.field == "model.layers.3.linear_attn.in_proj_b"
+
+
+def test_an_adapter_of_a_model_without_delta_nets_is_refused(shape, tiny_checkpoints, tmp_path):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "llama", target_modules=ATTENTION)
+    with pytest.raises(AdapterRejected, match="layer 0 of the base model is a gated delta net"):
+        checked(folder, tmp_path / "blob", replace(shape, head_dim=8))
