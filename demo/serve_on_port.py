@@ -11,19 +11,23 @@ from demo.interrupts import killed_by_sigint
 
 
 def main(host: str, port: int) -> None:
-    """Serve until KeyboardInterrupt, which is raised, as is any failure of the start."""
+    """Serve until KeyboardInterrupt, which is raised. Raises SystemExit if the start fails."""
     with killed_by_sigint():
         import ray
         from ray import serve
 
-        from serve_app import app  # reads the settings
+        from lorikeet.serving.start import refuse_bad_start, run_or_exit
+
+    refuse_bad_start(port)
+    from serve_app import app  # reads the settings
 
     ray.init(namespace="serve")
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
-        serve.run(app, blocking=True)
-    finally:
+        run_or_exit(app, joins=False, blocking=True)
+    except KeyboardInterrupt:
         serve.shutdown()
+        raise
 
 
 if __name__ == "__main__":

@@ -96,6 +96,12 @@ def engine(settings: Settings, base_model: str) -> Application:
     return deployment.bind(base_model, settings)
 
 
+def reserved_cpus(settings: Settings) -> float:
+    """Return the CPUs that all deployments reserve at the start."""
+    engines = sum(settings.replicas.values())
+    return _ENGINE_CPUS * engines + _GATEWAY_CPUS * settings.gateways + _CONTROLLER_CPUS
+
+
 def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
     if max_replicas == min_replicas:
         return {"num_replicas": min_replicas}
