@@ -1,4 +1,4 @@
-"""`serve run serve_app:app` on another HTTP port than Serve's default.
+"""`serve run serve_app:app` on any HTTP port, with less of Ray's own log.
 
 `serve run` itself takes a port from a configuration file only, and with a file it does not exit
 when the application fails to start.
@@ -6,8 +6,11 @@ when the application fails to start.
 
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from demo.interrupts import killed_by_sigint
+
+_QUIET = "WARNING"
 
 
 def main(host: str, port: int) -> None:
@@ -21,8 +24,12 @@ def main(host: str, port: int) -> None:
     refuse_bad_start(port)
     from serve_app import app  # reads the settings
 
-    ray.init(namespace="serve")
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    ray.init(namespace="serve", logging_level=_QUIET)
+    serve.start(
+        proxy_location="EveryNode",
+        http_options={"host": host, "port": port},
+        logging_config={"log_level": _QUIET},
+    )
     try:
         run_or_exit(app, joins=False, blocking=True)
     except KeyboardInterrupt:
@@ -31,5 +38,8 @@ def main(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
+    _, given_host, given_port = sys.argv
+    # Ray's workers also search the folder of argv[0] for modules: it must not be `demo/`.
+    sys.argv = [str(Path(__file__).parents[1] / "serve_app.py")]
     with suppress(KeyboardInterrupt):  # during the start too
-        main(sys.argv[1], int(sys.argv[2]))
+        main(given_host, int(given_port))
