@@ -27,11 +27,11 @@ class RowsTime(NamedTuple):
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """Return the number of tokens that each of some prompt tokens attends to, summed over them.
+    """Return the sum, over some prompt tokens, of the number of tokens that each attends to.
 
     The sum is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
-    tokens: number of attending tokens, consecutive ones of a prompt.
+    tokens: number of attending tokens, which are consecutive in a prompt.
     depth: number of prompt tokens before them.
     """
     return tokens * (2 * depth + tokens) // 2
@@ -195,7 +195,7 @@ class LoadCosts:
     A load to the GPU passes all tiers between: remote store, disk, host memory, GPU.
 
     host_latency_s, disk_latency_s, remote_latency_s: seconds that a load from this tier to the next
-        nearer one takes apart from its bytes.
+        nearer one takes, whatever its size.
     host_bytes_per_s, disk_bytes_per_s, remote_bytes_per_s: bandwidth from this tier to the next
         nearer one.
     """

@@ -81,10 +81,10 @@ def _expected(
 ) -> dict[str, set[str]]:
     """Return all modules that a config could target, in the trainer's naming, by family.
 
-    Only families that have the linears with weights; first the family that the weights resemble
-    most.
+    The result has only families that have the linears with weights. The family that the weights
+    resemble most comes first.
     modules: modules that have weights, in the trainer's naming.
-    outer: those of them that are outside the decoder layers.
+    outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: linears that have weights in some layer.
     """
@@ -145,7 +145,8 @@ def resolve_patterns(
     run: Expressions,
     warn: Callable[[str], object],
 ) -> Patterns:
-    """Return the ranks and alphas of a config's patterns, as the release that trained reads them.
+    """Return the ranks and alphas of a config's patterns, as the release of PEFT that trained the
+    adapter reads them.
 
     If several of a pattern's keys match a module, the first one determines the value.
 

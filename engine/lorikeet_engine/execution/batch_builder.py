@@ -20,7 +20,7 @@ Int64s = npt.NDArray[np.int64]
 class StepInput:
     """Input of one step on the host: all that a process with the model's weights needs.
 
-    Fields that Batch has as well mean the same in both.
+    Fields whose names Batch has too have the same meaning as in Batch.
 
     token_ids: 0 stands in for a pending token, which the previous step sampled and the host has not
         read yet.

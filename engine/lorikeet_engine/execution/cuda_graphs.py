@@ -276,7 +276,9 @@ class CudaGraphs:
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the ladder's sizes below `most`, then `most` or the ladder's last size if less."""
+    """Return the ladder's sizes below `most`, then the smaller of `most` and the ladder's last
+    size.
+    """
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 

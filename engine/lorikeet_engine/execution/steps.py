@@ -225,8 +225,7 @@ class InFlightStep:
     chunks: the step's chunks in the order of the batch.
     sample: tokens that the step samples.
     scores: scores of the step's prompts; None if no prompt is scored.
-    forced: by row of the logits, forced tokens: those that the grammar requires after the sampled
-        one.
+    forced: by row of the logits, the tokens that the grammar requires after the sampled token.
     """
 
     chunks: list[Chunk]

@@ -54,8 +54,8 @@ class ForcedBudget:
         decodes: number of decodes in the step.
         context: total length of the decoding sequences, in tokens.
         beside_others: whether the step also has sequences that cannot have forced tokens, so that
-            forced tokens would only delay them. Without them, only the tokens of a step are
-            limited.
+            forced tokens would only delay them. If not, only the number of tokens in the step
+            limits the forced tokens.
         """
         self._decodes = decodes
         if not beside_others:

@@ -97,7 +97,7 @@ def own_order(
         by_cost = merge(by_cost, waiting.by_cost, key=_cost_key)
 
     def following(kept: Sequence | None, rest: Iterable[Sequence]) -> Sequence | None:
-        """Return `kept` if it may still get a turn, else the next that may."""
+        """Return `kept` if it may still get a turn, else the next sequence in `rest` that may."""
         if kept is not None and kept not in served and not is_blocked(kept):
             return kept
         return next((s for s in rest if s not in served and not is_blocked(s)), None)
@@ -115,8 +115,8 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge both in their orders. A waiting sequence goes before a prefilling one that is younger
-    and has no higher priority.
+    """Merge both groups of sequences, each in its own order. A waiting sequence goes before a
+    prefilling one that is younger and has no higher priority.
     """
     rest = iter(waiting)
     queued = next(rest, None)

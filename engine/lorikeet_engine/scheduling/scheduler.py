@@ -217,8 +217,8 @@ class Scheduler:
         """Record that a step with these chunks was launched. The next plan builds on it.
 
         chunks: chunks in the order of the batch.
-        forced: by row of the step's logits, forced tokens: those that the grammar requires after
-            the token sampled from this row.
+        forced: by row of the step's logits, the tokens that the grammar requires after the token
+            sampled from the row.
         """
         rows, tokens = count(), 0
         for chunk in chunks:

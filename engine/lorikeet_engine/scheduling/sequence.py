@@ -73,7 +73,7 @@ class OvertakeCount:
 
     Counting lasts while other adapters keep the sequence waiting.
 
-    count: this number at the last update.
+    count: the number at the last update.
     begun: number of sequences with adapters that had begun since the engine's start, at the last
         update. None while the sequence waits for another reason.
     """
@@ -297,8 +297,7 @@ class Sequence:
         """Add the first pending token, which the host has read, and the tokens forced after it.
 
         Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
-        and is not
-        added. Raises InvalidRequest if the grammar does not accept a token.
+        and is not added. Raises InvalidRequest if the grammar does not accept a token.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()

@@ -37,7 +37,9 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Interface to the store from which blobs are fetched that are not on this machine."""
+    """Interface to the store that has the blobs of adapters, from which missing blobs are
+    fetched.
+    """
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
@@ -91,8 +93,8 @@ class DiskCache:
     def changed(self) -> set[str] | None:
         """List the folder, and return the digests of all usable adapters in it.
 
-        None if the folder has not changed since the last call. Finds changes by other processes,
-        too. For one thread at a time.
+        Returns None if the folder has not changed since the last call. Finds changes by other
+        processes, too. For one thread at a time.
         """
         return self._index.changed()
 

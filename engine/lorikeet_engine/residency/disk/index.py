@@ -76,7 +76,7 @@ class DiskIndex:
     def changed(self) -> set[str] | None:
         """List the folder and return the digests of the adapters with a usable file.
 
-        None if the folder has not changed since the last call.
+        Returns None if the folder has not changed since the last call.
         """
         with self._lock:  # so that no file added after the listing counts as removed
             return self._list()
