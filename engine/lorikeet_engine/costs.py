@@ -11,9 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Smallest Σ seen_tokens of a step's prompts with which CUDA runs the step as several graphs."""
+"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on CUDA runs the
+step as several graphs.
+"""
 SEEN_TO_SPLIT = 1 << 19
-"""Smallest Σ seen_tokens of a step's prompts with which its decodes cost more on CUDA.
+"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on the step's
+decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own.
 """
@@ -27,9 +30,9 @@ class RowsTime(NamedTuple):
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """Return the sum, over some prompt tokens, of the number of tokens that each attends to.
+    """Return the number of pairs of a prompt token and a token that it attends to.
 
-    The sum is tokens · (depth + tokens / 2), as each token attends to about all before it.
+    The number is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
     tokens: number of attending tokens, which are consecutive in a prompt.
     depth: number of prompt tokens before them.

@@ -40,7 +40,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
-    """Return True if the served linears equal those of a quantised copy of the base model.
+    """Return True if the served linears equal the linears of a quantised copy of the base model.
 
     copy: name of the copy.
     quantization: quantization of the served linears as in EngineInfo; None without one.

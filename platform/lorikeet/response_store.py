@@ -46,7 +46,7 @@ class StoredResponse:
 class ResponseStore:
     """Store that saves, finds and deletes tenants' responses. Thread-safe.
 
-    lifetime_s: age in seconds from which on a response is no longer found.
+    lifetime_s: age in seconds at which a response can no longer be found.
     clock: function that returns the time in Unix seconds.
     """
 

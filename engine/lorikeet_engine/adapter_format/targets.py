@@ -33,7 +33,7 @@ Selects = Callable[[str], bool]
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
 ) -> tuple[str, ...] | None:
-    """Check that the linears with weights are exactly those that a PEFT config targets.
+    """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
     Returns, sorted, the families of base models in which each target has weights, since PEFT skips
     targets that the base model lacks. None stands for all families that have the linears with
@@ -46,7 +46,8 @@ def check_targets(
         refer.
     run: matcher for the config's expressions.
 
-    Raises AdapterRejected if the modules that have weights are not those that the config selects.
+    Raises AdapterRejected if the modules that have weights are not the modules that the config
+    selects.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}

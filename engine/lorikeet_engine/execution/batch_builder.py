@@ -90,7 +90,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """Tokens of a step whose logits are computed in addition to those for sampling; on the host.
+    """Tokens of a step whose logits are computed in addition to the logits for sampling; on the
+    host.
 
     rows: [rows] int64, indices of these tokens in the step.
     head_segments: [3, segments] int32, slots, starts and lengths of lm_head's LoRA segments over
@@ -111,7 +112,7 @@ class LogitsInput:
 
 
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """Sort the chunks so that those of one adapter are side by side.
+    """Sort the chunks by adapter, so that chunks of one adapter are side by side.
 
     Chunks whose adapters change lm_head come first, chunks without an adapter last.
     """

@@ -285,7 +285,7 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
 def _seen_by_prompts(batch: Batch) -> int:
     """Return the number of (prompt token, token that it attends to) pairs in the batch.
 
-    In a whole graph, each prompt token reads all these keys by itself.
+    In a whole graph, each prompt token reads the keys of all tokens that it attends to.
     """
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1

@@ -223,9 +223,7 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images that steps may read on this rank's GPU, without those on other ranks'
-    GPUs.
-    """
+    """Yield the images that steps may read on this rank's GPU, but not on other ranks' GPUs."""
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:

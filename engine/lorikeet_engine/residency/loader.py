@@ -143,8 +143,8 @@ class Loader:
     ) -> None:
         """Load an adapter to DISK or HOST.
 
-        If the adapter is being loaded already, its load continues to the nearer to the GPU of both
-        calls' tiers, and becomes urgent if this call is urgent.
+        If the adapter is being loaded already, its load continues to HOST if either call asked for
+        HOST, and becomes urgent if this call is urgent.
 
         urgent: load it before adapters that are not urgent.
         passing: the load is for a temporary pin. An image packed only for such loads is not written
@@ -171,7 +171,7 @@ class Loader:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Begin no more loads; those in progress end by themselves, complete or not."""
+        """Begin no more loads; loads in progress still end, completed or failed."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):

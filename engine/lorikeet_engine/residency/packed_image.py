@@ -180,8 +180,7 @@ class PackedImage(NamedTuple):
     """Image in memory, with the spans of all tensor parallel ranks.
 
     elements: [layout.image_elements].
-    sums: checksums of the layers when the image was packed: those of the first span, then those of
-        the next spans.
+    sums: checksums of the layers when the image was packed, span by span.
     """
 
     layout: PackedLayout

@@ -85,8 +85,7 @@ class ForcedBudget:
         return rows[first:] + rows[:first]
 
     def _sizes_worth_paying(self) -> range | list[int]:
-        """Return the numbers of forced tokens with which a step just fills one of the sizes,
-        ascending.
+        """Return the numbers of forced tokens that fill a step up to one of the sizes, ascending.
 
         Returns all numbers if steps are not padded to sizes.
         """

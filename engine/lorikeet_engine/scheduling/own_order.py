@@ -72,7 +72,7 @@ class OwnQueue:
         insort(self.by_cost, sequence, key=_cost_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, which still has the status and costs with which it was added."""
+        """Remove a sequence. Its status and costs must not have changed since it was added."""
         del self.by_age[bisect_left(self.by_age, _age_key(sequence), key=_age_key)]
         del self.by_cost[bisect_left(self.by_cost, _cost_key(sequence), key=_cost_key)]
 

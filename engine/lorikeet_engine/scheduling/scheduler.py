@@ -129,7 +129,7 @@ class Scheduler:
 
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
-    counters: counts the sequences that begin and those that are preempted.
+    counters: counts begun and preempted sequences.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class Scheduler:
 
         The list is empty if the budget or the KV pages do not suffice.
 
-        spare: number of other sequences, for each of which one free page per group must be left.
+        spare: number of other sequences; one free page per group is left for each of them.
         """
         sequence = turn.sequence
         end = self._cache.reach(sequence.kv, sequence.length, spare)

@@ -248,7 +248,9 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last sampled token and those forced after it remain to be computed."""
+        """Whether only the last sampled token and the tokens forced after it remain to be
+        computed.
+        """
         return self.length - self.kv.computed <= self.decode_tokens
 
     @property
@@ -362,7 +364,9 @@ class ScoredRows(NamedTuple):
 
     @property
     def next_tokens(self) -> list[int]:
-        """Prompt tokens to be scored: those that follow each of the tokens `start` to `end`."""
+        """Prompt tokens to be scored: the token that follows each of the tokens `start` to
+        `end`.
+        """
         return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property

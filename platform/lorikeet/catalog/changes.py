@@ -186,9 +186,9 @@ class AdapterRetired(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """Setting or replacement of the pin of an adapter, or of a tenant if name is None.
+    """Pinning of an adapter, or of a tenant if name is None; replaces an earlier pin.
 
-    The fields are those of PinRecord.
+    The fields have the meanings that they have in PinRecord.
     """
 
     tenant: str

@@ -259,7 +259,7 @@ class PinKey:
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """Order by tenant and name; a tenant's own key precedes those of its adapters."""
+        """Order by tenant and name; a tenant's own key precedes the keys of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 

@@ -195,10 +195,9 @@ class RateLimitObserver(RequestObserver):
     """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
     used.
 
-    Complete answer: the tokens of FinalUsage are charged.
-    Failure before the first bytes: no tokens are charged.
-    Client disconnected or replica lost during the answer: the larger of two numbers is charged,
-        the reserved tokens, or the prompt's tokens plus those of the last RunningUsage.
+    Complete answer: the tokens of FinalUsage are charged. Failure before the first bytes: no tokens
+    are charged. Client disconnected or replica lost during the answer: the larger of two numbers is
+    charged, the reserved tokens, or the prompt's tokens plus the tokens of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:

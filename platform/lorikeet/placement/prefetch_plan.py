@@ -18,9 +18,9 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
 POPULAR = 0.5
-"""Decayed uses from which an adapter counts as in use.
+"""Smallest number of decayed uses of an adapter that counts as in use.
 
-They result from one use in the last 45 s, or from one every 130 s.
+An adapter reaches this number by one use in the last 45 s, or on average by one use every 130 s.
 """
 MOST_PREFETCHES = 16
 """Limit on one replica's prefetches in one plan; several are also limited to MOST_BYTES in all."""
@@ -224,8 +224,8 @@ class _Draft:
     ) -> bool:
         """Plan a copy of an adapter if one fits; return whether it does.
 
-        Replicas that hold the adapter at a nearer tier come first, then those that its requests are
-        routed to first.
+        Replicas that hold the adapter at a nearer tier come first, then replicas in the order in
+        which routing prefers them for the adapter.
         uses: decayed uses that the copy will draw.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """

@@ -63,8 +63,8 @@ class ToolUse:
     """Tools that a chat may call.
 
     tools: as the client wrote them, for the chat template.
-    forced: names of tools of which one must be called, or with `parallel` one or more; empty if the
-        model may also answer with text.
+    forced: names of tools; the model must call one of them, or at least one with `parallel`. Empty
+        if the model may also answer with text.
     parallel: several calls in one answer are allowed.
     functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
         shape.
@@ -86,7 +86,8 @@ class Work(NamedTuple):
 
     prompt_tokens: number of tokens of all prompts, possibly an estimate.
     rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
-    sequences: number of sequences that will decode; those of one prompt share its KV pages.
+    sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
+        pages.
     """
 
     prompt_tokens: int
@@ -203,7 +204,7 @@ class AnswerHeader:
 class FinalUsage:
     """Usage of a complete answer.
 
-    It is sent just before the last bytes, because clients disconnect after those.
+    The item is sent just before the last bytes, because clients disconnect after the last bytes.
 
     prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.

@@ -16,7 +16,7 @@ _PATIENCE_S = 300.0
 
 
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
-    """Return the modules whose copied matrices differ from those of the base model's checkpoint.
+    """Return the modules whose copied matrices differ from the base model's checkpoint.
 
     Matrices are compared in the copies' dtype. Each matrix of the checkpoint is read once and its
     SHA-256 is cached; a gigabyte takes about two seconds. Raises SubprocessError if the checkpoint

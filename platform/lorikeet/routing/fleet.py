@@ -319,7 +319,7 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that exist and are not lost."""
+        """Return the replicas in `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

@@ -155,7 +155,7 @@ class ServeEngineClient:
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
-        """Return the reports of all replicas of all base models, except those that do not answer.
+        """Return the reports of all replicas that answer, of all base models.
 
         tier: see `Replica.report`.
         """

@@ -21,7 +21,7 @@ FLOOR = 0.1
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
-"""Seconds of silence after which a gateway that is not among those asked counts as gone."""
+"""Seconds of silence after which a gateway counts as gone, if this gateway does not ask it."""
 DOUBT_S = 10.0
 """Seconds without an agreement after which a new gateway takes the even share."""
 _IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even

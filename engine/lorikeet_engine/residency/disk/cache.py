@@ -37,9 +37,7 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Interface to the store that has the blobs of adapters, from which missing blobs are
-    fetched.
-    """
+    """Interface to the store from which missing blobs of adapters are downloaded."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
@@ -94,7 +92,7 @@ class DiskCache:
         """List the folder, and return the digests of all usable adapters in it.
 
         Returns None if the folder has not changed since the last call. Finds changes by other
-        processes, too. For one thread at a time.
+        processes, too. Only one thread may call this at a time.
         """
         return self._index.changed()
 
@@ -237,7 +235,7 @@ class DiskCache:
         """Return the names of the files from which an adapter can be loaded, the preferred one
         first.
 
-        Empty for an invalid digest.
+        Returns () for an invalid digest.
         """
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 

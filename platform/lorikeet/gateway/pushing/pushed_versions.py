@@ -269,7 +269,7 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Return `held` without those expiring versions of one adapter that exceed its `keep`.
+    """Return `held` without the oldest expiring versions of one adapter beyond its `keep`.
 
     newest: latest announced version, which names the adapter.
 

@@ -48,8 +48,8 @@ store has it.
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Size in bytes from which a blob is announced to replicas before it has arrived. A smaller blob is
-packed before an announcement would arrive.
+"""Smallest size in bytes of blobs that are announced to replicas before they have arrived. An
+announcement of a smaller blob would come too late.
 """
 _MOST_WAITING = 16
 """Maximum number of requests of one tenant that wait for a push's state at once on one gateway,
@@ -114,7 +114,7 @@ class PushRequest(NamedTuple):
     query: PushQuery
 
     def registration(self) -> RegistrationRequest:
-        """Return the RegistrationRequest with which the pushed blob is checked."""
+        """Return the RegistrationRequest used to check the pushed blob."""
         tenant, key = self.pusher.caller
         base_model = self.query.base_model
         return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
