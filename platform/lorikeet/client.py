@@ -252,7 +252,9 @@ def _version(answer: Mapping[str, Any]) -> PushResult:
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:
-    """Return the error that an answer holds, with the service's message; None: it holds none."""
+    """Return the error in an answer, with the service's message; None if the answer has no
+    error.
+    """
     if not answer.is_error:
         return None
     try:

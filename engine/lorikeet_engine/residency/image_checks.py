@@ -223,7 +223,10 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images that steps may read on this rank's GPU, but not on other ranks' GPUs."""
+    """Yield the images on this rank's GPU that steps may read.
+
+    Images on other ranks' GPUs are not included.
+    """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)
         if image is None or gpu.usable(digest) is not adapter:

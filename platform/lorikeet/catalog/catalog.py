@@ -350,7 +350,7 @@ class AdapterCatalog:
     ) -> PinRecord:
         """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
-        name: adapter to pin; None pins all of the tenant's.
+        name: adapter to pin; None pins all adapters of the tenant.
         Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
         now = self._clock()

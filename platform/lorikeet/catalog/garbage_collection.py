@@ -111,7 +111,7 @@ class GarbageCollector:
                 return adapters
 
     def _snapshots(self) -> Iterator[StoredObject]:
-        """Delete old snapshots, then the partitions that only they name."""
+        """Delete old snapshots, then the partitions that only these snapshots name."""
         manifests = list(self._store.scan(MANIFESTS))
         kept = _kept(manifests, self._before)
         yield from self._sweep(found for found in manifests if found not in kept)
@@ -181,7 +181,8 @@ def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
 def _stored(upload: Upload) -> StoredObject:
     """Return the upload as an entry of the store's listing.
 
-    Its size is that of the whole blob, or 0 if the blob was stored before the upload began.
+    The entry's size is the size of the whole blob, or 0 if the blob was stored before the upload
+    began.
     """
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)

@@ -56,7 +56,7 @@ class ReplicaView:
 class Prefetch(NamedTuple):
     """An adapter to load to a tier at low priority.
 
-    uses: uses that the copy is expected to draw.
+    uses: uses that the copy is expected to serve.
     """
 
     digest: str
@@ -132,7 +132,7 @@ class _Draft:
         self._share = sum(demand.values()) / max(1, len(replicas))
 
     def copy_by_demand(self) -> None:
-        """Plan copies on GPUs in order of the uses that each will draw."""
+        """Plan copies on GPUs in descending order of the uses that each copy will serve."""
         queue = [copy for digest in self._wanted if (copy := self._next_copy(digest)) is not None]
         heapify(queue)
         refused = float("inf")  # size that fits nowhere: a less used adapter of that size neither
@@ -194,7 +194,7 @@ class _Draft:
     def _next_copy(self, digest: str) -> tuple[float, str] | None:
         """Return the heap's entry for one more GPU copy of an adapter; None if not worthwhile.
 
-        The entry is the uses that the copy would draw, negative for the heap, and the digest.
+        The entry is (uses that the copy would serve, negated for the heap; digest).
         """
         uses, copies = self._demand[digest], len(self._on_gpu.get(digest, ()))
         another = uses / (copies + 1)

@@ -1,4 +1,4 @@
-"""Comparison of matrices that adapters copy from their base model with the base model's own.
+"""Comparison of the base model's matrices with copies of them that adapters carry.
 
 A child process reads the checkpoint: a replica does not import torch, which would block its event
 loop and so its streams.

@@ -57,7 +57,7 @@ class GatewayTraffic(NamedTuple):
 
 
 class RecentTraffic:
-    """Recent traffic of one gateway, and of all through its peers. For one event loop."""
+    """Recent traffic of one gateway, and of all gateways through its peers. For one event loop."""
 
     def __init__(self, peers: Peers, request_log: RequestLog) -> None:
         self._peers, self._request_log = peers, request_log

@@ -83,7 +83,9 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, which is there or loading."""
+        """Return the replicas where requests wait for the adapter, whether it is there or still
+        loading.
+        """
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:

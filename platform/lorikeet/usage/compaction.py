@@ -43,7 +43,7 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact today's and yesterday's usage as far as it is written. Raises StoreError.
+    """Compact the usage of today and yesterday that is in the store already. Raises StoreError.
 
     now: Unix seconds.
     """

@@ -133,7 +133,7 @@ class PushRequest(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """State of a pushed version that requests can name.
+    """State of a pushed version whose name requests can use.
 
     number: version number in the catalog's log; None until durable.
     ready: whether all replicas have the version.
@@ -153,7 +153,7 @@ class Progress(NamedTuple):
 
 
 def progress_json(progress: Progress) -> Json:
-    """Return the state of a pushed version that requests can name, as JSON."""
+    """Return the state of a pushed version whose name requests can use, as JSON."""
     record, version = progress.adapter, progress.version
     aliases = record.aliases_of(version.version)
     return _version_json(
@@ -168,9 +168,7 @@ def progress_json(progress: Progress) -> Json:
 
 
 def taken_json(version: PushedVersion) -> Json:
-    """Return the state of a pushed version that is accepted, but that no request can name yet, as
-    JSON.
-    """
+    """Return the state of an accepted version whose name requests cannot use yet, as JSON."""
     label = f"{version.tenant}/{version.name}"
     reached = version.facts, version.created, ()
     return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
@@ -393,7 +391,7 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return the state of a pushed version; None if no request can name such a version."""
+        """Return the state of a pushed version; None if requests cannot use the version's name."""
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
