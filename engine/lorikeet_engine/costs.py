@@ -35,7 +35,7 @@ def seen_tokens(tokens: int, depth: int = 0) -> int:
     The number is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
     tokens: number of attending tokens, which are consecutive in a prompt.
-    depth: number of prompt tokens before them.
+    depth: number of prompt tokens before the attending tokens.
     """
     return tokens * (2 * depth + tokens) // 2
 

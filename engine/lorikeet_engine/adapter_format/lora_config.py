@@ -116,8 +116,8 @@ class LoraConfig:
         that have the linears with weights.
     unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
         whose own module scales.
-    lost_biases: the adapter was trained with biases of its linears, where the base model has any,
-        and they were not saved.
+    lost_biases: the linears' biases, if the base model has any, were trained with the adapter but
+        not saved.
     """
 
     base_model_name_or_path: str

@@ -91,10 +91,10 @@ class AdapterSpec:
     """Content of a blob that was validated against a base model.
 
     linears: adapted linears, sorted by layer, then by index in the shape's modules.
-    max_rank: largest rank of any of them.
+    max_rank: largest rank of any adapted linear.
     size_bytes: size of the blob.
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
-        apply to both.
+        apply to the head too.
     """
 
     base_model: str
@@ -105,7 +105,7 @@ class AdapterSpec:
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
-        """Keys (layer, linear) of linears that have the same A as the linear before them.
+        """Keys (layer, linear) of linears that have the same A as the preceding linear.
 
         up_proj of experts can share the A of gate_proj.
         """

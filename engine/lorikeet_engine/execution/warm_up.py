@@ -112,7 +112,7 @@ def _run(
 
     lengths: tokens of each sequence in the step.
     adapters: number of sequences, from the first on, that have an adapter, each a different one.
-        The adapters change lm_head, too, and may replace a row of it.
+        The adapters change lm_head, too, and may replace one of its rows.
     rank: rank of each adapter, also on lm_head.
     samplings: sampling parameters, which the sequences use in turn.
     depth: tokens of each sequence before those in the step.

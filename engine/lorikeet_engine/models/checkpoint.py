@@ -99,7 +99,7 @@ class Checkpoint:
     def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         """Read the parts of tensors that this process keeps, and stack their rows.
 
-        Raises what `read` raises.
+        Raises the errors of `read`.
 
         cuts: the part of each tensor to keep.
         """

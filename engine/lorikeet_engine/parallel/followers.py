@@ -152,7 +152,8 @@ class Followers:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
-        """Register a copy that followers will make, and return their reports of it.
+        """Register a copy that followers will make, and return an object that collects their
+        reports.
 
         Call this before the copy is commanded.
 

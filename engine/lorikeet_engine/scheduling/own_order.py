@@ -31,9 +31,9 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Turn(NamedTuple):
-    """Turn of a sequence to get a chunk, after which `computed` must be called.
+    """Turn of a sequence to get a chunk of its prompt. `computed` must be called after the turn.
 
-    overtakes: whether the sequence goes before an older one of its tenant.
+    overtakes: whether the sequence goes before an older sequence of its tenant.
     overtaken: whether a shorter sequence of the tenant waits for its turn.
     """
 

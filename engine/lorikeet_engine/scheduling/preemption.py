@@ -25,8 +25,8 @@ _TIMES_AS_MUCH = 2.0
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
-    It has if a slot is free, or if a running sequence's tenant has a higher virtual counter than
-    the waiting tenant that is served next.
+    True if a slot is free, or if a running sequence's tenant has a higher virtual counter than the
+    waiting tenant that is served next.
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.

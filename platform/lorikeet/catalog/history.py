@@ -12,7 +12,7 @@ from lorikeet.errors import InvalidInput
 
 _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
-"""Limit on the entries that a search reads before it returns a page: about 160 log objects."""
+"""Limit on the entries that a search reads for one page: about 160 log objects."""
 _CLOCKS_DIFFER_S = 3600.0
 """Limit on the difference in seconds between two writers' clocks, which give entries their
 times.
@@ -55,7 +55,8 @@ class HistoryQuery:
 class HistoryPage:
     """Entries found, newest first.
 
-    before: argument of the search for the next page; None if there are no older entries.
+    before: argument `before` of the search that returns the next page; None if there are no older
+        entries.
     """
 
     entries: tuple[Entry, ...]

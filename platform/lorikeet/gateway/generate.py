@@ -251,8 +251,8 @@ class RateLimitObserver(RequestObserver):
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. It is subject to limits on requests but not on
-    tokens.
+    """Observer of a call that only counts tokens. The call is subject to limits on requests but not
+    on tokens.
     """
 
     def __init__(self, hold: RateLimitHold) -> None:

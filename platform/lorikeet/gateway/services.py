@@ -124,11 +124,11 @@ async def no_pages() -> Sequence[bytes]:
 class ServedModel:
     """Base model that is served.
 
-    aliases: further names that adapters may use for it, e.g. its Hub name.
+    aliases: further names by which adapters may name the base model, e.g. its Hub name.
     quantization: format that the weights of its linear layers are rounded to, in words; None if
         not quantized.
-    chat_template: digest of the chat template in its folder (template_digest); None without
-        one.
+    chat_template: digest of the chat template in its folder (template_digest); None without a
+        template.
     """
 
     shape: BaseShape
@@ -145,12 +145,12 @@ class Services:
     limits: limits that registered adapters must keep to.
     gateways: number of gateways; each enforces its share of a tenant's limits.
     refresh_s: seconds between refreshes of the catalog view.
-    first_item_timeout_s: longest wait for a replica's first item, in seconds. Generation after
-        it has no time limit here.
+    first_item_timeout_s: longest wait for a replica's first item, in seconds. The gateway sets no
+        time limit for the items after it.
     max_open_requests: maximum number of requests that this gateway runs at once, all tenants
         together; None: no limit.
     part_bytes: size of a large upload's parts.
-    adapter_memory: memory in which engines keep adapters, as far as known here.
+    adapter_memory: memory in which engines keep adapters, as far as the gateway knows it.
     name: name of this gateway.
     peers: the other gateways.
     recorded_usage: usage of tenants as recorded in the store, for their budgets.

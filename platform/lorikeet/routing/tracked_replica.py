@@ -81,7 +81,7 @@ class TrackedReplica:
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
     max_context: most tokens of prompt plus output, as reported; None: not reported yet.
-    decoding: this gateway's decoding requests, by adapter digest.
+    decoding: number of this gateway's decoding requests, by adapter digest.
     """
 
     def __init__(self, name: str, costs: CostCoefficients) -> None:
@@ -164,7 +164,7 @@ class TrackedReplica:
         """Return the replica as an option for a request.
 
         cached_tokens: prompt tokens that the replica has computed before.
-        queue_length: as in `status`.
+        queue_length: Serve's count of all gateways' requests at the replica; see `status`.
         """
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)
         if (digest := request.digest) is None:
@@ -216,8 +216,8 @@ class TrackedReplica:
     def _queue_share(self, tenant: str | None) -> float:
         """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
-        The engine serves the tenant that has had the fewest tokens. So of every other tenant's
-        queue, about as many tokens go first as the tenant has waiting itself. Other gateways'
+        The engine serves the tenant that has had the fewest tokens. Of every other tenant's queue,
+        therefore, about as many tokens go first as the tenant has waiting itself. Other gateways'
         requests are assumed to be distributed over tenants like this gateway's.
         """
         waiting = self._own.tokens

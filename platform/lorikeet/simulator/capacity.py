@@ -62,7 +62,7 @@ def plan_capacity(
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Return the number of replicas, with a fraction, that the requests keep busy.
 
-    It assumes full batches and no adapters.
+    The estimate assumes full batches and no adapters.
     sample: requests whose mean lengths count.
     """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())

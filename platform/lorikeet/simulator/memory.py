@@ -114,7 +114,7 @@ class Arena:
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
-        """Begin to load an adapter if only adapters with lower scores are evicted for it.
+        """Begin to load an adapter if only adapters with lower scores must be evicted.
 
         uses: recent uses on other replicas that this replica could serve.
         """
@@ -139,7 +139,7 @@ class Arena:
         return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:
-        """Mark an adapter as loaded. It may be evicted while it has no lease."""
+        """Mark an adapter as loaded. The adapter may then be evicted while it has no lease."""
         resident = self.residents[adapter]
         resident.loading = False
         self.room += self._sizes[adapter]

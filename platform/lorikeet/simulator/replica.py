@@ -69,7 +69,7 @@ class SimulatedReplica:
 
     status: load that routers see, without `room_bytes`, which they take from the arena.
     outstanding: number of requests that still wait for tokens.
-    waiting: adapter → requests that wait for it.
+    waiting: adapter → requests that wait for the adapter.
     queue: requests that can start prefill.
     decoding: adapter → number of its decoding sequences.
     """
@@ -350,7 +350,7 @@ class SimulatedReplica:
 class _DecodeContext:
     """Tokens that all decoding requests together attend to: the sum of StepCosts.decode_sees.
 
-    Each request's context is taken to grow linearly with the clock, which counts steps. That is
+    Each request's context is taken to grow linearly with the clock, which counts steps. The sum is
     exact without attention windows, and an approximation for answers that outgrow a window.
     """
 

@@ -36,7 +36,8 @@ class Subject(NamedTuple):
 
 
 class ShareClaim(NamedTuple):
-    """A gateway's demand for the limits of one tenant or key, and its claim to a part of them.
+    """A gateway's demand for the limits of one tenant or key, and its claim to a share of the
+    limits.
 
     demand: number of the gateway's running requests, plus a decayed count of its recent requests.
     share: fraction of the limits that the gateway claims.
@@ -121,8 +122,8 @@ class LimitShares:
     def share_of(self, subject: Subject, now: float) -> LimitShare:
         """Return the share of a subject's limits.
 
-        A new subject starts with the even share, 1/N, or with FLOOR of it in a gateway that has not
-        yet agreed with the others.
+        A new subject starts with the even share, 1/N. In a gateway that has not yet agreed with the
+        others, it starts with FLOOR times the even share.
         """
         own = self._own.get(subject)
         if own is None:

@@ -192,7 +192,7 @@ def linear_and_lora(
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
     """Launch a product on the current stream and its LoRA on the side stream, and join them.
 
-    delta [tokens, sum(d_outs)]: where to write LoRA's delta B·v; None: leave it unexpanded
+    delta [tokens, sum(d_outs)]: output for LoRA's delta B·v; None: the delta stays unexpanded
     → y [tokens, sum(d_outs)], and v = A·x, both ready for use on the current stream
     """
     rows = rows_of(x)

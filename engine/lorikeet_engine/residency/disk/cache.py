@@ -147,7 +147,8 @@ class DiskCache:
     def blob(self, digest: str) -> Path:
         """Return the file of an adapter's blob, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(digest)
 
@@ -164,7 +165,8 @@ class DiskCache:
     def image(self, digest: str) -> Path:
         """Return the file of an adapter's packed image, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(self.image_name(digest))
 

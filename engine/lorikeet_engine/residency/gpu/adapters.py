@@ -30,7 +30,9 @@ _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
-    """Reason why an image is placed on the GPU, which decides what may be evicted for it."""
+    """Reason why an image is placed on the GPU; it decides which adapters may be evicted for the
+    image.
+    """
 
     REQUEST = auto()  # also revokes pins if nothing else can be evicted
     PIN = auto()
@@ -84,7 +86,7 @@ class GpuAdapter:
 
 
 class Lease:
-    """Right of a sequence to use an adapter, which stays on the GPU and in its slot meanwhile.
+    """Right of a sequence to use an adapter. A leased adapter stays on the GPU and in its slot.
 
     Release the lease once done, or use it as a context manager.
 

@@ -25,7 +25,7 @@ from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Seconds for which one collected JSON document answers all requests, so that ten open pages cost
-as much as one.
+no more than a single page.
 """
 PINS_FRESH_S = 3.0
 """Seconds between reads of the pins' states. For replicas such a read costs more than the page's

@@ -59,7 +59,7 @@ class CallContext(NamedTuple):
     def work(self, prompt_tokens: int, sequences: int) -> Work:
         """Return the amount of work that the request makes for a replica.
 
-        sequences: number of sequences to generate for it.
+        sequences: number of sequences to generate.
         """
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
 

@@ -39,7 +39,7 @@ class PushedVersion:
         Only for display and comparison: gateways end the lifetime by left_s.
     left_s: seconds of the lifetime left when the version was pushed or announced; None if
         `expires` is None.
-    keep: number of the adapter's expiring versions to keep, newest first, this one included.
+    keep: number of the adapter's expiring versions to keep, newest first, including this version.
     seq: number of the last entry of the catalog's log that the receiving gateway had read when
         the push began; None: not begun.
     """
@@ -273,7 +273,7 @@ def _without_surplus(
 
     newest: latest announced version, which names the adapter.
 
-    The newest expiring versions stay; their number is the `keep` of the newest of them.
+    The newest expiring versions stay, as many as the `keep` of the newest version.
     """
     passing = [
         each

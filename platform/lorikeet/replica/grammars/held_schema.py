@@ -49,7 +49,9 @@ _TYPE_OF = {
     "unevaluatedProperties": "object",
     "uniqueItems": "array",
 }
-"""Type of the values that a keyword constrains. It has no effect on values of other types."""
+"""Type of the values that a keyword constrains. The keyword has no effect on values of
+other types.
+"""
 _MOST_STEPS = 20_000
 """Limit on the schemas that negation and proofs visit while one schema is translated: some 50 ms of
 work.

@@ -121,7 +121,7 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
-    """Return the alternative constraints of a schema; arguments must meet one of them.
+    """Return the alternative constraints of a schema; arguments must meet one alternative.
 
     Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that none can
     meet.

@@ -84,7 +84,8 @@ class GrammarSandbox:
         )
 
     async def _tried(self, call: Call, text: str) -> str | None:
-        """Return the problem of a grammar, or of a schema after _FIND_FAULT; None if there is none.
+        """Try a grammar, or find the fault of a schema after _FIND_FAULT; return the problem, or
+        None.
 
         Raises EngineOverloaded as `check` does.
         """
