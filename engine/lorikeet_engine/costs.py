@@ -49,7 +49,7 @@ class StepCosts:
         linearly.
     seen_token_s: seconds for each token that a decode attends to, in all layers together.
     window: maximum number of tokens that a decode attends to in a layer with a sliding window;
-        None: no layer has one.
+        None: no layer has a sliding window.
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
@@ -193,7 +193,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Latency and bandwidth of loading adapters, from each tier to the next nearer one.
+    """Latency and bandwidth of loading adapters, from each tier to the next tier nearer to the GPU.
 
     A load to the GPU passes all tiers between: remote store, disk, host memory, GPU.
 

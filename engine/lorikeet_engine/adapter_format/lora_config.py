@@ -245,7 +245,7 @@ def _is_unscaled(
 
 
 def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
-    """Whether a PEFT that does not save the biases of bias="lora_only" may have trained some."""
+    """Whether a PEFT that does not save the biases of bias="lora_only" may have trained biases."""
     release = training_release(raw)
     saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
     if raw.get("bias") != "lora_only" or saves:

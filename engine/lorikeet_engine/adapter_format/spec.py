@@ -228,7 +228,7 @@ def pair_tensors(
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
     """Return the rank of a module's A and B, which must have the same rank.
 
-    Matrices of experts may have a dimension more.
+    Matrices of experts may have an additional dimension.
     sides: A and B of the module.
     want: rank according to the config; None: not checked.
     Raises AdapterRejected if the ranks disagree.

@@ -134,8 +134,8 @@ class StepTimer:
         The token ids are varied: with one id, a mixture of experts would use only a few experts.
 
         depth: tokens of the sequence before the chunk.
-        index: number of the sequence; sequences have different KV pages as long as there are
-            enough.
+        index: number of the sequence; sequences have different KV pages while there are enough
+            pages.
         """
         vocabulary = self._runner.model.config.vocab_size
         sequence = dummy_chunk(

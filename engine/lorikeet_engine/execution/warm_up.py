@@ -192,7 +192,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
     """Hold random numbers in all KV pages during the block; the pages are zero afterwards.
 
     The more bits change in a GPU, the more power it takes and the lower its clock may be. With
-    zeros in the pages, steps may therefore seem faster than real ones.
+    zeros in the pages, steps may therefore seem faster than real steps.
 
     kv: [layers, 2, pages, …].
     """

@@ -280,7 +280,7 @@ class Checkpoint:
         return out
 
     def _finish_reading(self) -> None:
-        """Wait for all reads so far, because their values are needed next."""
+        """Wait for all reads so far, because the values are needed next."""
         if self._staging is not None:
             self._staging.finish()
 

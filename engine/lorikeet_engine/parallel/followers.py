@@ -141,7 +141,7 @@ class Followers:
         self._queued += messages
 
     def send(self, *messages: object) -> None:
-        """Send all queued messages, then the given ones, to every follower.
+        """Send all queued messages, then the given messages, to every follower.
 
         Raises DeviceLost if a follower is gone.
         """

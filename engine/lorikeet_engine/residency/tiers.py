@@ -240,7 +240,7 @@ class Tiers:
         No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
         once, and forgotten if it fails.
 
-        uses: recent uses of the adapter by other replicas, as far as this replica could serve them.
+        uses: recent uses of the adapter on other replicas that this replica could serve instead.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)

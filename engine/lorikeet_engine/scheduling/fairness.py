@@ -18,10 +18,10 @@ The paper charges a prompt as a whole when it begins, since it is computed in on
 chunk is charged when it is computed: a tenant behind a long prompt waits for one chunk of it.
 
 Absence earns no credit: when a tenant begins to wait, its counter is raised to the smallest counter
-of the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens
-found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving"
-(arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it
-finds. Loads no torch.
+of the waiting tenants or, if no tenant waits, to the counter of the tenant that waited last. Prompt
+tokens found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM
+Serving" (arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix
+it finds. Loads no torch.
 """
 
 from dataclasses import dataclass

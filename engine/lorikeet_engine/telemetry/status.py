@@ -92,7 +92,7 @@ class LiveStats:
     loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
     free_bytes: unused bytes of the GPU's adapter memory.
     room_bytes: free_bytes plus the bytes that evictions could free now.
-    victim: adapter that would be evicted first; None if none can be.
+    victim: adapter that would be evicted first; None if no adapter can be evicted.
     """
 
     running: int = 0

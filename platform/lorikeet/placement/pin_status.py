@@ -68,7 +68,7 @@ def pin_statuses(
 ) -> Iterator[PinStatus]:
     """Yield the status of each pin, in the order of `pins.all`.
 
-    placement: placement plan of these pins and reports; None: it is computed here.
+    placement: placement plan of these pins and reports; None: compute the plan.
     """
     tiers = AdapterTiers(reports)
     short: dict[PinKey, list[Shortfall]] = defaultdict(list)

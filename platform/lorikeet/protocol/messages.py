@@ -271,7 +271,9 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
+    """Replica that the router considered, the tier of the request's adapter on it, and the expected
+    cost.
+    """
 
     replica: R
     tier: Residency

@@ -116,7 +116,7 @@ class TrackedReplica:
         return True
 
     def status_age_s(self, now_s: float) -> float:
-        """Return the seconds since the last status update; infinity before the first."""
+        """Return the seconds since the last status update; infinity before the first update."""
         return now_s - self._updated_s if self._update is not None else math.inf
 
     def add(self, sent: InFlightRequest) -> None:

@@ -207,7 +207,9 @@ class DiskCache:
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock the files of pinned adapters, as far as the folder has any. One thread at a time."""
+        """Lock those files of pinned adapters that are in the folder. Only one thread may call this
+        at a time.
+        """
         self._pins.apply()
 
     def close(self) -> None:

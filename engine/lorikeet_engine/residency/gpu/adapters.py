@@ -50,8 +50,8 @@ class PlaceOnGpu(Protocol):
         Returns False if not enough memory can be freed.
 
         image: the adapter packed for the GPU, in host memory.
-        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-            could serve them.
+        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
+            serve instead.
         """
 
 
@@ -136,7 +136,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """The adapters on the GPU: decides which are there, and leases them.
+    """The adapters on the GPU: decides which adapters are on the GPU, and leases them.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
@@ -305,8 +305,8 @@ class GpuAdapters:
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.
 
-        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-            could serve them.
+        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
+            serve instead.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -441,10 +441,10 @@ class GpuAdapters:
         """Return the eviction score of an adapter that is prefetched, without a request on this
         replica.
 
-        −∞ if the adapter was never used anywhere.
+        The score is −∞ if the adapter was never used anywhere.
 
-        elsewhere: recent uses of the adapter by other replicas, as far as this replica could serve
-        them.
+        elsewhere: recent uses of the adapter on other replicas that this replica could serve
+            instead.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

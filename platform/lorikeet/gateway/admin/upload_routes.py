@@ -39,8 +39,8 @@ class BeginUpload(Body):
     """Request to begin or resume the upload of a blob.
 
     digest: SHA-256 of the blob.
-    tenant, base_model: tenant and base model of the adapter; if given, the upload is checked in
-        advance against their limits.
+    tenant, base_model: tenant and base model of the adapter; if given, they are checked before the
+        upload.
     """
 
     digest: Digest

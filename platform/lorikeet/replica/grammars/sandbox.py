@@ -200,8 +200,8 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
-    """Return the place of a schema's fault, and the problem there, as text; None if there is no
-    fault.
+    """Return the place of a schema's fault and the problem at this place, as text; None if there is
+    no fault.
     """
     began_s = time.process_time()
 
