@@ -11,12 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on CUDA runs the
-step as several graphs.
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, CUDA
+runs the step as several graphs.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on the step's
-decodes cost more on CUDA.
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, the
+step's decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own.
 """

@@ -69,10 +69,10 @@ class StepTimer:
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Make a chunk of the last token of each of `sequences` sequences of `context` tokens.
+        """Make one chunk for each of `sequences` sequences of `context` tokens: its last token.
 
-        adapters: number of the sequences, from the first on, that have an adapter, each a different
-            one.
+        adapters: number of sequences with an adapter; the first sequences have one, each a
+            different one.
         rank: rank of these adapters.
 
         Each sequence has KV pages of its own if there are enough.

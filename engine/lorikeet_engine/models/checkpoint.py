@@ -330,7 +330,7 @@ def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool)
 
     folder: the checkpoint.
     needed: bytes of the weights on the device.
-    is_fp8: whether they are FP8; if not, the error suggests FP8.
+    is_fp8: whether the weights are FP8; if not, the error suggests FP8.
     """
     free = free_bytes(device)
     if needed > free:

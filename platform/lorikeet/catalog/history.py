@@ -74,8 +74,8 @@ class History:
     def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> HistoryPage:
         """Return the newest matching entries before entry `before`, `limit` at most.
 
-        A page may hold fewer, even none, although older entries match: see HistoryPage.before.
-        Raises StoreError.
+        A page may hold fewer entries, even none, although older entries match: see
+        HistoryPage.before. Raises StoreError.
         """
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)

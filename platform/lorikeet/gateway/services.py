@@ -48,7 +48,7 @@ class EngineClient(Protocol):
         ...
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Let a replica generate with and without an adapter, to test the adapter (smoke test).
+        """Have a replica generate with and without an adapter, to test the adapter (smoke test).
 
         Raises LorikeetError.
         """
@@ -64,8 +64,8 @@ class EngineClient(Protocol):
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Send an adapter to the replicas that lack it.
 
-        Return whether all replicas have it on their hosts. Each keeps the adapter for a minute or
-        until `release`. Call `deliver` again to keep it longer.
+        Return whether all replicas have the adapter on their hosts. Each replica keeps the adapter
+        for a minute or until `release`. Another call of `deliver` prolongs this time.
         """
         ...
 
@@ -157,8 +157,7 @@ class Services:
     usage: usage that this gateway counts.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
-    max_running: this gateway's share of the number of requests that the replicas of each base
-        model run at once.
+    max_running: by base model, this gateway's share of the requests that the replicas run at once.
     traces: exporter for traces of completed requests.
     metrics: metrics of this gateway.
     metrics_pages: function that asks each replica and the controller for their metrics.

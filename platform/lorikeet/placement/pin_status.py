@@ -18,7 +18,7 @@ class PinState(Enum):
 
     MET: every version is at the pin's tier on enough replicas.
     LOADING: every version has a place in the plan, and some are not loaded yet.
-    UNMET: the plan keeps a version on fewer replicas than wanted, or the pin selects none.
+    UNMET: the plan keeps a version on fewer replicas than wanted, or the pin selects no version.
     """
 
     MET = "met"

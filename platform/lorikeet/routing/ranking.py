@@ -32,7 +32,8 @@ class CostCoefficients:
     others_weight: cost of delaying another request's answer by a second, in seconds of delay to the
         routed request's own first token.
     copy_s: seconds that are worth waiting to avoid another copy of the adapter.
-    evicted_use_s: seconds of cost per recent use of evicted adapters, about a load from disk.
+    evicted_use_s: seconds of cost per recent use of evicted adapters, about the time of a load from
+        disk.
 
     docs/routing.md shows the effect of other values of the last three.
     """

@@ -5,9 +5,10 @@ are: a gateway first announces its claim, then asks the others for their claims,
 remainder. If two gateways claim the same part at once, at least one sees the other's claim (as in
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
-Two cases may exceed 1: a gateway that has not agreed with any other yet has a small share that the
-others do not know of, and a gateway that gets no answers takes the even share after a while. A
-gateway that is silent, but not known to be gone, keeps its share; the others cannot grow meanwhile.
+In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
+has a small share that the others do not know of, and a gateway that gets no answers takes the even
+share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
+cannot grow meanwhile.
 """
 
 import math

@@ -85,8 +85,8 @@ class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
     tokens: maximum number of tokens of a tile.
-    lora_sms: pairs of a sum of ranks and the number of multiprocessors that LoRA gets from that sum
-        on; see sms_for_lora.
+    lora_sms: pairs (sum of ranks, number of multiprocessors that LoRA gets from this sum on); see
+        sms_for_lora.
     """
 
     tokens: int

@@ -147,7 +147,7 @@ def _list_groups(
 
     groups: memory to which the list is written.
     low: sort key below which weights are 0.
-    high: sort key above those of all tokens.
+    high: sort key above the sort keys of all tokens.
     → number of listed groups, and a lower bound of the top_k tokens' sort keys, at least `low`
     """
     group = tl.arange(0, block)

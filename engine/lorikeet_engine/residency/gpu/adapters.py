@@ -63,8 +63,8 @@ class GpuAdapter:
     leases: number of leases.
     guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
         without such a guard.
-    copying: the copy is not complete, so the adapter cannot be leased yet.
-    damaged: the adapter cannot be leased any more.
+    copying: whether the copy is incomplete, so that the adapter cannot be leased yet.
+    damaged: whether the adapter was found damaged, so that it cannot be leased any more.
     """
 
     ref: AdapterRef

@@ -28,8 +28,8 @@ FRESH_S = 0.5
 no more than a single page.
 """
 PINS_FRESH_S = 3.0
-"""Seconds between reads of the pins' states. For replicas such a read costs more than the page's
-other data, and states change only when the controller examines the pins.
+"""Seconds between reads of the pins' states. For replicas, a read of the pins' states costs more
+than the page's other data. The states change only when the controller examines the pins.
 """
 MOST_ROWS = 50
 """Maximum number of rows of waiting requests, and of rows of pins. Sums include the rows that are

@@ -75,8 +75,8 @@ class ApiRequest(Body):
 
     @abstractmethod
     def session(self) -> str | None:
-        """Return the name that the body gives to its session (e.g. its `user`); None if it gives
-        none.
+        """Return the session's name in the body (e.g. its `user`); None if the body names no
+        session.
         """
 
 

@@ -70,8 +70,8 @@ class PushedVersion:
     def joined(self, again: "PushedVersion") -> "PushedVersion":
         """Return this version merged with another push of the same blob.
 
-        The longer lifetime counts, with its `keep`. If the later push has another alias, its alias
-        and `created` replace those of this version.
+        The result has the longer lifetime, with its `keep`. If the later push has another alias,
+        its alias and `created` replace those of this version.
         """
         version = self
         if again.alias not in (None, self.alias) and again.created > self.created:
@@ -117,9 +117,9 @@ class PushedVersions:
         return len(self._held)
 
     def add(self, version: PushedVersion) -> None:
-        """Add an announced version, or prolong a known one for another FORGOTTEN_S seconds.
+        """Add an announced version, or prolong a known version for another FORGOTTEN_S seconds.
 
-        If two pushes have the same alias, the later one gets it.
+        If two pushes have the same alias, the later push gets the alias.
         """
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
@@ -220,8 +220,8 @@ class PushedVersions:
         """Return the version; without its alias if the catalog's log has meanwhile moved that
         alias.
 
-        landed: digests of earlier pushes that the log contains now; moves of the alias to these do
-            not count.
+        landed: digests of earlier pushes that the log contains now; moves of the alias to these
+            pushes are ignored.
         """
         if version.alias is None:
             return version

@@ -478,7 +478,7 @@ def path_of(pointer: str) -> tuple[str, ...]:
 def _base_in(schema: Any, base: str) -> str:
     """Return the URI against which relative references in a schema are resolved.
 
-    base: the URI against which relative references around the schema are resolved.
+    base: this URI for the schema that contains `schema`.
     """
     own = schema.get("$id", schema.get("id")) if isinstance(schema, Mapping) else None
     return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base
