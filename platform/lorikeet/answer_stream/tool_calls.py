@@ -226,7 +226,7 @@ class ForcedCallParser:
     arguments.
 
     A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-        call without arguments.
+    call without arguments.
     """
 
     done = False

@@ -125,7 +125,7 @@ class FleetView:
         PINS_FRESH_S.
 
         If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
-            read has succeeded yet, or the last one failed.
+        read has succeeded yet, or the last one failed.
         """
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):

@@ -242,7 +242,7 @@ class PromptRequest(ApiRequest):
         Anthropic's search for tools, which is not served, all deferred tools are included.
 
         Raises a validation error: body.misfit for too many tools, body.unsupported if no tool is
-            served.
+        served.
         """
         custom = [tool for tool in self.tools if isinstance(tool, CustomTool)]
         if not custom:
