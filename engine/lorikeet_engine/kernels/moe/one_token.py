@@ -83,7 +83,7 @@ def down_of(
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
     shares [1, per_token] float32: weights of the experts
-    config: launch parameters; None: those for the weight's dtype
+    config: launch parameters; None: the parameters for the weight's dtype
     → [1, d_out]
 
     Each product is rounded before the sum, as between two launches.
