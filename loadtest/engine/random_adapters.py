@@ -82,7 +82,7 @@ class RandomBlobs:
 
 
 class EmptySource:
-    """`AdapterSource` of an engine that never needs one."""
+    """`AdapterSource` of an engine that never loads an adapter."""
 
     def fetch(self, ref: AdapterRef, _path: Path) -> None:
         """Raise LookupError."""
