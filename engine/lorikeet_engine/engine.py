@@ -195,7 +195,7 @@ class Engine:
         self.wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier` if memory can be had for it.
+        """Load an adapter up to `tier` if there is memory for it.
 
         Memory is not taken from requests, from pins or from adapters that are used more.
 

@@ -40,7 +40,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
-    """Return True if the served linears equal those of a quantised copy of the base model.
+    """Return True if the served linears equal the linears of a quantised copy of the base model.
 
     copy: name of the copy.
     quantization: quantization of the served linears as in EngineInfo; None without one.
@@ -53,7 +53,9 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
 
 
 def _is_partly(copy: str) -> bool:
-    """Return True if a copy's name is that of Unsloth's, which leaves some linears unquantised."""
+    """Return True if a copy's name shows that it is Unsloth's and leaves some linears
+    unquantised.
+    """
     return copy.lower().endswith("-unsloth-bnb-4bit")
 
 

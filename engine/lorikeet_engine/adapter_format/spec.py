@@ -285,7 +285,9 @@ def _linear(
 
 
 def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape: BaseShape) -> None:
-    """Raise AdapterRejected if biases that PEFT has trained and not saved are of the base model."""
+    """Raise AdapterRejected if PEFT has trained biases of the base model, but has not saved
+    them.
+    """
     family = FAMILIES[shape.family]
     for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():
         if shape.modules[part.linear].group == "qkv":

@@ -174,7 +174,7 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
 
 
 def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
-    """Return the costs with those of adapters added; adapters cost a constant plus Σ rank · rank_s.
+    """Return the costs with the costs of adapters added: a constant, plus rank_s · Σ rank.
 
     costs: measured costs of steps without adapters.
     """

@@ -23,13 +23,13 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
-    """Tokens that may be sampled in those rows of a step's logits that a grammar restricts.
+    """Tokens that may be sampled in the rows of a step's logits that a grammar restricts.
 
     rows: rows of the logits that are restricted.
     bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None if no row is restricted.
     errors: by row, the error of a grammar that failed.
-    forced: by row, forced tokens: those that the grammar requires after the sampled token, if only
-        one token may be sampled.
+    forced: by row, the tokens that the grammar requires after the sampled token, for rows in which
+        only one token may be sampled.
     """
 
     rows: list[int]

@@ -32,7 +32,7 @@ class ReadScores:
 
 
 class LogitsReader(Protocol):
-    """Consumer of logits that a step computes in addition to those for sampling.
+    """Consumer of the logits that a step computes in addition to the logits for sampling.
 
     Implemented by PromptScores, and by a follower (follower.py), which computes its part of these
     logits.

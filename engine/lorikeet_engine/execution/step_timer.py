@@ -71,7 +71,7 @@ class StepTimer:
     ) -> list[Chunk]:
         """Make a chunk of the last token of each of `sequences` sequences of `context` tokens.
 
-        adapters: number of the sequences, from the first on, that have an adapter; each has another
+        adapters: number of the sequences, from the first on, that have an adapter, each a different
             one.
         rank: rank of these adapters.
 
@@ -85,7 +85,9 @@ class StepTimer:
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the seconds of a step's fastest run of a few, as other work only adds time."""
+        """Return the seconds of the fastest of a few runs of a step; other work can only slow a run
+        down.
+        """
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)

@@ -111,8 +111,8 @@ def _run(
     """Run a dummy step.
 
     lengths: tokens of each sequence in the step.
-    adapters: number of sequences, from the first on, that have an adapter, each another one. The
-        adapters change lm_head, too, and may replace a row of it.
+    adapters: number of sequences, from the first on, that have an adapter, each a different one.
+        The adapters change lm_head, too, and may replace a row of it.
     rank: rank of each adapter, also on lm_head.
     samplings: sampling parameters, which the sequences use in turn.
     depth: tokens of each sequence before those in the step.

@@ -212,7 +212,7 @@ def _weights(
 def _added_up(
     products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
 ) -> tl.tensor:
-    """Add up each `summed` neighbouring columns of products, which one thread holds.
+    """Add up each group of `summed` neighbouring columns of products; one thread holds a group.
 
     → [rows, block / summed]
     """

@@ -162,7 +162,9 @@ class Followers:
         return copies
 
     def close(self) -> None:
-        """Let the followers execute all messages sent so far; kill those that then do not end."""
+        """Let the followers execute all messages sent so far; kill followers that do not
+        end then.
+        """
         self._closing.set()
         self._ring.close()
         deadline_s = time.monotonic() + _END_S

@@ -67,7 +67,7 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """Index of this process among those of the replica; the leader is 0."""
+        """Index of this process among the processes of the replica; the leader's is 0."""
         return self.shard.index
 
     @property

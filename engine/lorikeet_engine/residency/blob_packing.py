@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 _MAX_THREADS = 4
 _CORES_PER_THREAD = 4
-"""Cores of the machine per packing thread; gateways, engines and replicas need the others."""
+"""Number of the machine's cores per packing thread: most cores stay free for other threads."""
 _BYTES_PER_THREAD = _BYTES_TOGETHER = 2**24
 _WIDEST_BYTES = 4  # of an element
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

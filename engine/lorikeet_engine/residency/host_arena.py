@@ -34,8 +34,8 @@ class _Image:
 class HostArena:
     """Packed images in host memory, by digest. Thread-safe.
 
-    To make place for a new image, those are evicted whose last hold is longest ago. An image that
-    is held, by its writer or by a copy from it, is never evicted.
+    To make room for a new image, the images that were last held longest ago are evicted. An image
+    that is held, by its writer or by a copy from it, is never evicted.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class HostArena:
     def image(self, digest: str) -> PackedImage | None:
         """Return an adapter's image if it is complete, else None.
 
-        Its elements are valid while the image is held. After a reload, a different object is
-        returned.
+        Its elements are valid while the image is held. After a reload of the image, a different
+        object is returned.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None

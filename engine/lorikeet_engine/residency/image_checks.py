@@ -223,8 +223,9 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images that steps may read on this rank's GPU, without those on other ranks'
-    GPUs.
+    """Yield the images on this rank's GPU that steps may read.
+
+    Images on other ranks' GPUs are not included.
     """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)

@@ -40,12 +40,12 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""Duration in seconds from which a failed download counts as a sign that its source hangs.
+"""Seconds that a failed download must have taken to count as a sign that its source hangs.
 
-One that fails sooner is a failure of its adapter alone.
+A download that fails sooner counts as a failure of its adapter alone.
 """
 _SOURCE_RETRY_S = 10.0
-"""Seconds until a client should retry: the time that it takes to notice a hanging source."""
+"""Seconds until a client should retry: the time in which a hanging source is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class Loader:
     ) -> None:
         """Load an adapter to DISK or HOST.
 
-        If it is being loaded already, that load continues to the tier nearer to the GPU of the two,
-        and becomes urgent if this one is.
+        If the adapter is being loaded already, its load continues to HOST if either call asked for
+        HOST, and becomes urgent if this call is urgent.
 
         urgent: load it before adapters that are not urgent.
         passing: the load is for a temporary pin. An image packed only for such loads is not written
@@ -171,7 +171,7 @@ class Loader:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Begin no more loads; those in progress end by themselves, complete or not."""
+        """Begin no more loads; loads in progress still end, completed or failed."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):

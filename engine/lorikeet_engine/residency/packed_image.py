@@ -131,10 +131,9 @@ class PackedLayout:
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """Return the rows of the adapters' table for this layout's image in the arena.
 
-        offset: offset of the image in the arena. If the image is in several pieces, a tensor
-            [layers + 1, 1, 1]: for each layer, the offset at which a whole image would begin that
-            had this
-            layer in the same place.
+        offset: offset of the image in the arena. For an image in several pieces, a tensor [layers +
+            1, 1, 1]: for each layer, the offset of a whole image that would have the layer in the
+            same place.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -181,8 +180,7 @@ class PackedImage(NamedTuple):
     """Image in memory, with the spans of all tensor parallel ranks.
 
     elements: [layout.image_elements].
-    sums: checksums of the layers when the image was packed: those of the first span, then those of
-        the next spans.
+    sums: checksums of the layers when the image was packed, span by span.
     """
 
     layout: PackedLayout

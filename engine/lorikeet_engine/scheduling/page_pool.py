@@ -37,10 +37,10 @@ class PagePool:
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the first group's cached pages of these keys, up to the first key that is not
-        cached.
+        """Return the pages cached under these keys for the first group of layers, up to the first
+        key that is not cached.
 
-        Adds no references.
+        Adds no references to the pages.
         """
         found: list[int] = []
         pages = self._pages_of[0]

@@ -129,7 +129,7 @@ class Scheduler:
 
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
-    counters: counts the sequences that begin and those that are preempted.
+    counters: counts begun and preempted sequences.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class Scheduler:
         """Record that a step with these chunks was launched. The next plan builds on it.
 
         chunks: chunks in the order of the batch.
-        forced: by row of the step's logits, forced tokens: those that the grammar requires after
-            the token sampled from this row.
+        forced: by row of the step's logits, the tokens that the grammar requires after the token
+            sampled from the row.
         """
         rows, tokens = count(), 0
         for chunk in chunks:
@@ -409,7 +409,7 @@ class Scheduler:
 
         The list is empty if the budget or the KV pages do not suffice.
 
-        spare: number of other sequences, for each of which one free page per group must be left.
+        spare: number of other sequences; one free page per group is left for each of them.
         """
         sequence = turn.sequence
         end = self._cache.reach(sequence.kv, sequence.length, spare)

@@ -73,7 +73,7 @@ class OvertakeCount:
 
     Counting lasts while other adapters keep the sequence waiting.
 
-    count: this number at the last update.
+    count: the number at the last update.
     begun: number of sequences with adapters that had begun since the engine's start, at the last
         update. None while the sequence waits for another reason.
     """
@@ -248,7 +248,9 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last sampled token and those forced after it remain to be computed."""
+        """Whether only the last sampled token and the tokens forced after it remain to be
+        computed.
+        """
         return self.length - self.kv.computed <= self.decode_tokens
 
     @property
@@ -297,8 +299,7 @@ class Sequence:
         """Add the first pending token, which the host has read, and the tokens forced after it.
 
         Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
-        and is not
-        added. Raises InvalidRequest if the grammar does not accept a token.
+        and is not added. Raises InvalidRequest if the grammar does not accept a token.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
@@ -363,7 +364,9 @@ class ScoredRows(NamedTuple):
 
     @property
     def next_tokens(self) -> list[int]:
-        """Prompt tokens to be scored: those that follow each of the tokens `start` to `end`."""
+        """Prompt tokens to be scored: the token that follows each of the tokens `start` to
+        `end`.
+        """
         return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property

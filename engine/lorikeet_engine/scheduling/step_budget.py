@@ -70,7 +70,7 @@ class StepBudget:
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
 
     def max_ranks(self, context: float) -> float:
-        """Return the sum of adapters' ranks with which a step of decodes just meets the goal.
+        """Return the largest sum of adapters' ranks at which a step of decodes meets the goal.
 
         The result is 0 or less if the step exceeds the goal without adapters.
 

@@ -46,7 +46,9 @@ class StepCounters:
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count a choice that begins: its prompt tokens and those found in the KV cache."""
+        """Count a choice that begins: its prompt tokens, and its prompt tokens found in the KV
+        cache.
+        """
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 

@@ -45,7 +45,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its tenant's queue.
 
-        The sequence must still have the status and costs with which it was added.
+        The sequence's status and costs must not have changed since it was added.
         """
         counter = sequence.cost.counter
         queue = self._queues[counter]
@@ -96,7 +96,7 @@ class FairOrder:
 
     own_orders: each tenant's sequences, in order.
     first: sequence that precedes all others, unless it has finished.
-    exhausted: tenants of which all sequences have been returned or skipped.
+    exhausted: tenants whose sequences have all been returned or skipped.
     """
 
     def __init__(self, own_orders: Iterable[Iterator[Turn]], first: Sequence | None) -> None:

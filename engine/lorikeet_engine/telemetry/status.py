@@ -46,9 +46,9 @@ class Distribution:
 class TierStatus:
     """Contents and capacity of one tier of adapter memory, and its counts since the start.
 
-    For the GPU tier, bytes are those of one of the GPUs that share the model; for other tiers,
-    those for all of these GPUs together. The disk's numbers cover all processes that share the
-    folder, except evictions and checksum_failures, which are this process's own.
+    Bytes of the GPU tier count one of the GPUs that share the model; bytes of other tiers count all
+    these GPUs together. The disk's numbers cover all processes that share the folder, except
+    evictions and checksum_failures, which are this process's own.
 
     adapters: number of adapters; an adapter counts in every tier that holds it.
     pinnable_bytes: limit on the bytes that images of pinned adapters may take.
@@ -129,7 +129,7 @@ class EngineStatus:
     load_failures: number of failed loads of any kind.
     preemptions: number of times that a sequence was preempted.
     prompt_tokens: number of prompt tokens of the choices that have begun.
-    cached_tokens: number of those prompt tokens that were in the KV cache.
+    cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
     step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
         after the launch, the time starts there.

@@ -35,7 +35,8 @@ from lorikeet_engine.request import (
 )
 
 MOST_LOGPROBS_BYTES = 2**26
-"""Limit on the bytes of log probabilities in one body, which replica and gateway hold whole.
+"""Limit on the bytes of log probabilities in one JSON body. Replica and gateway hold the whole body
+in memory.
 
 Log probabilities of short tokens take 40 MB at most. With longer tokens, a choice ends once its
 body reaches this limit.

@@ -14,13 +14,14 @@ from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 Abort = Callable[[str, int], object]
 """Function that aborts one choice: takes the request's id and the choice's index."""
 _REPORT_EVERY = 64
-"""Number of generated tokens between two RunningUsage items. At this value they are less than 2% of
-the items that a gateway gets.
+"""Number of generated tokens between two RunningUsage items. At this value, RunningUsage items are
+less than 2% of the items that a gateway receives.
 """
 _PROMPT_LOGPROBS_AT_ONCE = 128
 """Number of prompt tokens whose log probabilities are formatted in one callback of the event loop.
 
-They take some 4 ms with 20 alternatives each. One step of the engine computes thousands of them.
+Formatting this many tokens with 20 alternatives each takes about 4 ms. One step of the engine
+computes the log probabilities of thousands of tokens.
 """
 
 

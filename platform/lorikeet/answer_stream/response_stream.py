@@ -163,10 +163,10 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    Nothing between this buffer and the client slows deltas down: deltas that come faster than
-        this gateway can send them would queue up where they can no longer be joined. This
-        buffer joins them: the next delta is ready `interval_s` after the previous one was
-        taken. The first and last never wait.
+    Nothing between this buffer and the client slows deltas down: deltas that come faster than this
+    gateway can send them would queue up where they can no longer be joined. This buffer joins them:
+    the next delta is ready `interval_s` after the previous one was taken. The first and the last
+    delta never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.

@@ -58,7 +58,7 @@ class BodyEnd(Protocol):
         """Return the number of new characters up to the end of the body; None if it does not end in
         them.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         ...
 
@@ -74,7 +74,7 @@ class JsonEnd:
         """Return the number of new characters up to the end of the body; None if it does not end in
         them.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -114,7 +114,7 @@ class PythonEnd:
         """Return the number of new characters up to the end of the body; None if it does not end in
         them.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -194,7 +194,7 @@ class GemmaEnd:
         """Return the number of new characters up to the end of the body; None if it does not end in
         them.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]

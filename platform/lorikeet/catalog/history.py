@@ -14,14 +14,16 @@ _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
 """Limit on the entries that a search reads before it returns a page: about 160 log objects."""
 _CLOCKS_DIFFER_S = 3600.0
-"""Largest difference between the clocks of two writers, whose times the entries hold."""
+"""Limit on the difference in seconds between two writers' clocks, which give entries their
+times.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryQuery:
     """Filter for changes; None matches any.
 
-    name: adapter of `tenant`, which must be given too.
+    name: name of an adapter; requires `tenant`.
     since: earliest time of an entry, Unix seconds.
     """
 

@@ -73,7 +73,9 @@ class PlannedStart:
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs that all engines need at the start; on the CPU, of engine processes."""
+        """Number of GPUs that all engines need at the start; on the CPU, number of engine
+        processes.
+        """
         settings = self.settings
         return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
 

@@ -11,7 +11,7 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.errors import StoreError
 
 _SKEW_S = 5.0
-"""Difference in seconds between the store's clock and this machine's from which to warn.
+"""Seconds by which the store's clock may differ from this machine's without a warning.
 
 Keys and pins expire by the gateways' clocks, garbage collection goes by the store's.
 """

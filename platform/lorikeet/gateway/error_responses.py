@@ -58,9 +58,7 @@ _LIKE_IDS = {
     "/v1/responses/compact": ": conversations are not compacted here, send the turns that the model"
     " is to see, or ask the model itself for a summary of earlier ones",
 }
-"""Advice in the 404 for missing endpoints whose path looks like that of an object with an id, by
-path.
-"""
+"""Advice in the 404 for missing endpoints whose path looks like the path of an object, by path."""
 
 
 _RESPONSES_PARAMS = {
@@ -134,7 +132,9 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
 
 
 def internal_error_response(scope: Scope) -> Response:
-    """Return the response to an unexpected exception. It tells nothing about the exception."""
+    """Return the response to an unexpected exception. The response tells nothing about the
+    exception.
+    """
     return _response(scope, LorikeetError.code, _INTERNAL)
 
 

@@ -18,7 +18,7 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import AdapterRef
 
 PinTargets = Mapping[str, Mapping[str, PinTarget]]
-"""Pin target by replica and digest; two adapters may have the same weights, so one digest."""
+"""Pin target by replica and digest. Adapters with equal weights have one digest."""
 
 
 class Cause(Enum):
@@ -54,7 +54,7 @@ class PlacementPlan:
 
 
 def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
-    """Assign replicas to each pin: those to which routing sends its requests first.
+    """Assign to each pin the replicas to which routing sends the pin's requests first.
 
     Every replica has an entry in the plan, perhaps an empty one. If two pins select the same
     weights on one replica, the tier nearer to the GPU wins and the bytes count once. The targets of

@@ -104,7 +104,7 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 
 
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
-    """Return the number of replicas that the pressure needs; if more than now, with the reason.
+    """Return the number of replicas that the pressure needs, and the reason if it is more than now.
 
     A queue alone needs one more replica.
     """
@@ -122,8 +122,8 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
     """Return the highest load relative to its bound, and the reason to scale up because of it.
 
-    A ratio above 1 needs more replicas. The loads, averaged over the replicas, are those that more
-    replicas lower: adapters in use, running sequences, KV pages.
+    A ratio above 1 needs more replicas. The loads are averages over the replicas of loads that more
+    replicas reduce: adapters in use, running sequences, KV pages.
     """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))

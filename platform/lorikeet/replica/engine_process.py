@@ -1,4 +1,4 @@
-"""Construction of the engine inside its own process, where alone torch is loaded."""
+"""Construction of the engine inside its own process, the only process that loads torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -42,7 +42,7 @@ class _Block(NamedTuple):
 class EndedRequests:
     """Archive of ended requests' compressed records, in at most `most_bytes`. Not thread-safe.
 
-    The oldest records are dropped first. Records are kept as few large objects: many small,
+    The oldest records are dropped first. Records are kept as few large objects: many small
     long-lived objects would fragment the heap and keep freed memory from the operating system.
     """
 

@@ -87,7 +87,9 @@ class Fleet:
 
     @property
     def max_context(self) -> int | None:
-        """Most tokens of prompt plus output that all replicas take; None: no replica has told."""
+        """Most tokens of prompt plus output that all replicas take; None: no replica has reported
+        its maximum.
+        """
         with self._lock:
             told = [replica.max_context for replica in self._replicas.values()]
         return min((tokens for tokens in told if tokens is not None), default=None)
@@ -143,7 +145,8 @@ class Fleet:
         """Mark silent replicas as lost; return the ids of their requests without a first byte.
 
         A replica is silent if it sent a status before, but none for SILENT_S, while another
-        replica's is recent. Otherwise it is this gateway that receives none.
+        replica's is recent. If no replica's status is recent, the fault is in this gateway, and no
+        replica counts as silent.
         """
         with self._lock:
             now_s = self._clock()
@@ -279,7 +282,7 @@ class Fleet:
     def take_waiting_adapters(self) -> dict[str, dict[AdapterRef, int]]:
         """Return the adapters of requests that have waited for a request slot since the last call.
 
-        By replica, then by adapter: number of waiting requests.
+        The result has the number of waiting requests, by replica, then by adapter.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, {}
@@ -316,7 +319,7 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that exist and are not lost."""
+        """Return the replicas in `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

@@ -166,10 +166,10 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
     """Return a small sample of replicas to rank, so that the work does not grow with the fleet.
 
     Up to MOST_ON_GPU replicas with the adapter on the GPU, up to MOST_OFF_GPU with it on host or
-    disk, and two random replicas, fewer by those that have it on the GPU. The better of two random
-    ones is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001). A
-    larger sample is worse: gateways learn late of each other's requests, and would all send to the
-    same best replica.
+    disk, and two random replicas, without those that have the adapter on the GPU. The better of two
+    random replicas is almost as good as the best of all (Mitzenmacher, "The power of two choices",
+    2001). A larger sample is worse: gateways learn late of each other's requests, and would all
+    send to the same best replica.
 
     holders: None for the base model.
     everyone: all usable replicas, at least one.

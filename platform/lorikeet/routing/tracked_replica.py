@@ -26,7 +26,9 @@ from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 FETCH_PAUSE_S = 10.0
 """Seconds after a failed load during which a replica ranks last for adapters that it lacks."""
 STALE_S = 3.0
-"""Age in seconds from which a status is ignored, in favour of this gateway's own requests."""
+"""Age in seconds beyond which a status is ignored; this gateway's own requests then show
+the load.
+"""
 
 
 class RoutingDecision(NamedTuple):

@@ -253,7 +253,9 @@ def _most_generations(settings: Settings) -> int:
 
 
 def _most_requests(settings: Settings) -> int:
-    """Return the requests, health checks excepted, that one gateway takes at once at most."""
+    """Return the maximum number of requests, without health checks, that one gateway takes
+    at once.
+    """
     return _most_generations(settings) + _OTHER_REQUESTS - _HEALTH_CHECKS
 
 

@@ -47,7 +47,7 @@ _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
 """Seconds without a new item, once its call has ended, after which an answer counts as lost."""
 _SILENCE_CHECK_S = 1.0
-"""Seconds between two looks for silent replicas."""
+"""Seconds between two checks for silent replicas."""
 
 
 class ServeEngineClient:
@@ -119,7 +119,7 @@ class ServeEngineClient:
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test on a replica.
 
-        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:
             answer = await self._handles[base_model].smoke.remote(test)
@@ -131,7 +131,7 @@ class ServeEngineClient:
         """Let a replica return the modules whose copied matrices differ from the base model's.
 
         copies: matrices of the base model that an adapter carries along.
-        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
@@ -155,7 +155,7 @@ class ServeEngineClient:
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
-        """Return the reports of all replicas of all base models, except those that do not answer.
+        """Return the reports of all replicas that answer, of all base models.
 
         tier: see `Replica.report`.
         """
@@ -256,7 +256,8 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if that gets no item for _LATE_S.
+    """Wait for the end of a call, then fail its answer if no item of the answer arrives for
+    _LATE_S.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """

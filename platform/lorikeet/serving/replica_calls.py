@@ -23,7 +23,9 @@ REPLICA_LOST = (RayActorError, RayServeException, grpc.RpcError)
 """Exceptions of Ray when a replica has died, is draining, or cannot be reached."""
 _TIMEOUT_S = 2.0
 _POLL_S = 0.05
-"""Seconds between two checks for new replicas, whose streams to open, and for removed ones."""
+"""Seconds between two checks for added replicas, whose streams to open, and for removed
+replicas.
+"""
 _REOPEN_DELAYS_S = (0.1, 0.5, 2.0)
 """Delays before a failed stream is reopened: after the first, second, and later failures."""
 _CALLS = set[asyncio.Task[Any]]()

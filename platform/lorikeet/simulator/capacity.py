@@ -77,7 +77,8 @@ class _Search:
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed, then confirm the result and one less with all seeds.
+        """Bracket and bisect with one seed, then confirm with all seeds that the result is the
+        smallest.
 
         work: replicas that the requests keep busy, as from `_work`.
         """

@@ -35,7 +35,7 @@ class SimulatedFleet:
     found: tier of the adapter when the request came, GPU for the base model, [requests].
     served_by: number of the replica, [requests].
     in_flight: number of requests that still wait for tokens.
-    gaps: number of tokens by the time since the token before, in units of 0.1 ms.
+    gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
     loads: start time and bytes of each load onto a GPU.
     on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters]; on_gpu includes
         replicas that are loading it.

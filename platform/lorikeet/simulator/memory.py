@@ -15,7 +15,8 @@ class SimulatedAdapter:
     """An adapter in the arena.
 
     score: eviction score at its last use.
-    ranked: score under which the heap of eviction candidates has it; None: the heap does not.
+    ranked: score under which the heap of eviction candidates has the adapter; None: the heap does
+        not have it.
     """
 
     __slots__ = ("leases", "loading", "ranked", "score")
@@ -33,7 +34,7 @@ class Arena:
     The one with the lowest score that is neither leased nor loading is evicted first.
 
     free: bytes without an adapter.
-    room: free bytes, and those of adapters that may be evicted.
+    room: free bytes plus the bytes of adapters that may be evicted.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Arena:
         return sum(self._sizes[adapter] for adapter in self._pinned)
 
     def pin(self, adapter: int) -> bool:
-        """Pin an adapter for ever; return False if it does not fit beside other pins.
+        """Pin an adapter permanently; return False if it does not fit beside other pins.
 
         Enough bytes for the largest adapter always stay unpinned, as in the engine.
         """

@@ -36,7 +36,7 @@ class _Fleet(Protocol):
     prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
     on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters].
-    gaps: number of tokens by the time since the token before, in units of 0.1 ms.
+    gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
     """
 
     setup: FleetSetup
@@ -154,7 +154,7 @@ class SimulatedReplica:
         self._start_prefetches(now_s)
 
     def die(self) -> tuple[list[int], int]:
-        """Stop for ever; return the requests without a first token, and the number of others."""
+        """Stop permanently; return the requests without a first token, and the number of others."""
         self._dead, self._next_step = True, self._next_step + 1
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)

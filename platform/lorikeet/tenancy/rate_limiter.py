@@ -14,7 +14,7 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor of max_requests: one tenant's requests whose bodies still arrive may take 1/2 of it."""
+"""Divisor of max_requests: requests without a complete body may be 1/2 of it for one tenant."""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -188,7 +188,9 @@ class RateLimiter:
         return hold
 
     def apply_shares(self) -> None:
-        """Scale every limit to this gateway's present share, and drop idle ones."""
+        """Scale every limit to this gateway's present share, and drop the limits of idle tenants
+        and keys.
+        """
         now = self.clock()
         for subject, limits in list(self._limits.items()):
             if limits.idle(now):

@@ -26,7 +26,9 @@ from lorikeet.usage.object_format import (
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""Seconds for which superseded objects stay, because readers may have listed them before."""
+"""Seconds for which superseded objects stay, because readers that listed them may still
+read them.
+"""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
@@ -41,7 +43,7 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact today's and yesterday's usage as far as it is written. Raises StoreError.
+    """Compact the usage of today and yesterday that is in the store already. Raises StoreError.
 
     now: Unix seconds.
     """

@@ -22,7 +22,7 @@ K = TypeVar("K")
 
 _ATTEMPTS = 5
 _BACK_S = 120.0
-"""Limit, in seconds, on the assumed delay from the time in an object's name to its write."""
+"""Assumed maximum delay, in seconds, from the time in an object's name to its write."""
 
 
 class DayReader(Generic[K]):

@@ -1,4 +1,4 @@
-"""Paged attention in Triton, each query token by itself: for CUDA graphs of steps of few tokens.
+"""Paged attention in Triton for CUDA graphs of small steps; query tokens are computed one by one.
 
 A *row* is a query token with the tokens that it attends to: its sequence's up to itself, or with a
 window the last of these. In a decode each sequence has one row. The rows of a short prompt each

@@ -75,9 +75,10 @@ class PageTable:
         kv_lengths: npt.NDArray[np.integer[Any]],
         page_size: int,
     ) -> "PageTable":
-        """Build the page table of sequences: of each, the first pages, as many as hold its tokens.
+        """Build the page table of sequences from each sequence's first pages, as many as hold its
+        tokens.
 
-        tables: each sequence's page numbers, arrays of typecode i; those beyond its tokens are
+        tables: each sequence's page numbers, arrays of typecode i; pages beyond its tokens are
             ignored.
         kv_lengths [sequences]: number of tokens of each sequence.
         page_size: tokens of a page.

@@ -11,8 +11,8 @@ its partial sums, and the program that ends last adds them in the order of the c
 program differs from run to run, the order of the sum does not.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
-`loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry, except
-few tokens with scales of blocks, for which it takes up to twice as long.
+`loadtest/engine/tune_fp8.py` writes that GPU's entry. Weights without an entry are multiplied by
+cuBLASLt, except few tokens with scales of blocks, for which cuBLASLt takes up to twice as long.
 """
 
 import json

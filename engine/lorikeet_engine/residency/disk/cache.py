@@ -37,7 +37,7 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Interface to the store from which blobs are fetched that are not on this machine."""
+    """Interface to the store from which missing blobs of adapters are downloaded."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
@@ -91,8 +91,8 @@ class DiskCache:
     def changed(self) -> set[str] | None:
         """List the folder, and return the digests of all usable adapters in it.
 
-        None if the folder has not changed since the last call. Finds changes by other processes,
-        too. For one thread at a time.
+        Returns None if the folder has not changed since the last call. Finds changes by other
+        processes, too. Only one thread may call this at a time.
         """
         return self._index.changed()
 
@@ -235,7 +235,7 @@ class DiskCache:
         """Return the names of the files from which an adapter can be loaded, the preferred one
         first.
 
-        Empty for an invalid digest.
+        Returns () for an invalid digest.
         """
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 

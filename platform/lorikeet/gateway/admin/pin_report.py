@@ -1,7 +1,7 @@
 """Status of pins (orders to keep an adapter on disk, in host memory or on the GPU), and dry runs of
 new pins.
 
-Both are planned as the controller plans them.
+Both compute the same plan as the controller.
 """
 
 import asyncio

@@ -68,8 +68,8 @@ class Registration:
         """
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return work(*arguments), called in one of the threads reserved for registrations, as it
-        may block.
+        """Call work(*arguments), which may block, in a thread reserved for registrations; return
+        its result.
         """
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 

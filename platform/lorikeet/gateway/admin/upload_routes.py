@@ -69,7 +69,9 @@ class RegisterUpload(Body):
 def upload_routes(
     services: Services, uploads: ResumableUploads, registration: Registration
 ) -> APIRouter:
-    """Return the routes that register a blob sent in one request, and those of uploads in parts."""
+    """Return the routes that register a blob sent in one request, and the routes that upload a blob
+    in parts.
+    """
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
     versions = "/adapters/{tenant}/{name}/versions"

@@ -184,7 +184,7 @@ ContextManagement = Annotated[
 
 
 class PromptRequest(ApiRequest):
-    """Fields common to /v1/messages and /v1/messages/count_tokens: those of the prompt."""
+    """Fields of the prompt, common to /v1/messages and /v1/messages/count_tokens."""
 
     no_ops: ClassVar[NoOps] = {"speed": ("standard",), "mcp_servers": ([],)}
     # prefixes are cached by content, and answers do not say why a prefix was not cached

@@ -165,7 +165,7 @@ _SAMPLED = SampledRequest.model_fields.keys() - OpenAIRequest.model_fields.keys(
 
 
 class GenerateRequest(StructuredFields, SampledRequest):
-    """Fields common to chats and completions, including vLLM's for structured outputs
+    """Fields common to chats and completions, including vLLM's fields for structured outputs
     (StructuredFields).
     """
 

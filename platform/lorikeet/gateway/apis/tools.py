@@ -105,7 +105,7 @@ class NamedTool(TypedDict):
 
 
 class NamedTools(TypedDict):
-    """Tools that the model may call, and whether it must."""
+    """Tools that the model may call, and whether the model must call one of them."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
@@ -121,7 +121,7 @@ class AllowedToolsParam(TypedDict):
 class AllowedTools(NamedTuple):
     """Restriction to some of the request's tools: the model does not get the others.
 
-    names: names of these tools.
+    names: names of the tools that the model gets.
     required: the model must call one of them.
     """
 

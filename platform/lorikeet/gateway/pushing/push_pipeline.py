@@ -103,7 +103,7 @@ class PushPipeline:
     log.
 
     Store writes run in threads of their own, at most one per tenant, so that a store that does not
-    answer keeps no push from becoming ready. For use in one event loop.
+    answer never delays a push from becoming ready. For use in one event loop.
 
     pushed: versions that are ready, here or at another gateway, and not durable.
     folders: temporary folders of pushed blobs.

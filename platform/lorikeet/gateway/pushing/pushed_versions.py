@@ -1,8 +1,8 @@
-"""Pushed versions: those that replicas have but the catalog's log does not have yet.
+"""Pushed versions that replicas have but that the catalog's log does not have yet.
 
-Every gateway knows them: the gateway that received a push announces it to the other
-    gateways repeatedly, until the log has the version. If the announcements of another
-    gateway's version stop, the version is forgotten.
+Every gateway knows these versions: the gateway that received a push announces it to the other
+gateways repeatedly, until the log has the version. If the announcements of another gateway's
+version stop, the version is forgotten.
 """
 
 import time
@@ -70,8 +70,8 @@ class PushedVersion:
     def joined(self, again: "PushedVersion") -> "PushedVersion":
         """Return this version merged with another push of the same blob.
 
-        The longer lifetime counts, with its `keep`. The later push's alias counts, if that push has
-        another alias, with its `created`.
+        The longer lifetime counts, with its `keep`. If the later push has another alias, its alias
+        and `created` replace those of this version.
         """
         version = self
         if again.alias not in (None, self.alias) and again.created > self.created:
@@ -269,7 +269,7 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Return `held` without those expiring versions of one adapter that exceed its `keep`.
+    """Return `held` without the oldest expiring versions of one adapter beyond its `keep`.
 
     newest: latest announced version, which names the adapter.
 

@@ -138,7 +138,7 @@ class TextMatcher:
         return self.state.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """Return the forced tokens: those that must follow, in order, as far as they are certain.
+        """Return the tokens that must follow, in order, as far as they are certain.
 
         Where the grammar forces bytes, a mask allows only the tokenizer's own next token, so no
         other tokens can spell them. The last tokens of a forced text are left out: they might merge

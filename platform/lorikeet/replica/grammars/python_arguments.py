@@ -43,7 +43,8 @@ class ArgumentRules:
     closed: bool = False
 
     def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
-        """Return these constraints combined with those of another schema; None if they contradict.
+        """Return these constraints combined with another schema's constraints; None if they
+        contradict.
 
         Raises InvalidInput if `part` is no schema or has unsupported keywords.
         """

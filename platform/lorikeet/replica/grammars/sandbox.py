@@ -41,8 +41,9 @@ Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
 _FIND_FAULT = "\0"
-"""Prefix of a message to the child process that is a JSON schema whose fault is to be found, not a
-grammar.
+"""Prefix of a message to the child process that asks for a JSON schema's fault.
+
+The message is then a schema, not a grammar to try.
 """
 _FIND_CPU_S = 0.3
 """Seconds of CPU time after which the search for the exact place of a fault ends."""

@@ -22,7 +22,7 @@ _MATCH_S = 0.01
 
 
 class Inexpressible(Exception):
-    """Raised if no schema is known that says the same, or the search for one takes too long."""
+    """Raised if no equivalent schema is known, or if the search for one takes too long."""
 
 
 class SchemaLogic:
@@ -152,8 +152,9 @@ class SchemaLogic:
         return []  # a description, as `format` is
 
     def _values_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Return True if the values that both schemas list differ, or if none of the values that
-        one lists matches the other's pattern.
+        """Return True if certainly no value is listed by both schemas, False if one may be.
+
+        Also True if one schema lists values none of which matches the other's pattern.
         """
         ours, theirs = _values(one), _values(other)
         if ours is not None and theirs is not None:

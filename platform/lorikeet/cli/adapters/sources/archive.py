@@ -126,7 +126,7 @@ def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
 class _BoundedReads:
     """A file that refuses large reads.
 
-    tarfile reads headers, and zipfile its list of members, of any length that the archive claims.
+    Without it, tarfile would read a header, and zipfile a list of members, of any claimed length.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -142,7 +142,7 @@ class _BoundedReads:
 def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Member]:
     """Check all members, and return the files in the adapter's folder by name.
 
-    Of folders in each other, such as a trainer's output with its checkpoints, the outermost counts.
+    The outermost folder counts if such folders are nested, as checkpoints in a trainer's output.
     """
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0
