@@ -24,7 +24,7 @@ from lorikeet.answer_stream.responses_format import ResponseEventStream, respons
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
-from lorikeet_engine.errors import AdapterError, EngineError
+from lorikeet_engine.errors import AdapterError, EngineError, LoadFault
 from lorikeet_engine.request import (
     EngineTimings,
     Failed,
@@ -264,5 +264,5 @@ def refusal_of(error: EngineError) -> Refusal:
     """Return the HTTP API's refusal for an exception of the engine."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
-    own_disk = bool(fields.get("own_disk"))
-    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"), own_disk)
+    fault = fields.get("fault", LoadFault.ADAPTER)
+    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"), fault)

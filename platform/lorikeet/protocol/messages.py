@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
 R = TypeVar("R")
@@ -238,14 +239,14 @@ class Refusal:
     code: code of a LorikeetError.
     param: field of the request at fault.
     retry_after_s: seconds after which a retry may succeed.
-    own_disk: the replica could not store the adapter; another replica may.
+    fault: part at fault if the replica could not load the adapter.
     """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
-    own_disk: bool = False
+    fault: LoadFault = LoadFault.ADAPTER
 
 
 class Cost(NamedTuple):

@@ -160,11 +160,14 @@ class TrackedReplica:
         cached_tokens: int,
         now_s: float,
         queue_length: int | None,
+        *,
+        fetchable: bool = True,
     ) -> ReplicaOption[str]:
         """Return the replica as an option for a request.
 
         cached_tokens: prompt tokens that the replica has computed before.
         queue_length: as in `status`.
+        fetchable: whether any replica is expected to be able to fetch the request's adapter.
         """
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)
         if (digest := request.digest) is None:
@@ -181,7 +184,7 @@ class TrackedReplica:
             cached_tokens,
             self.name in locations.loading_on(digest),
             queue_share,
-            self.can_fetch(now_s),
+            fetchable and self.can_fetch(now_s),
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:
