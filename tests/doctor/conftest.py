@@ -52,7 +52,7 @@ class Patient:
     def planned(self, **changes: object) -> PlannedStart:
         """Return the start of a changed patient.
 
-        changes: fields to replace.
+        changes: fields of the Patient to replace.
         """
         it = replace(self, **changes)  # type: ignore[arg-type]
         return PlannedStart(
@@ -66,8 +66,8 @@ class Patient:
     def examined(self, *names: str, **changes: object) -> list[Finding]:
         """Run checks on a changed patient.
 
-        names: of the checks; none: all.
-        changes: fields to replace.
+        names: names of the checks to run; none: all checks.
+        changes: fields of the Patient to replace.
         """
         within_s = replace(self, **changes).wait_s  # type: ignore[arg-type]
         checks = [check for check in CHECKS if not names or check.name in names]
