@@ -4,13 +4,14 @@
 when the application fails to start.
 """
 
+import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from demo.interrupts import killed_by_sigint
 
-_QUIET = "WARNING"
+_QUIET = logging.WARNING
 
 
 def main(host: str, port: int) -> None:
@@ -24,11 +25,12 @@ def main(host: str, port: int) -> None:
     refuse_bad_start(port)
     from serve_app import app  # reads the settings
 
+    logging.getLogger("ray.serve").setLevel(_QUIET)
     ray.init(namespace="serve", logging_level=_QUIET)
     serve.start(
         proxy_location="EveryNode",
         http_options={"host": host, "port": port},
-        logging_config={"log_level": _QUIET},
+        logging_config={"log_level": logging.getLevelName(_QUIET)},
     )
     try:
         run_or_exit(app, joins=False, blocking=True)
