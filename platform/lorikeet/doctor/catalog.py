@@ -49,7 +49,8 @@ def check_presence(planned: PlannedStart) -> Iterator[Finding]:
         yield unusable(url, error)
     else:
         if missing:
-            yield problem("catalog", f"there is no catalog at {url}", "lorikeet init")
+            fix = "correct LORIKEET_CATALOG, or `lorikeet init` for a new one"
+            yield problem("catalog", f"there is no catalog at {url}", fix)
 
 
 def _is_there(url: str) -> bool:

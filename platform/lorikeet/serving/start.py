@@ -64,6 +64,9 @@ def run_or_exit(app: Application, *, joins: bool, **options: Any) -> None:
         _serve_run(app, **options)
     except Exception as error:
         print(f"The service did not start: {error}", file=sys.stderr)
+        print(
+            "Events `start_failed` above say why, if engines or gateways failed.", file=sys.stderr
+        )
         if joins:
             # Otherwise Serve ends with the Ray of this process.
             serve.shutdown()  # type: ignore[no-untyped-call]
