@@ -52,20 +52,31 @@ def test_ctrl_c_is_no_failed_start(shut_down: list[str], monkeypatch: pytest.Mon
         run_or_exit(APP, joins=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["LORIKEET_REPLICAS", "LORIKEET_GATEWAYS"])
-def test_deployments_for_which_a_machine_has_too_few_cpus_end_the_start(
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("LORIKEET_REPLICAS", "12", "2.65 CPUs, Ray has 2"),
+        ("LORIKEET_GATEWAYS", "12", "2.85 CPUs, Ray has 2"),
+        ("LORIKEET_DEVICE", "cuda", "2 GPUs, Ray has 0"),
+    ],
+)
+def test_resources_that_are_not_there_end_a_start_and_are_named_in_a_cluster_that_may_grow(
     shut_down: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     name: str,
+    value: str,
+    said: str,
 ) -> None:
     monkeypatch.setattr(start, "_serve_run", lambda *_, **__: None)
     run_or_exit(APP, joins=False)  # type: ignore[arg-type]
-    monkeypatch.setenv(name, "12")
-    run_or_exit(APP, joins=True)  # type: ignore[arg-type]  # a cluster may grow
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(name, value)
+    run_or_exit(APP, joins=True)  # type: ignore[arg-type]
+    assert f"waits for resources: the deployments reserve {said}." in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_or_exit(APP, joins=False)  # type: ignore[arg-type]
-    assert "Ray counts 2 here: lower LORIKEET_REPLICAS" in capsys.readouterr().err
+    assert f"reserve {said}: lower LORIKEET_REPLICAS" in capsys.readouterr().err
 
 
 @pytest.fixture

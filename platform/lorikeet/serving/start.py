@@ -19,9 +19,13 @@ from ray.serve.deployment import Application
 from lorikeet.addresses import SERVES_PORT
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.doctor.refusals import refusals
-from lorikeet.serving.deployments import reserved_cpus
+from lorikeet.serving.deployments import reserved_resources
 from lorikeet.settings import Settings
 
+_FIXES = {
+    "CPU": "LORIKEET_REPLICAS or LORIKEET_GATEWAYS",
+    "GPU": "LORIKEET_REPLICAS or LORIKEET_TENSOR_PARALLEL, or set LORIKEET_DEVICE=cpu",
+}
 _serve_run = serve.run
 
 
@@ -59,8 +63,7 @@ def run_or_exit(app: Application, *, joins: bool, **options: Any) -> None:
     joins: whether Ray ran before this process.
     """
     try:
-        if not joins:
-            _refuse_too_few_cpus(Settings.from_env())
+        _check_resources(Settings.from_env(), joins=joins)
         _serve_run(app, **options)
     except Exception as error:
         print(f"The service did not start: {error}", file=sys.stderr)
@@ -82,12 +85,15 @@ def _joins_ray(environ: Mapping[str, str], address: str | None) -> bool:
     return address != "local" and (bool(address) or noted.exists())
 
 
-def _refuse_too_few_cpus(settings: Settings) -> None:
-    """Raise RuntimeError if Ray waits for ever for the CPUs that the deployments reserve."""
-    wanted = reserved_cpus(settings)
-    there = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
-    if wanted > there:
-        raise RuntimeError(
-            f"engines and gateways reserve {wanted:g} CPUs, and Ray counts {there:g} here: lower "
-            "LORIKEET_REPLICAS or LORIKEET_GATEWAYS"
-        )
+def _check_resources(settings: Settings, *, joins: bool) -> None:
+    """Compare what the deployments reserve with what Ray has; Serve waits for more without end.
+
+    Prints a shortage in a Ray that ran before, which may grow. Raises RuntimeError in another.
+    """
+    wanted, there = reserved_resources(settings), ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for kind, amount in wanted.items():
+        if amount > there.get(kind, 0):
+            found = f"the deployments reserve {amount:g} {kind}s, Ray has {there.get(kind, 0):g}"
+            if not joins:
+                raise RuntimeError(f"{found}: lower {_FIXES[kind]}")
+            print(f"Serve waits for resources: {found}.", file=sys.stderr)
