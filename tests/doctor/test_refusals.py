@@ -58,6 +58,11 @@ def test_a_model_without_whole_weights_refuses_the_start(patient: Patient) -> No
     assert "model.safetensors" in refused(patient).message
 
 
+def test_a_cache_folder_that_is_a_file_refuses_the_start(patient: Patient) -> None:
+    file = patient.model / "config.json"
+    assert f"{file} is no folder" in refused(patient, **variable("CACHE_DIR", str(file))).message
+
+
 def test_a_taken_port_refuses_the_start(patient: Patient) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", patient.http_port))

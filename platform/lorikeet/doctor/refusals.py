@@ -15,7 +15,7 @@ from lorikeet.doctor.environment import check_settings
 from lorikeet.doctor.finding import Finding, Severity
 from lorikeet.doctor.gpus import check_gpus
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.doctor.system import check_ports
+from lorikeet.doctor.system import check_cache_folder, check_ports
 from lorikeet.errors import LorikeetError
 
 _REMOTE_S = 20.0
@@ -27,6 +27,7 @@ def refusals(planned: PlannedStart) -> list[Finding]:
         Check("settings", check_settings, needs_settings=False),
         Check("base models", check_base_model_folders),
         Check("gpus", _check_gpus),
+        Check("disk cache", check_cache_folder),
         Check("ports", check_ports),
         Check("catalog", _check_catalog, _REMOTE_S, "see LORIKEET_CATALOG and AWS_ENDPOINT_URL_S3"),
     )
