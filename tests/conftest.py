@@ -62,7 +62,7 @@ def _certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
-    """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server.
+    """Yield the s3:// URL of an empty bucket; AWS_ variables lead boto3 to its server.
 
     The server is MiniStack, or with TEST_S3=radosgw Ceph's.
     """

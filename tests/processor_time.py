@@ -27,7 +27,7 @@ def in_time(took_s: float, bound_s: float) -> bool:
 
 
 def _slowdown() -> float:
-    """Larger ratio of time now to time then: of additions, or of a walk over objects."""
+    """Return the larger ratio of time now to time then: of additions, or of a walk over objects."""
     began_s = time.thread_time()
     exec(_ADDITIONS, {})
     added_s = time.thread_time()
