@@ -147,8 +147,7 @@ class Penalties:
 def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
     """Group slots whose values are the identical object.
 
-    Returns the value of the first slot of each group, and the group's other slots, both by this
-    first slot.
+    Returns, by each group's first slot, the group's value, and the group's other slots.
     """
     first: dict[int, int] = {}
     own, others = dict[int, V](), dict[int, list[int]]()

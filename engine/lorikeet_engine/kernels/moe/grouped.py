@@ -79,7 +79,7 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products.
+    """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
     config: launch parameters; None: tile_config's.
     """
