@@ -168,7 +168,9 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant, decoded or as JSON: the same object until an entry changes it."""
+        """Return a tenant, decoded or as JSON: the same object until an entry changes the
+        tenant.
+        """
         return self._partition(partition_of(tenant)).tenants[tenant]
 
     def tenant(self, name: str) -> TenantRecord:
