@@ -8,16 +8,16 @@ same signatures.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.parallel.sums import RowExchange
+
+_operators = by_device(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +156,3 @@ def act_and_mul_fp8(
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add the LoRA delta of a linear layer to its output y [tokens, width], dense, in place."""
     _operators(y.device.type).add_delta(y, lora)
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.pointwise.{name}")
