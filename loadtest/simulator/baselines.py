@@ -20,7 +20,7 @@ from lorikeet.simulator.workload_models import Ints
 
 ORACLE = "oracle"
 BOUND = 1.25
-"""Most requests of a replica in bounded hashing, as a multiple of the mean."""
+"""Maximum number of requests of a replica in bounded hashing, as a multiple of the mean."""
 
 
 class PowerOfTwo:
@@ -42,7 +42,8 @@ class PowerOfTwo:
 
 
 class Multiplexing:
-    """Ray Serve's model multiplexing: a replica that has the adapter, unless all such are full.
+    """Ray Serve's model multiplexing: chooses a replica that has the adapter, unless all these
+    replicas are full.
 
     most: max_ongoing_requests of a replica.
     """
