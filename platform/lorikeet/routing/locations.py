@@ -53,8 +53,8 @@ class AdapterLocations:
     def apply(self, replica: str, update: StatusUpdate) -> None:
         """Apply a status update.
 
-        Updates may form a snapshot, which names every adapter of the replica: its end drops all
-        others.
+        Updates may form a snapshot, which names every adapter of the replica. The end of a snapshot
+        drops all adapters that the snapshot did not name.
         """
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
@@ -83,7 +83,9 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, which is there or loading."""
+        """Return the replicas where requests wait for the adapter, whether it is there or still
+        loading.
+        """
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:

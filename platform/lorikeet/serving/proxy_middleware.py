@@ -52,7 +52,9 @@ _DECODED = frozenset(
         b"tracestate",
     )
 )
-"""Headers that Serve decodes, `_` and `-` alike, besides those that RequestIdMiddleware drops."""
+"""Headers that Serve decodes, `_` and `-` alike, besides the headers that RequestIdMiddleware
+drops.
+"""
 
 
 def middlewares() -> list[Middleware]:
