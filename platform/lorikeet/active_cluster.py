@@ -107,7 +107,8 @@ def _update_selector(
 ) -> bool:
     """Update one selector; log a failure. Return whether the selector is right.
 
-    cluster: name of the serving cluster, to be in the selector; None: no cluster is to be in it.
+    cluster: name of the cluster that the selector must have; None: the selector must have no
+        cluster's name.
     """
     try:
         _name_cluster(api, namespace, selector, cluster)

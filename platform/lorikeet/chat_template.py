@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-"""Files that may hold a template; the first that has one counts, as in transformers."""
+"""Names of files that may hold a template; the first file with a template counts, as in
+transformers.
+"""
 MAX_TEMPLATE_BYTES = 8 << 20
 """Size limit in bytes of a file that may hold a template; Gemma's tokenizer_config.json has
 1.2 MB.
@@ -20,7 +22,7 @@ MAX_TEMPLATE_BYTES = 8 << 20
 def template_digest(folder: Path) -> str | None:
     """Return the SHA-256 in hex of a folder's stripped chat template; None without a template.
 
-    Skips files larger than MAX_TEMPLATE_BYTES, and whatever is no regular file: reading a pipe or a
+    Skips files larger than MAX_TEMPLATE_BYTES, and files that are not regular: reading a pipe or a
     device would never end.
     """
     for name in TEMPLATE_FILES:

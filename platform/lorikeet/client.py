@@ -1,4 +1,4 @@
-"""Client for trainers: pushes versions of an adapter, and samples from exactly one of them.
+"""Client for trainers: pushes versions of an adapter, and samples from one exact version.
 
 lorikeet = Client("http://127.0.0.1:8000", key="lk_…", publish_key="lk_…")
 version = lorikeet.push(Path("checkpoint-500"), "policy")
@@ -252,7 +252,9 @@ def _version(answer: Mapping[str, Any]) -> PushResult:
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:
-    """Return the error that an answer holds, with the service's message; None: it holds none."""
+    """Return the error in an answer, with the service's message; None if the answer has no
+    error.
+    """
     if not answer.is_error:
         return None
     try:

@@ -1,8 +1,8 @@
 """Retry-After header of refused requests: all constants and formulas.
 
-A 429 or 503 whose cause gives no time says 1 s. A refusal by an engine has the wait that its
-scheduler expects. A refusal by a limit per minute has the time until its token bucket holds
-enough.
+A 429 or 503 without a known time says 1 s. A refusal by an engine says the wait that the engine's
+scheduler expects. A refusal by a limit per minute says the time until the limit's token bucket
+holds enough.
 """
 
 import math

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from demo.service_process import STOP_SIGNAL
+
 ROOT = Path(__file__).parents[2]
 
 # Exits on SIGINT with 0, as `serve run` does, and leaves a worker, as a killed one does.
@@ -26,8 +28,10 @@ except KeyboardInterrupt:
 
 # With a third argument the service answers seconds before its start is over.
 RUNNER = """
-import os, subprocess, sys, time
-from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
+import os, signal, subprocess, sys, time
+from demo.service_process import (
+    STOP_SIGNAL, ServiceProcess, Terminated, raise_when_terminated, say,
+)
 
 class SlowlyStarted(subprocess.Popen):
     def __init__(self, *arguments, **options):
@@ -37,6 +41,7 @@ class SlowlyStarted(subprocess.Popen):
 if len(sys.argv) > 3:
     subprocess.Popen = SlowlyStarted
 raise_when_terminated()
+signal.signal(STOP_SIGNAL, signal.default_int_handler)
 service = ServiceProcess([sys.executable, "-c", sys.argv[1]], os.environ)
 try:
     service.start()
@@ -110,6 +115,13 @@ def test_a_signal_ends_the_service_and_its_workers(piped, number):
     assert b"Stopped." in run.process.stdout.read()
 
 
+def test_make_stop_ends_a_background_service_of_a_script_without_an_error(piped):
+    run, worker = piped(ignored=[signal.SIGINT], stops_s=1)
+    assert run.send(STOP_SIGNAL) == 0
+    assert is_gone(worker)
+    assert run.process.stdout.read().splitlines()[-1] == b"Stopped."
+
+
 def test_a_background_service_of_a_script_ends_on_sigterm(piped):
     run, worker = piped(ignored=[signal.SIGINT])
     assert run.send(signal.SIGTERM) == 0
@@ -138,7 +150,7 @@ def test_a_service_that_does_not_stop_is_killed(piped):
     assert is_gone(worker)
 
 
-def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
+def test_a_service_that_ends_without_a_signal_leaves_no_workers(piped):
     run, worker = piped(sleeps_s=0.1)
     assert run.process.wait(30) == 0
     assert b"ended by itself" in run.process.stdout.read()

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -35,13 +36,13 @@ class Blobs:
 
 
 def working(checkpoint: Path, folder: Path) -> Engine:
-    """A working engine with its cache and its adapters' blobs in `folder`."""
+    """Build a working engine with its cache and its adapters' blobs in `folder`."""
     log_to_stderr()
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
 
 
 def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
-    """A working engine in two processes."""
+    """Build a working engine in two processes."""
     log_to_stderr()
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
@@ -74,6 +75,12 @@ _STAGES: dict[str, tuple[type, str]] = {
     "load": (LeadingArena, "copy"),
     "close": (Followers, "close"),
 }
+
+
+def close_and_open_others(checkpoint: Path, folder: Path) -> None:
+    """Close an engine of two ranks; leave sockets open that get its descriptors' numbers."""
+    of_two_ranks(checkpoint, folder).close()
+    globals()["_sockets"] = [socket.socket() for _ in range(100)]  # until the process ends
 
 
 def hanging(checkpoint: Path, folder: Path) -> Engine:

@@ -54,7 +54,7 @@ class TargetedBases(NamedTuple):
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
 ) -> TargetedBases:
-    """Check that the linears with weights are exactly those that a PEFT config targets.
+    """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
     Returns the base models in which each target has weights, since PEFT skips targets that the base
     model lacks: all of them if the config has neither target_modules nor target_parameters. Layers
@@ -66,7 +66,8 @@ def check_targets(
         refer.
     run: matcher for the config's expressions.
 
-    Raises AdapterRejected if the modules that have weights are not those that the config selects.
+    Raises AdapterRejected if the modules that have weights are not the modules that the config
+    selects.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}
@@ -147,10 +148,10 @@ def _expected(
 ) -> dict[str, _Expected]:
     """Return all modules that a config could target, in the trainer's naming, by family.
 
-    Only families that have the linears with weights; first the family that the weights resemble
-    most.
+    The result has only families that have the linears with weights. The family that the weights
+    resemble most comes first.
     modules: modules that have weights, in the trainer's naming.
-    outer: those of them that are outside the decoder layers.
+    outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: paths, in a layer, of the linears that have weights in some layer.
     """
@@ -232,7 +233,8 @@ def resolve_patterns(
     run: Expressions,
     warn: Callable[[str], object],
 ) -> Patterns:
-    """Return the ranks and alphas of a config's patterns, as the release that trained reads them.
+    """Return the ranks and alphas of a config's patterns, as the release of PEFT that trained the
+    adapter reads them.
 
     If several of a pattern's keys match a module, the first one determines the value.
 

@@ -147,8 +147,8 @@ class Penalties:
 def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
     """Group slots whose values are the identical object.
 
-    Returns the value of the first slot of each group, and the group's other slots, both by this
-    first slot.
+    Returns two mappings, both by the first slot of each group: the group's value, and the group's
+    other slots.
     """
     first: dict[int, int] = {}
     own, others = dict[int, V](), dict[int, list[int]]()
@@ -164,7 +164,7 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
     """Copy rows of a tensor to other slots.
 
     state: tensor with a row for each slot.
-    others: for a slot to copy from, the slots to copy to.
+    others: slots to copy to, by the slot to copy from.
     """
     for owner, slots in others.items():
         at = upload(np.array(slots, np.int64), state.device)

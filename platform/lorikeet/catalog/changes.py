@@ -1,4 +1,4 @@
-"""Changes of the catalog, and the log entry that commits some of them together.
+"""Changes of the catalog, and the log entry that commits several changes together.
 
 A change holds its author's decision; the entry holds time and author once for all of its changes.
 """
@@ -186,9 +186,9 @@ class AdapterRetired(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """Setting or replacement of the pin of an adapter, or of a tenant if name is None.
+    """Pinning of an adapter, or of a tenant if name is None; replaces an earlier pin.
 
-    The fields are those of PinRecord.
+    The fields have the meanings that they have in PinRecord.
     """
 
     tenant: str

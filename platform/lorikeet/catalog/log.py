@@ -85,7 +85,9 @@ class Log:
         return self.between(after, max(found, default=after))
 
     def between(self, after: int, last: int) -> list[Entry]:
-        """Return the entries from `after` + 1 to `last`, which exists. Raises StoreError."""
+        """Return the entries from `after` + 1 to `last`, all of which must exist. Raises
+        StoreError.
+        """
         wanted = range(after + 1, last + 1)
         if not wanted:
             return []

@@ -1,10 +1,10 @@
 """Resumable uploads of adapters' blobs, in parts, before validation.
 
 An upload is identified by the blob's digest, as its sender states it, and by the admin key that
-sends it: any gateway can continue the upload, and no key can touch another key's. An upload's
-objects are under uploads/<digest>/<key id>/: a record, and the parts as the store keeps them. The
-record exists from the beginning to the end, even if the blob is in the store already, so that
-garbage collection spares the blob of every digest with a record.
+sends it: any gateway can continue the upload, and no key can touch another key's upload. An
+upload's objects are under uploads/<digest>/<key id>/: a record, and the parts as the store keeps
+them. The record exists from the upload's beginning to its end, even if the blob is in the store
+already, so that garbage collection spares the blob of every digest with a record.
 """
 
 import json
@@ -195,7 +195,7 @@ class ResumableUploads:
         return True
 
     def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
-        """Begin an upload, or return the one that a concurrent request of this key has begun."""
+        """Begin an upload, or return the owner's upload that a concurrent request has begun."""
         least = -(-size_bytes // _MOST_PARTS)
         nonce = uuid.uuid4().hex
         folder = _folder(digest, owner)

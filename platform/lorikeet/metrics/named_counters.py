@@ -106,7 +106,7 @@ class BusiestNameCounters(Collector):
 
 
 class BusiestNames:
-    """Choice of the busiest names: the first `most` to come, replaced later by busier names.
+    """Choice of the busiest names: at first the `most` names that occur first, later busier names.
 
     A count of uses is halved after each round. Single-threaded.
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
 R = TypeVar("R")
@@ -63,8 +64,8 @@ class ToolUse:
     """Tools that a chat may call.
 
     tools: as the client wrote them, for the chat template.
-    forced: names of tools of which one must be called, or with `parallel` one or more; empty if the
-        model may also answer with text.
+    forced: names of tools; the model must call one of them, or at least one with `parallel`. Empty
+        if the model may also answer with text.
     parallel: several calls in one answer are allowed.
     functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
         shape.
@@ -86,7 +87,8 @@ class Work(NamedTuple):
 
     prompt_tokens: number of tokens of all prompts, possibly an estimate.
     rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
-    sequences: number of sequences that will decode; those of one prompt share its KV pages.
+    sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
+        pages.
     """
 
     prompt_tokens: int
@@ -203,7 +205,7 @@ class AnswerHeader:
 class FinalUsage:
     """Usage of a complete answer.
 
-    It is sent just before the last bytes, because clients disconnect after those.
+    The item is sent just before the last bytes, because clients disconnect after the last bytes.
 
     prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.
@@ -237,14 +239,14 @@ class Refusal:
     code: code of a LorikeetError.
     param: field of the request at fault.
     retry_after_s: seconds after which a retry may succeed.
-    own_disk: the replica could not store the adapter; another replica may.
+    fault: part at fault if the replica could not load the adapter.
     """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
-    own_disk: bool = False
+    fault: LoadFault = LoadFault.ADAPTER
 
 
 class Cost(NamedTuple):
@@ -254,7 +256,7 @@ class Cost(NamedTuple):
     queue_s: wait for earlier prompts and for a slot in the batch.
     load_s: load of its adapter from its tier; overlaps with the queue.
     others_s: delay that it causes to other requests.
-    copy_s: penalty for another copy of the adapter and for the adapters evicted for it.
+    copy_s: penalty for another copy of the adapter, and for the adapters that the copy evicts.
     """
 
     prefill_s: float
@@ -270,7 +272,9 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
+    """Replica that the router considered, the tier of the request's adapter on it, and the expected
+    cost.
+    """
 
     replica: R
     tier: Residency

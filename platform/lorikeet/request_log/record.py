@@ -143,7 +143,7 @@ class RequestRecord:
 
     @property
     def retries(self) -> int:
-        """Number of failed attempts, each of which may have been followed by another attempt."""
+        """Number of attempts that failed."""
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 

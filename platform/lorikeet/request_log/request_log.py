@@ -24,7 +24,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
 class RequestLog:
     """Running and recently ended requests of one gateway. For one event loop.
 
-    An ended request is kept for an hour, or until newer ones need its memory.
+    An ended request is kept for an hour, or until newer requests need its memory.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RequestLog:
     async def find(self, asked_id: str, tenant: str | None = None) -> Json:
         """Return the explanation of a request from any gateway.
 
-        Raises NotFound, the same for an unknown request and for another tenant's, and Unavailable
-        if not all gateways answer.
+        Raises NotFound for an unknown request and, indistinguishably, for another tenant's. Raises
+        Unavailable if not all gateways answer.
 
         asked_id: x-request-id or the answer's own id.
         tenant: owner of the request; None for an admin, who may see all.

@@ -19,7 +19,9 @@ MAX_HASHED_BLOCKS = 64
 """Maximum number of a prompt's blocks that are hashed: 4,096 tokens."""
 MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
 _MAX_BLOCKS_KEPT = 1 << 17
-"""Blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a few replicas."""
+"""Maximum number of blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a
+few replicas.
+"""
 _NOWHERE = Residency.REMOTE
 
 PrefixHashes = tuple[int, ...]
@@ -53,8 +55,8 @@ class AdapterLocations:
     def apply(self, replica: str, update: StatusUpdate) -> None:
         """Apply a status update.
 
-        Updates may form a snapshot, which names every adapter of the replica: its end drops all
-        others.
+        Updates may form a snapshot, which names every adapter of the replica. The end of a snapshot
+        drops all adapters that the snapshot did not name.
         """
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
@@ -83,7 +85,9 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, which is there or loading."""
+        """Return the replicas where requests wait for the adapter, whether it is there or still
+        loading.
+        """
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:

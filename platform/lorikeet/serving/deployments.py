@@ -49,14 +49,14 @@ _LONGEST_GENERATION_S = 600
 _OTHER_REQUESTS = 256
 """Concurrent requests that a gateway takes besides generations.
 
-They have slots of their own, so that a flood of generations does not block them.
+These requests have slots of their own, so that a flood of generations does not block them.
 """
 _HEALTH_CHECKS = 64
 """Part of _OTHER_REQUESTS that only health checks can use, so that no flood blocks them."""
 _CONTROL_CALLS = 8
 """Concurrent control calls that a replica takes, such as plans and reports.
 
-They come on top of generations and of the two streams to each gateway.
+Generations and the two streams to each gateway are not counted.
 """
 _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2
@@ -76,14 +76,10 @@ def engine(settings: Settings, base_model: str) -> Application:
 
     A replica reserves `tensor_parallel` GPUs, or none on the CPU.
     """
-    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
-
-    # An actor's resources are on one node, so the GPUs of a replica are on one machine.
-    gpus = settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
         max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _CONTROL_CALLS,
-        ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": _gpus(settings, base_model)},
         logging_config=_NO_ACCESS_LOG,
         request_router_config={
             "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter",
@@ -94,6 +90,21 @@ def engine(settings: Settings, base_model: str) -> Application:
         **_replica_options(settings.replicas[base_model], settings.most_replicas(base_model)),
     )(EngineReplica)
     return deployment.bind(base_model, settings)
+
+
+def reserved_resources(settings: Settings) -> dict[str, float]:
+    """Return the CPUs and GPUs that all deployments reserve at the start, by Ray's names."""
+    engines = sum(settings.replicas.values())
+    cpus = _ENGINE_CPUS * engines + _GATEWAY_CPUS * settings.gateways + _CONTROLLER_CPUS
+    gpus = sum(count * _gpus(settings, name) for name, count in settings.replicas.items())
+    return {"CPU": cpus, "GPU": gpus}
+
+
+def _gpus(settings: Settings, base_model: str) -> int:
+    """Return the GPUs that a replica reserves, which are on one machine, as an actor's are."""
+    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
+
+    return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
 
 
 def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
@@ -120,7 +131,7 @@ def gateway(
 
     controller: bound so that Serve deploys the controller too; no request uses it.
     """
-    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in engine
+    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in _gpus
 
     deployment = serve.deployment(
         name="gateway",
@@ -246,8 +257,8 @@ def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
 def _most_generations(settings: Settings) -> int:
     """Return the maximum number of generation requests that one gateway takes at once.
 
-    That is the gateway's part of the requests that all engines take at their maximum number of
-    replicas.
+    The number is the gateway's part of the requests that all engines take at their maximum number
+    of replicas.
     """
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 

@@ -39,6 +39,7 @@ from lorikeet.serving.replica_calls import (
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.errors import LoadFault
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ _LATE_S = 10.0
 """Seconds without a new item, once its call has ended, after which an answer counts as lost."""
 _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
+
+_CANCEL_S = 1.0
+"""Seconds after which the task of a cancelled call is cancelled too, if Serve did not end it."""
 
 
 class ServeEngineClient:
@@ -155,7 +159,7 @@ class ServeEngineClient:
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
-        """Return the reports of all replicas of all base models, except those that do not answer.
+        """Return the reports of all replicas that answer, of all base models.
 
         tier: see `Replica.report`.
         """
@@ -208,8 +212,9 @@ class ServeEngineClient:
                 raise Unavailable("the replica cancelled this request") from error
             finally:
                 if not buffer.ended:  # a call whose answer has ended is about to end too
-                    awaiting.cancel()
+                    # Not the task first: grpc.aio keeps memory of a call that its task cancels.
                     sent.cancel()
+                    asyncio.get_running_loop().call_later(_CANCEL_S, awaiting.cancel)
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
         """Receive status updates and answers from all replicas of one deployment, until cancelled.
@@ -239,7 +244,9 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Fail the calls without a first byte at silent replicas, so that each is sent to another."""
+    """Fail the calls without a first byte at silent replicas, so that each call is sent to another
+    replica.
+    """
     while True:
         began_s = time.monotonic()
         await asyncio.sleep(_SILENCE_CHECK_S)
@@ -297,8 +304,11 @@ def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     """
     if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
         return False
-    full = fleet.accepted_by(call.request_id) if item.own_disk else None
-    return fleet.on_load_failed(call.adapter.digest, full)
+    digest = call.adapter.digest
+    if item.fault is LoadFault.ADAPTER:
+        return fleet.on_adapter_failed(digest)
+    full = fleet.accepted_by(call.request_id) if item.fault is LoadFault.DISK else None
+    return fleet.on_load_failed(digest, full)
 
 
 def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:

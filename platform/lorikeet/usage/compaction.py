@@ -1,7 +1,7 @@
 """Compaction of a day's small usage objects into one, and deletion of the superseded objects.
 
 No locks are taken, and a crash does no harm: a compacted object is written whole or not at all, and
-lists the objects that it includes, so that a reader of both counts each once (object_format.py).
+lists the objects that it includes, so that a reader counts no object twice (object_format.py).
 Superseded objects are deleted in a later run, when no reader can still be reading them.
 """
 
@@ -43,7 +43,7 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact today's and yesterday's usage as far as it is written. Raises StoreError.
+    """Compact the usage of today and yesterday that is in the store already. Raises StoreError.
 
     now: Unix seconds.
     """
@@ -92,7 +92,7 @@ def clean_up(
 ) -> Iterator[StoredObject]:
     """Compact finished days and delete superseded objects; yield each deleted object.
 
-    now: clock, Unix seconds.
+    now: clock that returns Unix seconds.
     dry_run: write and delete nothing; yield the objects that would be deleted.
     Raises StoreError.
     """

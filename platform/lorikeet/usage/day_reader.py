@@ -26,13 +26,14 @@ _BACK_S = 120.0
 
 
 class DayReader(Generic[K]):
-    """Sums of one day's usage, which reads each object once. Single thread.
+    """Reader of one day's usage, which reads each object once and keeps sums. Single thread.
 
     key: maps an account to the key of its sum.
     sums: usage read so far, by key.
     marks: number of the last object read, by writer.
-    compacted: number of the compacted object that the reader began with; None without one.
-    objects: objects read besides the compacted one.
+    compacted: number of the compacted object that the reader began with; None if it began with
+        none.
+    objects: objects read in addition to the compacted object.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:

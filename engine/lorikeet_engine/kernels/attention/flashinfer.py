@@ -106,8 +106,8 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Allocate the workspace, and start to compile the kernels, which are cached on disk.
 
-        nvcc takes half a minute for each window. It runs in the background; the first plan waits
-        for it.
+        nvcc takes half a minute for each window. The compilation runs in the background; the first
+        plan waits for it.
         """
         self._shape = shape
         self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)
@@ -248,9 +248,9 @@ class FlashInferAttention:
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more in total.
+    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more (Σ seen_tokens).
 
-    Counted in the layers that attend to the most tokens.
+    The tokens are counted in the layers that attend to the most tokens.
 
     is_decode [sequences]: whether a sequence decodes; all others are prompts.
     """

@@ -9,15 +9,14 @@ with the same signatures; there a single token is multiplied unrounded (kernels/
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.by_device import by_device
 
+_operators = by_device(__name__)
 FIRST_WITH_FP8 = (8, 9)
 """Lowest CUDA compute capability with FP8 products: 8.9, Ada."""
 DTYPE = torch.float8_e4m3fn
@@ -99,8 +98,8 @@ def kernel_arguments(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
     """Return the operands by which kernels read a weight in floats or FP8.
 
-    These are its elements, its scales (None for floats), and the height and width of the blocks
-    that have scales. The width is 0 if rows have scales, or if the weight has none.
+    The operands are the weight's elements, its scales (None for floats), and the height and width
+    of the blocks that have scales. The width is 0 if rows have scales, or if the weight has none.
     """
     if isinstance(weight, Fp8Rows):
         return weight.rows, weight.scales, *(weight.block or (1, 0))
@@ -127,10 +126,3 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         )
     if dtype is not torch.bfloat16:  # the only result dtype of torch's product on Ada too
         raise SettingsError(f"dtype={dtype}: FP8 weights want bfloat16 on a GPU")
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.fp8.{name}")

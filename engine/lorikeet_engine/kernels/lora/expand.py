@@ -70,8 +70,8 @@ def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
 def _find_slice(block: tl.tensor, widths: tl.constexpr, span: tl.constexpr) -> tl.tuple:
     """Find the slice of a fused linear, such as q in qkv, to which a block of columns belongs.
 
-    Returns (index of the slice, its first column in delta, its width, first column of the block
-    counted from the slice's first).
+    Returns (index of the slice, first column of the slice in delta, width of the slice, first
+    column of the block within the slice).
 
     block: index of the block.
     widths: outputs of each slice.
@@ -177,9 +177,14 @@ def _two_products(
     parts: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tuple:
-    """Multiply v of two tokens, up to each one's rank, by b [ranks, columns] → two of [columns].
+    """Multiply v of two tokens by b [ranks, columns] → two results [columns] float32.
 
-    Both sums take one pass over b, so that b's float32 values are never all in registers.
+    Both results take one pass over b, so that b's float32 values are never all in registers.
+
+    v_row: pointer to v of the first token; the second token's v follows after token_stride.
+    k: indices of the ranks in b.
+    ranks, second_ranks: rank of each token's adapter; v is 0 from this rank on.
+    parts: number of parts of v that `shrink` wrote, which are summed first.
     """
     part = tl.arange(0, block_parts)
     v_tile = v_row + part[:, None] * part_stride + k[None, :]

@@ -8,16 +8,16 @@ same signatures.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.parallel.sums import RowExchange
+
+_operators = by_device(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ def mean_squares(
     The sum of all processes' results is mean(q²) and mean(k²) over all heads.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: as for rotary_and_store_kv
-    processes: number of processes, each with as many heads
+    processes: number of processes, all with equally many heads
     lora: LoRA delta of qkv, added to qkv
-    → [tokens, 4] float32: queries, keys, 0, 0; padded to 16 bytes a token, which all ways to sum
-      over ranks support
+    → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
+    bytes, which all ways to sum over ranks support
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
@@ -190,10 +190,3 @@ def sigmoid_gate(
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add the LoRA delta of a linear layer to its output y [tokens, width], dense, in place."""
     _operators(y.device.type).add_delta(y, lora)
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.pointwise.{name}")

@@ -163,7 +163,7 @@ def check_text(text: str, longest: int, param: str) -> None:
 
 
 def _unmet(name: str, value: Any) -> str | None:
-    """Return an option's allowed values as text for an error; None if `value` is one of them."""
+    """Return an option's allowed values as text for an error; None if `value` is allowed."""
     match name:
         case "weight":
             fine = LIGHTEST <= value <= HEAVIEST

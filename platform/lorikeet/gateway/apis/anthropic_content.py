@@ -184,7 +184,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "tool_addition": ({"tool"}, set()),
     "tool_removal": ({"tool"}, set()),
 }
-"""Field names of each block type: those that a block must have, then those that it may have."""
+"""Field names of each block type: first the required fields, then the optional ones."""
 _ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking", "tool")
 _OF_ROLE = {
     "user": {"text", "tool_result", "tool_addition", "tool_removal"},

@@ -38,7 +38,7 @@ def without_lookaheads(pattern: str) -> list[str]:
     """Return patterns without look-ahead. A text matches all of them exactly if it matches
     `pattern`.
 
-    The result is `pattern` alone if it has no look-ahead, or one that cannot be replaced.
+    The result is `pattern` alone if it has no look-ahead, or a look-ahead that cannot be replaced.
     """
     if len(pattern) > _LONGEST_PATTERN or not _LOOK_AROUND.search(pattern):
         return [pattern]
@@ -66,7 +66,7 @@ def other_texts(texts: Iterable[str]) -> str:
 
 
 def _apart(texts: list[str], *, whole: bool) -> str:
-    """Return a regular expression that matches all texts except some.
+    """Return a regular expression that matches all texts except given ones.
 
     whole: True: the exceptions are `texts`; False: they are all texts that begin with one of
         `texts`.
