@@ -54,7 +54,7 @@ _FIND_FAULT = "\0"
 grammar.
 """
 _FIND_LOOSE_FAULT = "\2"
-"""The same of a schema that lets go."""
+"""Prefix of the same message for a schema that lets go."""
 _CHECK = "\1"
 """Prefix of a message to the child process that is a JSON schema and a text to check against it."""
 _FIND_CPU_S = 0.3
