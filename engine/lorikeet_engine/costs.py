@@ -11,9 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Smallest Σ seen_tokens of a step's prompts with which CUDA runs the step as several graphs."""
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, CUDA
+runs the step as several graphs.
+"""
 SEEN_TO_SPLIT = 1 << 19
-"""Smallest Σ seen_tokens of a step's prompts with which its decodes cost more on CUDA.
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, the
+step's decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own.
 """
@@ -27,12 +30,12 @@ class RowsTime(NamedTuple):
 
 
 def seen_tokens(tokens: int, depth: int = 0) -> int:
-    """Return the number of tokens that each of some prompt tokens attends to, summed over them.
+    """Return the number of pairs of a prompt token and a token that it attends to.
 
-    The sum is tokens · (depth + tokens / 2), as each token attends to about all before it.
+    The number is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
-    tokens: number of attending tokens, consecutive ones of a prompt.
-    depth: number of prompt tokens before them.
+    tokens: number of attending tokens, which are consecutive in a prompt.
+    depth: number of prompt tokens before the attending tokens.
     """
     return tokens * (2 * depth + tokens) // 2
 
@@ -46,7 +49,7 @@ class StepCosts:
         linearly.
     seen_token_s: seconds for each token that a decode attends to, in all layers together.
     window: maximum number of tokens that a decode attends to in a layer with a sliding window;
-        None: no layer has one.
+        None: no layer has a sliding window.
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
@@ -190,12 +193,12 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Latency and bandwidth of loading adapters, from each tier to the next nearer one.
+    """Latency and bandwidth of loading adapters, from each tier to the next tier nearer to the GPU.
 
     A load to the GPU passes all tiers between: remote store, disk, host memory, GPU.
 
     host_latency_s, disk_latency_s, remote_latency_s: seconds that a load from this tier to the next
-        nearer one takes apart from its bytes.
+        nearer one takes, whatever its size.
     host_bytes_per_s, disk_bytes_per_s, remote_bytes_per_s: bandwidth from this tier to the next
         nearer one.
     """

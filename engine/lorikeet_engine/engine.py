@@ -183,8 +183,8 @@ class Engine:
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
-        passing: whether the pin is for a short time. Then the adapter's image is not written to the
-            disk for it.
+        passing: whether the pin is temporary. For a temporary pin, the adapter's image is not
+            written to the disk.
         """
         self._tiers.pin(ref, tier, passing)
         self.wake()
@@ -195,7 +195,7 @@ class Engine:
         self.wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier` if memory can be had for it.
+        """Load an adapter up to `tier` if there is memory for it.
 
         Memory is not taken from requests, from pins or from adapters that are used more.
 

@@ -21,6 +21,7 @@ EngineError
 All are picklable, with their attributes, so they can be sent to other processes.
 """
 
+from enum import StrEnum
 from typing import Any
 
 
@@ -61,7 +62,7 @@ class InvalidRequest(EngineError):
 
 
 class EngineOverloaded(EngineError):
-    """Request that waited for as long as it may, or would have to wait longer than that.
+    """Request that waited for as long as it may, or is expected to wait longer.
 
     retry_after_s: seconds after which to send the request again.
     """
@@ -130,11 +131,25 @@ class AdapterNotReady(AdapterError):
     """
 
 
+class LoadFault(StrEnum):
+    """Part that is at fault when an adapter cannot be loaded.
+
+    ADAPTER: the adapter's own file, which the store refuses or which is damaged. Other adapters can
+        be loaded.
+    DISK: this machine's disk, which is full or broken and could not be bypassed through memory.
+        Other machines may be able to load the adapter.
+    STORE: perhaps the store, which sent the file too slowly or not at all, and no other meanwhile.
+    """
+
+    ADAPTER = "adapter"
+    DISK = "disk"
+    STORE = "store"
+
+
 class AdapterLoadFailed(AdapterError):
     """Adapter that was accepted, but could not be loaded to the GPU.
 
-    own_disk: the cause is this machine's disk, which is full or broken and could not be bypassed
-        through memory. Other machines may be able to load the adapter.
+    fault: LoadFault, the part that is at fault. Without the field, the adapter is.
     """
 
 

@@ -85,11 +85,11 @@ class ServiceAccountToken(httpx.Auth):
 
 
 def update_selectors(api: httpx.Client, namespace: str) -> bool:
-    """Make every selector name the serving cluster if there are two, and no cluster otherwise.
+    """Make every selector name the serving cluster if two clusters exist, and no cluster otherwise.
 
     Return whether all selectors are right. A failure is logged for another attempt, and does not
-    affect the other selectors. Raises KubernetesRefusal if reading the clusters is refused for
-    good.
+    affect the other selectors. Raises KubernetesRefusal if Kubernetes permanently refuses to list
+    the clusters.
     """
     try:
         cluster = _serving_cluster(api, namespace)
@@ -107,7 +107,8 @@ def _update_selector(
 ) -> bool:
     """Update one selector; log a failure. Return whether the selector is right.
 
-    cluster: name of the serving cluster, to be in the selector; None: no cluster is to be in it.
+    cluster: name of the cluster that the selector must have; None: the selector must have no
+        cluster's name.
     """
     try:
         _name_cluster(api, namespace, selector, cluster)
@@ -188,7 +189,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Update selectors for ever. An error ends the process, and Kubernetes restarts it."""
+    """Update selectors forever. An error ends the process, and Kubernetes restarts it."""
     log_to_stderr()
     namespace = (_ACCOUNT / "namespace").read_text()
     with httpx.Client(

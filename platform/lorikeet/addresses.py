@@ -77,7 +77,7 @@ def parse_collector(value: object) -> object:
 
 
 def public_port(environ: Mapping[str, str]) -> int:
-    """Return the port for tenants, PORT or Serve's default. Raises InvalidSetting."""
+    """Return the port for tenants: the value of PORT, or Serve's default. Raises InvalidSetting."""
     text = environ.get("PORT") or str(SERVES_PORT)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
         raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")

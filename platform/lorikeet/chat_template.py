@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-"""Files that may hold a template; the first that has one counts, as in transformers."""
+"""Names of files that may hold a template; the first file with a template counts, as in
+transformers.
+"""
 MAX_TEMPLATE_BYTES = 8 << 20
-"""Largest file that is searched for a template; Gemma's tokenizer_config.json has 1.2 MB."""
+"""Size limit in bytes of a file that may hold a template; Gemma's tokenizer_config.json has
+1.2 MB.
+"""
 
 
 def template_digest(folder: Path) -> str | None:
     """Return the SHA-256 in hex of a folder's stripped chat template; None without a template.
 
-    Skips files larger than MAX_TEMPLATE_BYTES, and whatever is no regular file: reading a pipe or a
+    Skips files larger than MAX_TEMPLATE_BYTES, and files that are not regular: reading a pipe or a
     device would never end.
     """
     for name in TEMPLATE_FILES:
@@ -69,7 +73,7 @@ def _text(path: Path) -> str:
 
 
 def _default(config: Any) -> str | None:
-    """Return the template in a tokenizer's config; of several named ones the default."""
+    """Return the template in a tokenizer's config; of several named templates, the default one."""
     found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}

@@ -1,4 +1,4 @@
-"""Client for trainers: pushes versions of an adapter, and samples from exactly one of them.
+"""Client for trainers: pushes versions of an adapter, and samples from one exact version.
 
 lorikeet = Client("http://127.0.0.1:8000", key="lk_…", publish_key="lk_…")
 version = lorikeet.push(Path("checkpoint-500"), "policy")
@@ -27,7 +27,7 @@ Wait = Literal["none", "ready", "durable"]
 
 
 class TrainersConfig(Protocol):
-    """The method of PEFT's LoraConfig that a push needs."""
+    """Interface of PEFT's LoraConfig that a push uses."""
 
     def save_pretrained(self, folder: str) -> None:
         """Write adapter_config.json into a folder."""
@@ -38,9 +38,9 @@ class PushResult:
     """State of a pushed version, by the service's last answer.
 
     model: value of `model` in requests for this version.
-    version: its number; None until it is durable.
-    ready: whether every replica has it.
-    durable: whether it is in the store.
+    version: number of the version; None until the version is durable.
+    ready: whether every replica has the version.
+    durable: whether the store has the version.
     """
 
     adapter: str
@@ -53,10 +53,10 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One of the answers that a sample returned.
+    """One of the answers that `sample` returned.
 
     logprobs: log probability of each of token_ids, including the token that ended the answer.
-    digest: SHA-256 of the adapter that generated the answer; None: the base model did.
+    digest: SHA-256 of the adapter that generated the answer; None if the base model generated it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -107,12 +107,14 @@ class Client:
     ) -> PushResult:
         """Send a version of an adapter, and return once it has reached the state `wait`.
 
-        A busy or unavailable service is asked again. That is safe: equal bytes are one version.
+        Repeats the request while the service is busy or unavailable. Repeats are safe: equal bytes
+        make one version.
 
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their `config`.
         name: the adapter's name, without its tenant.
         alias: alias to point at the version.
-        lifetime_s: makes the version ephemeral: it is deleted after this time, and never durable.
+        lifetime_s: seconds after which the version is deleted; such a version never becomes
+            durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
@@ -149,10 +151,10 @@ class Client:
     ) -> list[SampledChoice]:
         """Return n choices for a prompt, with token ids and log probabilities.
 
-        A busy or unavailable service is asked again for a minute.
+        Repeats the request for a minute while the service is busy or unavailable.
 
-        fields: fields of a completion request, such as n, max_tokens and temperature; one that is
-            None is left out.
+        fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
+            value is None are left out.
         Raises LorikeetError.
         """
         if fields.get("stream"):
@@ -250,7 +252,9 @@ def _version(answer: Mapping[str, Any]) -> PushResult:
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:
-    """Return the error that an answer holds, with the service's message; None: it holds none."""
+    """Return the error in an answer, with the service's message; None if the answer has no
+    error.
+    """
     if not answer.is_error:
         return None
     try:

@@ -229,7 +229,7 @@ class InvalidKey(LorikeetError):
 
 
 class EndedKey(InvalidKey):
-    """API key that was revoked or has expired, for ever."""
+    """API key that was revoked or has expired, and will never be valid again."""
 
 
 class Forbidden(LorikeetError):

@@ -5,7 +5,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 CANDIDATES = 2
-"""Replicas per key that `rendezvous_candidates` returns."""
+"""Number of replicas that `rendezvous_candidates` returns for a key."""
 _CANDIDATES_REMEMBERED = 100_000
 _ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing saved
 
@@ -13,7 +13,8 @@ _ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
     """Return the replicas in order of preference for `key`: by a hash of both names, highest first.
 
-    Adding or removing a replica changes the first choice of only those keys that choose it.
+    Adding or removing a replica changes the first choice only of keys whose first choice is this
+    replica.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
     return sorted(replicas, key=lambda replica: (_weight(key, replica), replica), reverse=True)

@@ -13,13 +13,15 @@ PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
 """Size limit of a stored conversation, equal to the size limit of a request's body."""
 MAX_CONVERSATIONS = 4
-"""Maximum number of stored conversations that one request's item references may need.
+"""Limit on the stored conversations that one request may read to resolve its item references.
 
-Reading each may take 0.1 s.
+Reading a conversation may take 0.1 s.
 """
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # -N: the call was resent to another replica
 _ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
-"""Id of an item in a stored response. The group is the id of that response, without resp_."""
+"""Pattern of the id of an item in a stored response. The pattern's group is the response's id
+without resp_.
+"""
 
 Json = Mapping[str, Any]
 
@@ -46,7 +48,7 @@ class StoredResponse:
 class ResponseStore:
     """Store that saves, finds and deletes tenants' responses. Thread-safe.
 
-    lifetime_s: age in seconds from which on a response is no longer found.
+    lifetime_s: age in seconds at which a response can no longer be found.
     clock: function that returns the time in Unix seconds.
     """
 

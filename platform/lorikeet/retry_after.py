@@ -1,8 +1,8 @@
 """Retry-After header of refused requests: all constants and formulas.
 
-A 429 or 503 whose cause gives no time says 1 s. A refusal by an engine has the wait that its
-scheduler expects. A refusal by a limit per minute has the time until its token bucket holds
-enough.
+A 429 or 503 without a known time says 1 s. A refusal by an engine says the wait that the engine's
+scheduler expects. A refusal by a limit per minute says the time until the limit's token bucket
+holds enough.
 """
 
 import math
@@ -11,11 +11,15 @@ from datetime import UTC, datetime, timedelta
 _MIN_S = 1.0
 NO_REPLICA_S = 5.0
 STORE_AWAY_S = 5.0
-"""Seconds to wait for an unreachable store. Gateways retry it every second; outages last longer."""
+"""Retry-After in seconds while the store is unreachable. Gateways retry the store every second, but
+outages last longer.
+"""
 FULL_GATEWAY_S = 1.0
-"""Seconds to wait for a gateway with too many requests: so many that some end within a second."""
+"""Retry-After in seconds of a gateway with too many requests: some of them end within a second."""
 FULL_PROXY_S = 5
-"""Seconds to wait for a proxy with too many requests: by then it has passed them all on."""
+"""Retry-After in seconds of a proxy with too many requests: by then it has forwarded all of
+them.
+"""
 
 
 def whole_seconds(wait_s: float | None) -> int:
@@ -24,7 +28,8 @@ def whole_seconds(wait_s: float | None) -> int:
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
-    """Return the seconds, at least 1, until a refused request should find a short enough queue.
+    """Return the seconds, at least 1, until the queue is expected to be short enough for a refused
+    request.
 
     The result is at most `max_queue_s`: by then, every request that waits now has started or has
     exceeded its own limit.

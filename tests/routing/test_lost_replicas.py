@@ -82,6 +82,35 @@ def test_while_fetches_are_paused_a_busy_replica_with_the_adapter_wins(gateway):
     assert "r1" not in gateway.firsts()
 
 
+def test_one_adapter_that_fails_to_load_does_not_divert_others(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", BUSY, moved={REF.digest: Residency.HOST})
+    for _ in range(3):
+        assert not gateway.fleet.on_load_failed(OTHER.digest)
+    assert "r1" not in gateway.firsts()
+    assert gateway.fleet.on_load_failed(REF.digest)
+    assert gateway.firsts() == {"r1"}
+
+
+def test_an_adapter_that_fails_to_load_goes_to_a_replica_that_has_it(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", BUSY, moved={REF.digest: Residency.HOST})
+    assert gateway.fleet.on_adapter_failed(REF.digest)
+    assert gateway.firsts() == {"r1"}
+    gateway.now_s += FETCH_PAUSE_S
+    gateway.receive_all()
+    gateway.receive("r1", BUSY)
+    assert "r1" not in gateway.firsts()
+
+
+def test_many_adapters_with_lost_or_damaged_blobs_do_not_divert_others(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", BUSY, moved={REF.digest: Residency.HOST})
+    for digit in "0123456789":
+        assert not gateway.fleet.on_adapter_failed(digit * 64)
+    assert "r1" not in gateway.firsts()
+
+
 def test_a_full_disk_only_diverts_adapters_that_its_replica_lacks(gateway):
     gateway.receive_all()
     full = gateway.first()

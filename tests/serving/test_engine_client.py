@@ -1,6 +1,7 @@
 """ServeEngineClient with a fake handle: answers, cancellation and retries."""
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.errors import LoadFault
 from tests.serving.fake_stream import FakeStream
 from tests.waiting import until
 
@@ -218,7 +220,7 @@ def test_an_answer_may_end_long_after_its_call_while_items_come(monkeypatch):
 
 def test_a_full_disk_sends_the_call_to_another_replica():
     call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
-    refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
+    refusal = Refusal("adapter_load_failed", "no room", fault=LoadFault.DISK)
 
     async def scenario(engines, handle):
         fleet = fleet_of("test", "engine-tiny")
@@ -234,9 +236,27 @@ def test_a_full_disk_sends_the_call_to_another_replica():
     run(scenario)
 
 
+def test_calls_with_lost_blobs_pause_no_fetches_of_other_adapters():
+    fleet, lost = fleet_of("test", "engine-tiny"), Refusal("adapter_load_failed", "lost")
+    fleet.set_replicas([])  # forgets what other tests told it
+
+    async def scenario(engines, handle):
+        for number, digit in enumerate("de"):
+            ref = AdapterRef("acme", "support", 1, digit * 64)
+            asking = await asked(engines, handle, replace(CALL, request_id=digit, adapter=ref))
+            await until(lambda number=number: len(handle.calls) == number + 1)
+            fleet.assign(digit, "r0", RoutingRequest(Work(prompt_tokens=1), ref))
+            handle.deliver(HEADER)
+            handle.deliver(lost, ended=True)
+            assert (await asking)[-1] == lost
+        assert fleet._replicas["r0"].can_fetch(time.monotonic())
+
+    run(scenario)
+
+
 def test_a_call_is_refused_when_every_disk_is_full():
     call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
-    refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
+    refusal = Refusal("adapter_load_failed", "no room", fault=LoadFault.DISK)
 
     async def scenario(engines, handle):
         asking = await asked(engines, handle, call)

@@ -56,7 +56,7 @@ Warn = Callable[[str], object]
 def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its SHA-256.
 
-    Tensors keep their bytes, except those of dtypes that no engine reads. They are sorted, and
+    Tensors keep their bytes, except tensors of dtypes that no engine reads. Tensors are sorted, and
     named as PEFT names them for an unwrapped base model. The config becomes one key of the header's
     metadata. Copies of the base model's matrices are left out; another key has their hashes.
     Tensors that no answer to a text depends on are left out, too.

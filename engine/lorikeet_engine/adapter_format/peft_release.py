@@ -36,7 +36,7 @@ SCALED_EMBEDDINGS: Release = (0, 18, 0)
 LOST_BIASES: Release = (0, 7, 0)
 """First release that trains biases for bias="lora_only" and leaves them out of the file."""
 SAVED_BIASES: Release = (0, 21, 0)
-"""First release that saves these biases again."""
+"""First release that saves the trained biases of bias="lora_only" again."""
 EXPERTS_OUT_IN: Release = (0, 19, 1)
 """First release that takes parameters of experts as [experts, out, in]."""
 
@@ -67,6 +67,6 @@ def training_release(raw: Mapping[str, Any]) -> Release | None:
 
 
 def is_before(raw: Mapping[str, Any], release: Release) -> bool:
-    """Whether a config shows that it was written by an earlier release of PEFT than this one."""
+    """Whether a config shows that a release of PEFT earlier than `release` wrote it."""
     found = training_release(raw)
     return found is not None and found < release

@@ -88,7 +88,7 @@ class BaseShape:
 
     @property
     def outer_layer(self) -> int:
-        """Row of tables, after those of the decoder layers, for lm_head and the embeddings."""
+        """Row of tables for lm_head and the embeddings, after the rows of the decoder layers."""
         return self.layers
 
     @property

@@ -33,7 +33,7 @@ Selects = Callable[[str], bool]
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
 ) -> tuple[str, ...] | None:
-    """Check that the linears with weights are exactly those that a PEFT config targets.
+    """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
     Returns, sorted, the families of base models in which each target has weights, since PEFT skips
     targets that the base model lacks. None stands for all families that have the linears with
@@ -46,7 +46,8 @@ def check_targets(
         refer.
     run: matcher for the config's expressions.
 
-    Raises AdapterRejected if the modules that have weights are not those that the config selects.
+    Raises AdapterRejected if the modules that have weights are not the modules that the config
+    selects.
     """
     linears = linears_of([canonical_module(module) for module in modules])
     outer = {m for m in modules if not _is_in_layer(m)}
@@ -81,10 +82,10 @@ def _expected(
 ) -> dict[str, set[str]]:
     """Return all modules that a config could target, in the trainer's naming, by family.
 
-    Only families that have the linears with weights; first the family that the weights resemble
-    most.
+    The result has only families that have the linears with weights. The family that the weights
+    resemble most comes first.
     modules: modules that have weights, in the trainer's naming.
-    outer: those of them that are outside the decoder layers.
+    outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: linears that have weights in some layer.
     """
@@ -145,7 +146,8 @@ def resolve_patterns(
     run: Expressions,
     warn: Callable[[str], object],
 ) -> Patterns:
-    """Return the ranks and alphas of a config's patterns, as the release that trained reads them.
+    """Return the ranks and alphas of a config's patterns, as the release of PEFT that trained the
+    adapter reads them.
 
     If several of a pattern's keys match a module, the first one determines the value.
 

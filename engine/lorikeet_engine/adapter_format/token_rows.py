@@ -50,7 +50,7 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     PEFT saves no rows for an lm_head that is tied to the embeddings; the config may list it with
     the embeddings' tokens.
     raw: PEFT's config.
-    saved: canonical modules of which the trainer has saved rows.
+    saved: canonical modules whose trained rows the trainer has saved.
     Raises AdapterRejected or AdapterTooLarge.
     """
     option = raw.get(_OPTION) or {}

@@ -20,7 +20,7 @@ Int64s = npt.NDArray[np.int64]
 class StepInput:
     """Input of one step on the host: all that a process with the model's weights needs.
 
-    Fields that Batch has as well mean the same in both.
+    Fields whose names Batch has too have the same meaning as in Batch.
 
     token_ids: 0 stands in for a pending token, which the previous step sampled and the host has not
         read yet.
@@ -90,7 +90,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """Tokens of a step whose logits are computed in addition to those for sampling; on the host.
+    """Tokens of a step whose logits are computed in addition to the logits for sampling; on the
+    host.
 
     rows: [rows] int64, indices of these tokens in the step.
     head_segments: [3, segments] int32, slots, starts and lengths of lm_head's LoRA segments over
@@ -111,7 +112,7 @@ class LogitsInput:
 
 
 def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """Sort the chunks so that those of one adapter are side by side.
+    """Sort the chunks by adapter, so that chunks of one adapter are side by side.
 
     Chunks whose adapters change lm_head come first, chunks without an adapter last.
     """
@@ -129,7 +130,7 @@ def build_step_input(
 ) -> StepInput:
     """Build the input of a step that computes these chunks.
 
-    chunks: in the order of group_by_adapter.
+    chunks: chunks to compute, in the order of group_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
     Logits are computed for each chunk that completes its sequence, in the order of the chunks.

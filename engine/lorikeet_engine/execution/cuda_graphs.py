@@ -276,14 +276,16 @@ class CudaGraphs:
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the ladder's sizes below `most`, then `most` or the ladder's last size if less."""
+    """Return the ladder's sizes below `most`, then the smaller of `most` and the ladder's last
+    size.
+    """
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
 def _seen_by_prompts(batch: Batch) -> int:
     """Return the number of (prompt token, token that it attends to) pairs in the batch.
 
-    In a whole graph, each prompt token reads all these keys by itself.
+    In a whole graph, each prompt token reads the keys of all tokens that it attends to.
     """
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1

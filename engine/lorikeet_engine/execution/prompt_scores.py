@@ -32,7 +32,7 @@ class ReadScores:
 
 
 class LogitsReader(Protocol):
-    """Consumer of logits that a step computes in addition to those for sampling.
+    """Consumer of the logits that a step computes in addition to the logits for sampling.
 
     Implemented by PromptScores, and by a follower (follower.py), which computes its part of these
     logits.
@@ -65,7 +65,7 @@ class PromptScores:
         chunks: the step's chunks in the order of the batch.
         scored: tokens to score, each range in one of the chunks.
         max_running: maximum number of rows of logits to compute at once. The largest step computes
-            as many, so the memory for them is included in what was measured at start.
+            as many rows, so the memory measured at start includes them.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}

@@ -69,10 +69,10 @@ class StepTimer:
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Make a chunk of the last token of each of `sequences` sequences of `context` tokens.
+        """Make one chunk for each of `sequences` sequences of `context` tokens: its last token.
 
-        adapters: number of the sequences, from the first on, that have an adapter; each has another
-            one.
+        adapters: number of sequences with an adapter; the first sequences have one, each a
+            different one.
         rank: rank of these adapters.
 
         Each sequence has KV pages of its own if there are enough.
@@ -85,7 +85,9 @@ class StepTimer:
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the seconds of a step's fastest run of a few, as other work only adds time."""
+        """Return the seconds of the fastest of a few runs of a step; other work can only slow a run
+        down.
+        """
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)
@@ -132,8 +134,8 @@ class StepTimer:
         The token ids are varied: with one id, a mixture of experts would use only a few experts.
 
         depth: tokens of the sequence before the chunk.
-        index: number of the sequence; sequences have different KV pages as long as there are
-            enough.
+        index: number of the sequence; sequences have different KV pages while there are enough
+            pages.
         """
         vocabulary = self._runner.model.config.vocab_size
         sequence = dummy_chunk(

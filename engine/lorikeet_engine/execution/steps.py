@@ -131,9 +131,9 @@ class ModelRunner:
 class SampledTokens:
     """Tokens that a step sampled, one for each sequence that completes in it.
 
-    tokens: by row of the logits; meaningless in rows with an error.
-    logprobs: by row, for the rows that requested log probabilities.
-    errors: by row, for the rows that have no token.
+    tokens: sampled tokens by row of the logits; meaningless in rows with an error.
+    logprobs: log probabilities by row, for rows that requested them.
+    errors: errors by row, for rows without a token.
     """
 
     tokens: list[int]
@@ -151,9 +151,9 @@ class SampledTokens:
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         """Return the row's sampled token and the tokens forced after it, and the log probabilities.
 
-        Log probabilities are those of the sampled token: no tokens are forced for requests that
-        want them. Both results are empty if the token is a stop id, unless the request asks to keep
-        it.
+        Log probabilities are only of the sampled token: no tokens are forced for requests that want
+        log probabilities. Both results are empty if the token is a stop id, unless the request asks
+        to keep stop ids.
         """
         token = self.tokens[row]
         if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
@@ -225,8 +225,7 @@ class InFlightStep:
     chunks: the step's chunks in the order of the batch.
     sample: tokens that the step samples.
     scores: scores of the step's prompts; None if no prompt is scored.
-    forced: by row of the logits, forced tokens: those that the grammar requires after the sampled
-        one.
+    forced: by row of the logits, the tokens that the grammar requires after the sampled token.
     """
 
     chunks: list[Chunk]

@@ -1,4 +1,4 @@
-"""Hash of a base model's embedding or head matrix, of which trainers save copies.
+"""Hash of a base model's embedding or head matrix, to compare with the copies that trainers save.
 
 Reads files, and loads no model.
 

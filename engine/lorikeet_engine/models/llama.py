@@ -180,7 +180,7 @@ def load_model(
     max_context: see ModelConfig.from_folder.
     rounding: NF4 or FP8, to which the layers' linears are rounded one after the other; None: as
         stored.
-    ranks: processes that share the layers, of which this one loads its part; None: it loads all.
+    ranks: processes that share the layers; this process loads its part. None: it loads all layers.
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)

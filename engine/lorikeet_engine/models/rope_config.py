@@ -21,8 +21,8 @@ class Llama3RopeScaling:
     """Llama 3.1's scaled rotary frequencies: low ones are divided by `factor`, high ones kept.
 
     Frequencies with wavelengths above original_context / low_freq_factor are divided by `factor`.
-    Those with wavelengths below original_context / high_freq_factor are kept. Those between are
-    interpolated.
+    Frequencies with wavelengths below original_context / high_freq_factor are kept. Frequencies
+    between the two are interpolated.
 
     original_context: tokens of the context that the model had before scaling.
     """
@@ -38,8 +38,8 @@ class YarnRopeScaling:
     """YaRN's scaled rotary frequencies (arXiv 2309.00071): low ones are divided, high ones kept.
 
     Frequencies with fewer than beta_slow rotations in original_context tokens are divided by
-    `factor`. Those with more than beta_fast are kept. Those between are interpolated over their
-    indices.
+    `factor`. Frequencies with more than beta_fast rotations are kept. Frequencies between the two
+    are interpolated over their indices.
 
     original_context: tokens of the context that the model had before scaling.
     truncate: whether the interpolation's bounds are rounded to whole indices.
@@ -266,7 +266,8 @@ def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
 def _longrope(
     raw: Mapping[str, Any], rope: Mapping[str, Any], plain: RopeConfig, context: int
 ) -> RopeConfig:
-    """Parse LongRoPE. It has long factors, and short factors for up to the original context.
+    """Parse LongRoPE. LongRoPE has long factors, and short factors for contexts up to the original
+    one.
 
     The long factors are used for all sequences if the engine serves more than the original context.
     transformers switches from short to long factors as a sequence grows, which leaves earlier keys

@@ -38,7 +38,7 @@ class RotaryEmbeddings:
     def at(self, positions: torch.Tensor) -> dict[RopeConfig | None, Turns]:
         """Look up cosines and sines at positions [tokens] int64, for each rotary embedding.
 
-        The key None, for layers without rotary embedding, has tensors without columns.
+        The key None is for layers without rotary embedding; its tensors have no columns.
         """
         nothing = torch.empty(len(positions), 0, device=positions.device)
         at: dict[RopeConfig | None, Turns] = {None: Turns(nothing, nothing)}

@@ -71,9 +71,10 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_tied_head(folder: Path) -> None:
-    """Raise ModelError if config.json ties lm_head to embeddings from which the stored one differs.
+    """Raise ModelError if config.json ties lm_head to embeddings, but a different lm_head is
+    stored.
 
-    For such a checkpoint transformers 5 does not tie them; transformers 4 left lm_head unread.
+    transformers 5 does not tie such a checkpoint's lm_head; transformers 4 ignored the stored one.
     """
     stored = find_tensors(folder)
     head, embeddings = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")

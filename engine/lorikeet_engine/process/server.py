@@ -85,9 +85,9 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
 def _leave_cores() -> None:
     """Let torch use no CPU threads of its own if the engine runs on a GPU.
 
-    Otherwise each thread that packs adapters would have one torch thread per core. These would wait
-    for one another in busy loops, and take the cores from the threads that launch steps. Packing
-    has its own threads (blob_packing.pack).
+    Otherwise each thread that packs adapters would have one torch thread per core. The torch
+    threads would wait for one another in busy loops, and take the cores from the threads that
+    launch steps. Packing has its own threads (blob_packing.pack).
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)
@@ -228,7 +228,8 @@ def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
 def _portable(error: Exception) -> Exception:
     """Return an error that can be pickled and shows the stack.
 
-    This is the error itself with the stack as a note or, if it cannot be pickled, an EngineError.
+    The result is the error itself with the stack as a note, or an EngineError if the error cannot
+    be pickled.
     """
     stack = "".join(traceback.format_exception(error))
     error.add_note(f"In the engine's process:\n{stack}")

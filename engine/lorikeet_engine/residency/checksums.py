@@ -20,7 +20,7 @@ LayerSums = tuple[int, ...]
 def word_sum(elements: torch.Tensor) -> torch.Tensor:
     """Return the checksum of elements, [] int64, on their device: their 64-bit words added up.
 
-    elements: of any dtype, a multiple of 8 bytes.
+    elements: tensor of any dtype, whose size is a multiple of 8 bytes.
     """
     words = elements.view(torch.int64)
     if words.is_cuda:

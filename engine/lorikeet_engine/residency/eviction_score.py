@@ -48,8 +48,7 @@ class LeastUsedForItsSize:
 
     Each use is halved every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses / elements
     would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the square
-    root is
-    a compromise. docs/eviction.md has the numbers.
+    root is a compromise. docs/eviction.md has the numbers.
     """
 
     def score(self, use: UsageRecord) -> float:

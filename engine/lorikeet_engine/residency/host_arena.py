@@ -34,8 +34,8 @@ class _Image:
 class HostArena:
     """Packed images in host memory, by digest. Thread-safe.
 
-    To make place for a new image, those are evicted whose last hold is longest ago. An image that
-    is held, by its writer or by a copy from it, is never evicted.
+    To make room for a new image, the images that were last held longest ago are evicted. An image
+    that is held, by its writer or by a copy from it, is never evicted.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class HostArena:
     def image(self, digest: str) -> PackedImage | None:
         """Return an adapter's image if it is complete, else None.
 
-        Its elements are valid while the image is held. After a reload, a different object is
-        returned.
+        Its elements are valid while the image is held. After a reload of the image, a different
+        object is returned.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None
@@ -164,7 +164,7 @@ class HostArena:
     def pin(self, digest: str) -> bool:
         """Keep an image in host memory from now on.
 
-        Returns False if it is not there, or if the memory for pins is used up.
+        Returns False if host memory has no such image, or if the memory for pins is used up.
         """
         with self._lock:
             image = self._images.get(digest)
@@ -179,7 +179,7 @@ class HostArena:
             self.frees += 1
 
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
-        """Evict images until one of this size fits, and allocate a block for it.
+        """Evict images until an image of this size fits, and allocate a block for it.
 
         Returns the block's offset, or None if not enough memory can be freed. Looks at each image
         once: the engine's thread may be waiting for the lock, and there may be thousands of images.

@@ -128,7 +128,9 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; every EVERY_STEPS, compare the pending checksums and begin further ones."""
+        """Count a step; every EVERY_STEPS steps, compare the pending checksums and begin to compute
+        further checksums.
+        """
         self._steps += 1
         if self._steps % EVERY_STEPS:
             return
@@ -223,8 +225,9 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images that steps may read on this rank's GPU, without those on other ranks'
-    GPUs.
+    """Yield the images on this rank's GPU that steps may read.
+
+    Images on other ranks' GPUs are not included.
     """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)

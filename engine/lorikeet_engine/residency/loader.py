@@ -10,6 +10,7 @@ disk is downloaded into memory, one blob at a time, and packed from there.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -24,7 +25,13 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
-from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
+from lorikeet_engine.errors import (
+    AdapterError,
+    AdapterLoadFailed,
+    AdapterRejected,
+    AdapterTooLarge,
+    LoadFault,
+)
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.disk.cache import DiskCache, is_disk_error, memory_file
@@ -40,12 +47,12 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""Duration in seconds from which a failed download counts as a sign that its source hangs.
+"""Seconds that a failed download must have taken to count as a sign that its source hangs.
 
-One that fails sooner is a failure of its adapter alone.
+A download that fails sooner, or while other downloads succeed, says nothing about its source.
 """
 _SOURCE_RETRY_S = 10.0
-"""Seconds until a client should retry: the time that it takes to notice a hanging source."""
+"""Seconds until a client should retry: the time in which a hanging source is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +60,9 @@ class LoadResult:
     """Result of a load that has ended.
 
     residency: HOST if the image is on the host, where it is held until the receiver of this result
-        releases it. DISK without an error if DISK was asked for, or if the host had no memory. In
-        the latter case, try again once the host's `frees` differs from the value here. REMOTE if
-        the load failed.
+        releases it. DISK without an error if DISK was asked for, or if the host had no memory. If
+        the host had no memory, try again once the host's `frees` differs from this result's. REMOTE
+        if the load failed.
     frees: the host arena's counter `frees` before the attempt, if the host had no memory.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
@@ -90,6 +97,7 @@ class _LoadTask:
     reading_since_s: time.perf_counter() at which reading from the disk began.
     without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
+    fault: part at fault if the load fails now, unless the disk is.
     """
 
     ref: AdapterRef
@@ -102,6 +110,7 @@ class _LoadTask:
     downloads: int = 0
     download_s: float | None = None
     reading_since_s: float = 0.0
+    fault: LoadFault = LoadFault.ADAPTER
 
 
 class Loader:
@@ -131,6 +140,7 @@ class Loader:
         self._tasks: dict[str, _LoadTask] = {}
         self._results: deque[LoadResult] = deque()
         self._source_failure: _SourceFailure | None = None  # None after a success
+        self._downloaded_s = -math.inf  # time of the last successful download
         self._closed = False
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
@@ -143,8 +153,8 @@ class Loader:
     ) -> None:
         """Load an adapter to DISK or HOST.
 
-        If it is being loaded already, that load continues to the tier nearer to the GPU of the two,
-        and becomes urgent if this one is.
+        If the adapter is being loaded already, its load continues to HOST if either call asked for
+        HOST, and becomes urgent if this call is urgent.
 
         urgent: load it before adapters that are not urgent.
         passing: the load is for a temporary pin. An image packed only for such loads is not written
@@ -171,7 +181,7 @@ class Loader:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Begin no more loads; those in progress end by themselves, complete or not."""
+        """Begin no more loads; loads in progress still end, completed or failed."""
         self._closed = True
         workers = self._downloaders, self._packers, self._images, self._streamer
         for each in (*workers, self.incoming_blobs):
@@ -204,7 +214,7 @@ class Loader:
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
                 f"again in {_SOURCE_RETRY_S:g} s, or ask your admin to look into the log",
                 retry_after_s=_SOURCE_RETRY_S,
-                own_disk=is_disk_error(error),
+                fault=LoadFault.DISK if is_disk_error(error) else task.fault,
             )
             self._finish(task, error=_error_about(task.ref, failure, AdapterLoadFailed))
 
@@ -237,17 +247,21 @@ class Loader:
 
     def _fetch(self, task: _LoadTask, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
+            task.fault = LoadFault.STORE
             raise failure.error  # this task was queued behind the hanging download
         began_s = time.monotonic()
         try:
             fetch()
         except Exception as error:
             failed_s = time.monotonic()
-            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_error(error):
+            hung = failed_s - began_s >= _SOURCE_HANGS_S and self._downloaded_s < began_s
+            if hung and not is_disk_error(error):
+                task.fault = LoadFault.STORE
                 self._source_failure = _SourceFailure(error, failed_s)
             raise
         self._source_failure = None
-        task.download_s = time.monotonic() - began_s
+        self._downloaded_s = time.monotonic()
+        task.download_s = self._downloaded_s - began_s
 
     def _from_disk(self, task: _LoadTask) -> None:
         if self._stays_on_disk(task):
@@ -346,9 +360,10 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve memory on the host and write an image there; return False without free memory.
+        """Reserve memory on the host and write an image into it; return False if too little memory
+        is free.
 
-        write: writes the image into this memory and returns its layers' checksums.
+        write: writes the image into the reserved memory and returns its layers' checksums.
         """
         layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees
@@ -357,7 +372,9 @@ class Loader:
             self.incoming_blobs.drop_untaken()
             if task.without_disk:  # each further try would download the blob again
                 problem = "the disk cannot take it, and the host has no room for it yet: try again"
-                raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
+                raise AdapterLoadFailed(
+                    problem, retry_after_s=_SOURCE_RETRY_S, fault=LoadFault.DISK
+                )
             self._finish(task, Residency.DISK, frees=frees)
             return False
         try:

@@ -46,7 +46,7 @@ class PackedLayout:
     head_rank: rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
-    shared_a: (layer, linear) of linears that have the same A as the linear before them.
+    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
     """
 
     rows: torch.Tensor
@@ -98,12 +98,12 @@ class PackedLayout:
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these ranks.
 
-        If lm_head is tied to the embeddings, it gets the embeddings' trained rows as well.
+        If lm_head is tied to the embeddings, lm_head gets the embeddings' trained rows too.
 
         ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; may be
         0.
         world: number of tensor parallel ranks that share the model.
-        shared_a: (layer, linear) of linears that have the same A as the linear before them.
+        shared_a: (layer, linear) of linears that have the same A as the preceding linear.
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
@@ -131,10 +131,9 @@ class PackedLayout:
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """Return the rows of the adapters' table for this layout's image in the arena.
 
-        offset: offset of the image in the arena. If the image is in several pieces, a tensor
-            [layers + 1, 1, 1]: for each layer, the offset at which a whole image would begin that
-            had this
-            layer in the same place.
+        offset: offset of the image in the arena. For an image in several pieces, a tensor [layers +
+            1, 1, 1]: for each layer, the offset of a whole image that would have the layer in the
+            same place.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -181,8 +180,7 @@ class PackedImage(NamedTuple):
     """Image in memory, with the spans of all tensor parallel ranks.
 
     elements: [layout.image_elements].
-    sums: checksums of the layers when the image was packed: those of the first span, then those of
-        the next spans.
+    sums: checksums of the layers when the image was packed, span by span.
     """
 
     layout: PackedLayout

@@ -157,8 +157,9 @@ class _Seen:
 
 
 class SeenAdapters:
-    """Adapters most recently requested, pinned or prefetched, and their images' sizes. Thread-
-    safe.
+    """Adapters most recently requested, pinned or prefetched, and the sizes of their images.
+
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -215,8 +216,7 @@ class Hop:
         mean time.
 
         Both are scaled by the same factor, since one mean cannot tell which of the two is wrong.
-        They are
-        returned unchanged while nothing was measured.
+        Both are returned unchanged while nothing was measured.
 
         latency_s, bytes_per_s: the assumed latency and rate.
         """

@@ -1,4 +1,4 @@
-"""Thread that compiles grammars, which may take long, taking those of each tenant in turn."""
+"""Thread that compiles grammars, which may take long; tenants take turns."""
 
 import math
 import os

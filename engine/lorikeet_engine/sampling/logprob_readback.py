@@ -22,8 +22,8 @@ class LogprobReadback:
     """Log probabilities of the sampled and the most likely tokens, for some rows of logits.
 
     For the model's own log probabilities, create it before sampling, which sets logits of banned
-    tokens to -inf. For those of the distribution that tokens are drawn from, create it after
-    sampling (processed_logprobs.py).
+    tokens to -inf. For log probabilities of the distribution that tokens are drawn from, create it
+    after sampling (processed_logprobs.py).
     """
 
     def __init__(

@@ -164,7 +164,7 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
     """Copy rows of a tensor to other slots.
 
     state: tensor with a row for each slot.
-    others: for a slot to copy from, the slots to copy to.
+    others: slots to copy to, by the slot to copy from.
     """
     for owner, slots in others.items():
         at = upload(np.array(slots, np.int64), state.device)

@@ -16,7 +16,7 @@ from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 
 NOT_FINITE = -1
-"""Result for a row of logits whose largest is not finite, instead of a token id."""
+"""Result instead of a token id, for a row whose largest logit is not finite."""
 
 
 class Sampler:

@@ -39,7 +39,9 @@ class AdapterProvider(Protocol):
         """
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """Return when an adapter that is on the GPU was loaded there, by the monotonic clock."""
+        """Return the time at which an adapter on the GPU was loaded there, by the monotonic
+        clock.
+        """
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
         """Start loading an adapter to the GPU for a tenant, and protect it from eviction for a

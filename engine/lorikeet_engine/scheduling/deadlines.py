@@ -19,9 +19,10 @@ _REFUSE_FACTOR = 2.0
 _MIN_RETRY_AFTER_S = 1.0
 
 _ErrorOf = Callable[[Request], EngineError | None]
-"""Function that returns the error with which a request that missed its deadline fails.
+"""Function that returns the error of a request that missed its deadline.
 
-It returns None if the deadline was for the adapter's load, and the adapter is on the GPU by now.
+The function returns None if the deadline was for the adapter's load, and the adapter is on the GPU
+by now.
 """
 
 
@@ -96,7 +97,8 @@ class Deadlines:
     def next_within_s(self, timeout_s: float | None) -> float | None:
         """Return the seconds until the next deadline, at most timeout_s.
 
-        timeout_s: None for no limit; then the result is None if there is no deadline.
+        timeout_s: maximum result in seconds; None: no maximum, and the result is None if there is
+            no deadline.
         """
         with self._lock:
             if not self._deadlines:

@@ -54,8 +54,8 @@ class ForcedBudget:
         decodes: number of decodes in the step.
         context: total length of the decoding sequences, in tokens.
         beside_others: whether the step also has sequences that cannot have forced tokens, so that
-            forced tokens would only delay them. Without them, only the tokens of a step are
-            limited.
+            forced tokens would only delay them. If not, only the number of tokens in the step
+            limits the forced tokens.
         """
         self._decodes = decodes
         if not beside_others:
@@ -85,8 +85,7 @@ class ForcedBudget:
         return rows[first:] + rows[:first]
 
     def _sizes_worth_paying(self) -> range | list[int]:
-        """Return the numbers of forced tokens with which a step just fills one of the sizes,
-        ascending.
+        """Return the numbers of forced tokens that fill a step up to one of the sizes, ascending.
 
         Returns all numbers if steps are not padded to sizes.
         """

@@ -168,9 +168,10 @@ class KVCache(PagePool):
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """Return how many pages must be freed before a sequence can get `pages`; 0 or less if none.
+        """Return how many pages must be freed before a sequence can get `pages` pages; 0 or less:
+        none.
 
-        spare: number of other sequences, for each of which one free page per group must be left.
+        spare: number of other sequences; one free page per group is left for each of them.
         """
         return pages + spare * (self._whole + self._windowed) - self.free
 
@@ -181,7 +182,7 @@ class KVCache(PagePool):
         Groups with a window get the pages of the first window; `grow` adds the others later.
         Returns False and gives no pages if too few are free.
 
-        spare: number of other sequences, for each of which one free page per group must be left.
+        spare: number of other sequences; one free page per group is left for each of them.
         """
         needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
         cached = self.find(keys) if self._whole else []
@@ -213,7 +214,8 @@ class KVCache(PagePool):
     def expected_hit(self, kv: SequencePages) -> int:
         """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
 
-        Exact for one group of layers, of which prefixes are evicted from their ends.
+        The estimate is exact for a single group of layers, since prefixes are evicted from their
+        ends.
         """
         keys, pages = kv.shareable_keys(), self._pages_of[0]
         return self.page_size * bisect_left(keys, True, key=lambda key: key not in pages)
@@ -236,7 +238,7 @@ class KVCache(PagePool):
         """Return the number of tokens, at most `tokens`, for which a sequence can have pages.
 
         tokens: number of tokens wanted, from the sequence's start.
-        spare: number of other sequences, for each of which one free page per group must be left.
+        spare: number of other sequences; one free page per group is left for each of them.
         """
         if not self._windowed:
             return tokens
@@ -292,8 +294,8 @@ class KVCache(PagePool):
         In groups with a window, only the pages of the prefix's last window must be cached.
 
         keys: keys of the sequence's first pages.
-        most: number of these pages that are cached in the first group; ignored if all groups have
-            windows.
+        most: number of the pages with these keys that are cached in the first group; ignored if all
+            groups have windows.
         """
         end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
         for pages in self._pages_of[1 : self._whole]:
@@ -320,7 +322,7 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages so that those that hold the same tokens are evicted together.
+        """Release a sequence's pages so that pages of the same tokens are evicted together.
 
         This order holds where the groups have equally many pages.
 

@@ -1,8 +1,8 @@
 """Order of one tenant's prompts: half of the work in the order of arrival, half shortest first.
 
-In the order of arrival alone, a short prompt would wait for all of a long one. Shortest first
-alone, a long prompt would wait for ever behind a stream of short ones. So the prompt with the least
-work left may overtake the oldest one, for as much work as the oldest one gets:
+In the order of arrival alone, a short prompt would wait for the whole of a long prompt. Shortest
+first alone, a long prompt would wait forever behind a stream of short prompts. So the prompt with
+the least work left may overtake the oldest prompt, for as much work as the oldest prompt gets:
 
     overtaking += cost of a chunk of the oldest prompt
     overtaking -= cost of a chunk of the shortest prompt, computed while overtaking covers the cost
@@ -31,9 +31,9 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Turn(NamedTuple):
-    """Turn of a sequence to get a chunk, after which `computed` must be called.
+    """Turn of a sequence to get a chunk of its prompt. `computed` must be called after the turn.
 
-    overtakes: whether the sequence goes before an older one of its tenant.
+    overtakes: whether the sequence goes before an older sequence of its tenant.
     overtaken: whether a shorter sequence of the tenant waits for its turn.
     """
 
@@ -72,7 +72,7 @@ class OwnQueue:
         insort(self.by_cost, sequence, key=_cost_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, which still has the status and costs with which it was added."""
+        """Remove a sequence. Its status and costs must not have changed since it was added."""
         del self.by_age[bisect_left(self.by_age, _age_key(sequence), key=_age_key)]
         del self.by_cost[bisect_left(self.by_cost, _cost_key(sequence), key=_cost_key)]
 
@@ -97,7 +97,7 @@ def own_order(
         by_cost = merge(by_cost, waiting.by_cost, key=_cost_key)
 
     def following(kept: Sequence | None, rest: Iterable[Sequence]) -> Sequence | None:
-        """Return `kept` if it may still get a turn, else the next that may."""
+        """Return `kept` if it may still get a turn, else the next sequence in `rest` that may."""
         if kept is not None and kept not in served and not is_blocked(kept):
             return kept
         return next((s for s in rest if s not in served and not is_blocked(s)), None)
@@ -115,8 +115,8 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge both in their orders. A waiting sequence goes before a prefilling one that is younger
-    and has no higher priority.
+    """Merge both groups of sequences, each in its own order. A waiting sequence goes before a
+    prefilling one that is younger and has no higher priority.
     """
     rest = iter(waiting)
     queued = next(rest, None)

@@ -32,8 +32,8 @@ class PageNeeds:
         """Maximum number of pages of a sequence, between two steps, in one group of layers with a
         window.
 
-        They are the pages that the token after the last full page attends to, and two that are
-        being filled.
+        These pages are the pages that the token after the last full page attends to, and two pages
+        that are being filled.
         """
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 
@@ -56,10 +56,10 @@ class PageNeeds:
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
-        """Return the pages, in all groups, that suffice to compute a sequence of `tokens` tokens by
-        itself.
+        """Return the pages, in all groups, that suffice to compute one sequence of `tokens` tokens
+        alone.
 
-        It is computed in steps of up to step_tokens tokens.
+        The sequence is computed in steps of up to step_tokens tokens.
         """
         return self._with(self._pages_in_steps, self.pages_for(tokens))
 

@@ -1,8 +1,8 @@
 """KV pages: free list, reference counts, and the keys by which cached pages are found.
 
-A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so
-a page that can still be written has one owner. A page without references keeps its key and its
-contents until it is allocated again, least recently used first.
+A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so a
+page that can still be written has one owner. A page without references keeps its key and its
+contents until it is allocated again; the least recently used page is allocated first.
 """
 
 from collections import OrderedDict
@@ -37,10 +37,10 @@ class PagePool:
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the first group's cached pages of these keys, up to the first key that is not
-        cached.
+        """Return the pages cached under these keys for the first group of layers, up to the first
+        key that is not cached.
 
-        Adds no references.
+        Adds no references to the pages.
         """
         found: list[int] = []
         pages = self._pages_of[0]

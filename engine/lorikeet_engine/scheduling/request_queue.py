@@ -166,8 +166,7 @@ class RequestQueue:
         """Add all choices of a request to the queue.
 
         Raises EngineClosed if the queue was closed, and InvalidRequest if a request of the same id
-        is in
-        flight.
+        is in flight.
         """
         with self._lock:
             if self._closed:

@@ -27,8 +27,8 @@ class StepLaunch(NamedTuple):
 class StepCounters:
     """Counters of requests and steps, which only grow.
 
-    Any thread may read them. Any thread may count in lookups; the engine's thread counts all
-    others.
+    Any thread may read them. Any thread may count in lookups; only the engine's thread counts in
+    all other fields.
 
     lookups: number of requests by the tier that held their adapter.
     seconds: histogram of the time that a step took.
@@ -46,7 +46,9 @@ class StepCounters:
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count a choice that begins: its prompt tokens and those found in the KV cache."""
+        """Count a choice that begins: its prompt tokens, and its prompt tokens found in the KV
+        cache.
+        """
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 

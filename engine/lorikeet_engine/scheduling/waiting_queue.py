@@ -34,7 +34,7 @@ class WaitingQueue:
         return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and the tenant to the waiting ones."""
+        """Add a sequence to its tenant's queue, and the tenant to the waiting tenants."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         queue = self._queues.get(counter) or OwnQueue()
@@ -45,7 +45,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its tenant's queue.
 
-        The sequence must still have the status and costs with which it was added.
+        The sequence's status and costs must not have changed since it was added.
         """
         counter = sequence.cost.counter
         queue = self._queues[counter]
@@ -79,8 +79,8 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Remove tenants that had no sequence to serve from the waiting ones, so that they gain no
-        credit.
+        """Remove tenants that had no sequence to serve from the waiting tenants, so that they gain
+        no credit.
 
         counters: the tenants' counters.
         """
@@ -96,7 +96,7 @@ class FairOrder:
 
     own_orders: each tenant's sequences, in order.
     first: sequence that precedes all others, unless it has finished.
-    exhausted: tenants of which all sequences have been returned or skipped.
+    exhausted: tenants whose sequences have all been returned or skipped.
     """
 
     def __init__(self, own_orders: Iterable[Iterator[Turn]], first: Sequence | None) -> None:

@@ -27,7 +27,7 @@ from lorikeet.answer_stream.responses_format import ResponseEventStream, respons
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
-from lorikeet_engine.errors import AdapterError, EngineError
+from lorikeet_engine.errors import AdapterError, EngineError, LoadFault
 from lorikeet_engine.request import (
     EngineTimings,
     Failed,
@@ -38,7 +38,8 @@ from lorikeet_engine.request import (
 )
 
 MOST_LOGPROBS_BYTES = 2**26
-"""Limit on the bytes of log probabilities in one body, which replica and gateway hold whole.
+"""Limit on the bytes of log probabilities in one JSON body. Replica and gateway hold the whole body
+in memory.
 
 Log probabilities of short tokens take 40 MB at most. With longer tokens, a choice ends once its
 body reaches this limit.
@@ -55,16 +56,16 @@ class Answer:
     ended: True once the last item was returned.
     awaits_checks: True once all choices have ended, if the answer is to be checked: `end` returns
         its last items.
-    stopped: choices that ended at a stop string or after a single tool call while the engine
-        still generates for them; the owner aborts these choices and clears the list.
+    stopped: choices that have ended at a stop string or after a single tool call, and that the
+        engine still generates; the owner aborts these choices and clears the list.
 
     Constructor arguments:
     prompts: token ids of each prompt.
     syntax: the model's syntax for tool calls; None if no tools may be called.
     thinking: whether the model's thinking may come before its answer, or has begun in the
         prompt.
-    echoes: the prompts in the forms in which the answer repeats them; None computes them here,
-        which is slow for long prompts.
+    echoes: the prompts in the forms in which the answer repeats them; None: computed by the
+        constructor, which is slow for long prompts.
     checked: the finished answer is to be checked against JSON schemas.
     """
 
@@ -276,7 +277,7 @@ def whole_answer(
 ) -> bytes:
     """Return the JSON body that answers a call without `stream`.
 
-    choices: in order of index.
+    choices: finished choices, in order of index.
     checks: of each choice, if the answer is checked.
     """
     match call.endpoint:
@@ -297,5 +298,5 @@ def refusal_of(error: EngineError) -> Refusal:
     """Return the HTTP API's refusal for an exception of the engine."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
-    own_disk = bool(fields.get("own_disk"))
-    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"), own_disk)
+    fault = fields.get("fault", LoadFault.ADAPTER)
+    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"), fault)

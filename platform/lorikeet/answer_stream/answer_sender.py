@@ -15,13 +15,14 @@ from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 Abort = Callable[[str, int], object]
 """Function that aborts one choice: takes the request's id and the choice's index."""
 _REPORT_EVERY = 64
-"""Number of generated tokens between two RunningUsage items. At this value they are less than 2% of
-the items that a gateway gets.
+"""Number of generated tokens between two RunningUsage items. At this value, RunningUsage items are
+less than 2% of the items that a gateway receives.
 """
 _PROMPT_LOGPROBS_AT_ONCE = 128
 """Number of prompt tokens whose log probabilities are formatted in one callback of the event loop.
 
-They take some 4 ms with 20 alternatives each. One step of the engine computes thousands of them.
+Formatting this many tokens with 20 alternatives each takes about 4 ms. One step of the engine
+computes the log probabilities of thousands of tokens.
 """
 
 
@@ -29,16 +30,16 @@ class AnswerSender:
     """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
-        switches of the event loop would cost more than the work.
+    switches of the event loop would cost more than the work.
 
     ended: future that is done once the whole answer is sent, or all of it up to the checks of its
-        choices, with which `end` sends the rest. It fails if Lorikeet's own code raises an
+        choices, with which `end` sends the rest. The future fails if Lorikeet's own code raises an
         exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
-    abort: called for choices that have ended, as at a stop string, while the engine still
-        generates for them.
+    abort: called for choices that have ended, as at a stop string, and that the engine still
+        generates.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Send the answer's first header, then the outputs that arrived before it."""
+        """Send the answer's first header, then the outputs that arrived before this call."""
         self._header = header
         self._stream.put(self._request_id, (header,))
         self._work()

@@ -39,7 +39,10 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class AnswerProgress(Protocol):
-    """State of a growing answer that its deltas do not include. Implemented by Answer."""
+    """Numbers and stop strings of a growing answer, which its deltas do not include.
+
+    Implemented by Answer.
+    """
 
     def usage(self) -> FinalUsage:
         """Return the number of tokens of all prompts and choices so far."""
@@ -215,10 +218,10 @@ def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
 
 
 def _input(arguments: str) -> bytes:
-    """Return a tool's input as JSON. If the call was cut off, return what can be parsed of it.
+    """Return a tool's input as JSON. If the call was cut off, return the part that can be parsed.
 
     Complete input keeps its text, in ASCII: Python may be unable to represent a number that is
-        valid JSON.
+    valid JSON.
     """
     try:
         from_json(arguments, allow_inf_nan=False)

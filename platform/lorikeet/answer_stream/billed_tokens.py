@@ -10,10 +10,10 @@ from lorikeet_engine.request import Output, Tokens
 class BilledTokens:
     """Counter of the tokens of one call for which its tenant is billed.
 
-    A finished answer is billed by its FinalUsage. If the client disconnects, or the answer
-        fails halfway, the bill has the prompts that reached their first token and the tokens
-        generated until then. A call that was refused, or failed before its first byte, is
-        billed nothing: another replica may repeat it, and tokens are billed once.
+    A finished answer is billed by its FinalUsage. If the client disconnects, or the answer fails
+    halfway, the bill has the prompts that reached their first token and the tokens generated until
+    then. A call that was refused, or failed before its first byte, is billed nothing: another
+    replica may repeat it, and tokens are billed once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -39,8 +39,9 @@ class BilledTokens:
                 self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
-        """Note an item sent to the gateway. Its kind decides between billing FinalUsage, the tokens
-        so far, or nothing.
+        """Record that an item was sent to the gateway.
+
+        The item's type decides whether to bill its FinalUsage, the tokens so far, or nothing.
         """
         if isinstance(item, bytes):
             self._begun = True
@@ -54,9 +55,7 @@ class BilledTokens:
         self._refused = not self._begun
 
     def counts(self) -> UsageCounts | None:
-        """Return the usage to bill for what was generated so far; None for a call that is not
-        billed.
-        """
+        """Return the tokens to bill so far; None if the call is not billed."""
         if self._refused:
             return None
         if (usage := self._usage) is not None:

@@ -24,9 +24,9 @@ _KEPT_NAMES = 2**15
 """Number of tokens whose names and JSON are cached, at some 400 bytes each."""
 _CONTEXT_TOKENS = 8  # enough for decoders that join words with spaces
 _MAX_UNDECODED = 64
-"""Maximum number of tokens that are held back because their bytes end in an incomplete character.
+"""Maximum number of tokens held back because their bytes end in an incomplete character.
 
-Each further token decodes all of them again.
+Each further token decodes all held-back tokens again.
 """
 _PART_TOKENS = 3  # longest incomplete UTF-8 character, at one byte a token
 
@@ -114,7 +114,8 @@ class Vocabulary:
 class StopStrings:
     """Stop strings of a call, shared by its choices.
 
-    The search for a partial stop string at a text's end takes the same time for any number of them.
+    The time to find a partial stop string at a text's end does not depend on the number of stop
+    strings.
     """
 
     def __init__(self, stop: Iterable[str] = ()) -> None:
@@ -204,7 +205,9 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string in it. No tokens may follow."""
+        """Return the text that was held back, up to a stop string if the text contains one. No
+        tokens may follow.
+        """
         if self.stopped:
             return ""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)

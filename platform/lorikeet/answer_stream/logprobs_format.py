@@ -39,7 +39,7 @@ class NamedToken:
 
 
 class SampledToken(NamedTuple):
-    """A token with its log probability and those of the likeliest tokens at its position.
+    """A token and the likeliest tokens at its position, with their log probabilities.
 
     tokens: the sampled token, then the alternatives, likeliest first.
     logprobs: log probabilities of `tokens`; (None,) for a prompt's first token, which has none.

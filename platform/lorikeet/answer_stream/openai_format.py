@@ -203,8 +203,7 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Return `of_choice` and `close`, one of them with the prompt's token ids if these were not
-        sent yet.
+        """Add the prompt's token ids to `of_choice` or `close` unless they were sent; return both.
 
         choice: index of the choice.
         of_choice: JSON members of the event's choice.
@@ -228,7 +227,7 @@ def json_body(
 ) -> bytes:
     """Return the JSON body of a chat completion or completion without `stream`.
 
-    choices: in order of index; choice i continues prompt i // n.
+    choices: finished choices, in order of index; choice i continues prompt i // n.
     """
     chat = call.endpoint is Endpoint.CHAT
     head = dump(_head(call, "chat.completion" if chat else "text_completion"))

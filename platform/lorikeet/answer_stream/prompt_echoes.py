@@ -17,7 +17,8 @@ _AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 class PromptEchoes:
     """Prompts of one call, in the forms in which its answer repeats them.
 
-    texts: text of each prompt, with which the text of its choices begins; () without `echo`.
+    texts: text of each prompt, which the text of the prompt's choices begins with; () without
+        `echo`.
     token_ids: JSON of each prompt's token ids; () without `return_token_ids`.
     """
 

@@ -27,7 +27,7 @@ class Thinking(Enum):
 
 
 def thinking_behind(prompt: str) -> Thinking:
-    """Return whether thinking may follow a prompt, or has begun at its end.
+    """Return the state of the thinking at the end of a prompt.
 
     prompt: text of the prompt's end.
     """
@@ -38,9 +38,9 @@ def thinking_behind(prompt: str) -> Thinking:
 
 
 def thinking_within(said: str) -> Thinking:
-    """Return whether thinking may follow, or has begun in, a given beginning of an answer.
+    """Return the state of the thinking after the given beginning of an answer.
 
-    said: this beginning.
+    said: the beginning of the answer.
     """
     if said.rfind(OPENS) > said.rfind(CLOSES):
         return Thinking.BEGUN

@@ -52,13 +52,13 @@ _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 
 
 class BodyEnd(Protocol):
-    """Incremental finder of the end of a body of tool calls. It reads each character once."""
+    """Incremental finder of the end of a body of tool calls. Reads each character once."""
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         ...
 
@@ -71,10 +71,10 @@ class JsonEnd:
         self._in_string = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -111,10 +111,10 @@ class PythonEnd:
         self._open, self._items = [_OUTSIDE], [""]  # current item of each open bracket
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -191,10 +191,10 @@ class GemmaEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
-        text: new characters, which follow those of earlier calls.
+        text: new characters, which follow the characters of earlier calls.
         """
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
@@ -220,7 +220,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
     """Return a finder of the end of a body of tool calls.
 
     In the JSON style a body ends before the closing mark. In other styles a body may hold several
-    calls and includes the closing mark. It ends early at text that cannot belong to a call.
+    calls and includes the closing mark. A body ends early at text that cannot belong to a call.
     """
     match syntax.style:
         case CallStyle.JSON:

@@ -83,7 +83,7 @@ def apply_changes(state: CatalogState, changes: Iterable[Change], time: float) -
 
 
 def apply_to_partition(partition: Partition, number: int, entries: Iterable[Entry]) -> Partition:
-    """Return partition `number` after the changes of these entries that concern it."""
+    """Return partition `number` after applying all changes in these entries that affect it."""
     draft = _Draft(partition, number)
     for entry in entries:
         for change in entry.changes:

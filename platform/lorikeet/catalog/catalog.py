@@ -75,9 +75,10 @@ class AdapterCatalog:
     """The catalog in one store. Thread-safe; other processes may write to the store too.
 
     Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
-    Conflict if other writers appended first in every attempt, StoreRefused if the store ignores
-    conditional writes. That is checked before the first change, and every ten minutes of changes.
-    clock: Unix seconds.
+    Conflict if other writers appended first in every attempt, and StoreRefused if the store ignores
+    conditional writes. Conditional writes are checked before the first change, and again before
+    changes that come ten minutes or more after a check.
+    clock: function that returns the time in Unix seconds.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
@@ -213,10 +214,11 @@ class AdapterCatalog:
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
-        A blob that is a usable version of this adapter already returns that version. The first
-        version becomes prod.
+        Returns the existing version if the blob is already a usable version of this adapter. The
+        first version becomes prod.
         blob: file with the validated bytes.
-        shared: open the adapter to every tenant; None keeps the present setting, False at first.
+        shared: open the adapter to every tenant; None keeps the present setting, which is False for
+            a new adapter.
         promote: point prod to the version.
         alias: alias to point to the version, unless `promote` is set.
         since: number of the log entry that the caller's decision was based on; None: the newest.
@@ -348,7 +350,7 @@ class AdapterCatalog:
     ) -> PinRecord:
         """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
-        name: adapter to pin; None pins all of the tenant's.
+        name: adapter to pin; None pins all adapters of the tenant.
         Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
         now = self._clock()

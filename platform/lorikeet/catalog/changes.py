@@ -1,4 +1,4 @@
-"""Changes of the catalog, and the log entry that commits some of them together.
+"""Changes of the catalog, and the log entry that commits several changes together.
 
 A change holds its author's decision; the entry holds time and author once for all of its changes.
 """
@@ -124,7 +124,10 @@ class AdapterShared(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasMoved(AdapterChange):
-    """Move of an alias to a version. Ends its share; the previous version joins its history."""
+    """Move of an alias to a version.
+
+    The alias's share ends, and its previous version joins its history.
+    """
 
     alias: str
     version: int
@@ -183,7 +186,10 @@ class AdapterRetired(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """Pin of an adapter, or of a tenant if name is None, set or replaced; see PinRecord."""
+    """Pinning of an adapter, or of a tenant if name is None; replaces an earlier pin.
+
+    The fields have the meanings that they have in PinRecord.
+    """
 
     tenant: str
     name: str | None

@@ -111,7 +111,7 @@ class GarbageCollector:
                 return adapters
 
     def _snapshots(self) -> Iterator[StoredObject]:
-        """Delete old snapshots, then the partitions that only they name."""
+        """Delete old snapshots, then the partitions that only these snapshots name."""
         manifests = list(self._store.scan(MANIFESTS))
         kept = _kept(manifests, self._before)
         yield from self._sweep(found for found in manifests if found not in kept)
@@ -127,8 +127,8 @@ class GarbageCollector:
         return (found for found in self._store.scan(prefix) if found.modified < self._before)
 
     def _sweep(self, garbage: Iterable[StoredObject]) -> Iterator[StoredObject]:
-        """Delete these objects, except those that were written again meanwhile; yield each deleted
-        one.
+        """Delete garbage objects unless they were written again meanwhile; yield each deleted
+        object.
         """
         left = iter(garbage)
         while batch := list(islice(left, _BATCH)):
@@ -168,10 +168,11 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """Return the snapshots to keep: the newest, the young, and a few of the older ones.
+    """Return the snapshots to keep: the newest snapshot, young snapshots, and a few older
+    snapshots.
 
     manifests: newest first.
-    before: Unix seconds from which a snapshot is young.
+    before: Unix seconds; snapshots made later are young.
     """
     of_range = {manifest_seq(found.key) // _OLD_KEPT_EVERY: found for found in reversed(manifests)}
     young = (found for found in manifests if found.modified >= before)
@@ -181,7 +182,8 @@ def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
 def _stored(upload: Upload) -> StoredObject:
     """Return the upload as an entry of the store's listing.
 
-    Its size is that of the whole blob, or 0 if the blob was stored before the upload began.
+    The entry's size is the size of the whole blob, or 0 if the blob was stored before the upload
+    began.
     """
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)

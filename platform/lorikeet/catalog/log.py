@@ -23,7 +23,7 @@ BLOCK = 128
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17
-"""Limit on the bytes of an object that repeats earlier entries; a larger one holds only its own."""
+"""Limit on the bytes of an object. An object that would be larger omits the earlier entries."""
 
 
 class Log:
@@ -42,7 +42,8 @@ class Log:
         actor: author, for the audit trail.
         time: Unix seconds.
         Raises Conflict if another writer has taken that number, StoreError if the store failed and
-        does not hold the entry, StoreRefused once an entry read here has been overwritten.
+        does not hold the entry, StoreRefused if an entry that this process has read was
+        overwritten.
         """
         if self._overwritten is not None:
             raise StoreRefused(
@@ -84,7 +85,9 @@ class Log:
         return self.between(after, max(found, default=after))
 
     def between(self, after: int, last: int) -> list[Entry]:
-        """Return the entries from `after` + 1 to `last`, which exists. Raises StoreError."""
+        """Return the entries from `after` + 1 to `last`, all of which must exist. Raises
+        StoreError.
+        """
         wanted = range(after + 1, last + 1)
         if not wanted:
             return []
@@ -129,7 +132,9 @@ class Log:
                 self._held = entries
 
     def _compare(self, entries: Sequence[Entry]) -> None:
-        """Log the first entry that another object repeats otherwise than it was read here."""
+        """Log the first entry whose copy in another object differs from the entry as this process
+        read it.
+        """
         nonces = {entry.seq: entry.nonce for entry in self._held}
         for entry in entries:
             if self._overwritten is None and nonces.get(entry.seq, entry.nonce) != entry.nonce:

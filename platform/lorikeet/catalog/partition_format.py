@@ -31,8 +31,8 @@ PARTITION_SCHEMA = 4
 READ_SCHEMAS = (2, 3, 4)
 """Format versions that this release reads.
 
-In schema 2 the versions of adapters lack `touches`, and up to schema 3 trained tokens and
-`trained_on`.
+Adapter versions lack `touches` in schema 2, and lack trained tokens and `trained_on` in schemas 2
+and 3.
 """
 
 Json = Any

@@ -31,7 +31,7 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read those of these partitions that are still unread. Raises StoreError.
+        """Read the given partitions unless they are read already. Raises StoreError.
 
         numbers: numbers of partitions.
         """
@@ -46,8 +46,8 @@ class CatalogReader(CatalogView):
     def refresh(self, asked_s: float | None = None) -> CatalogState:
         """Read the entries appended since the last refresh, and return the new state.
 
-        Callers that wait for each other fail together: if another refresh has failed since
-        `asked_s`, the store is not asked again.
+        Concurrent callers share a failure: if another refresh has failed since `asked_s`, this call
+        fails without asking the store.
         asked_s: time.monotonic() of the caller's request; None: now.
         Raises StoreError.
         """
@@ -104,7 +104,7 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Take unread partitions from the newest snapshot from now on.
+        """Read the unread partitions from the newest snapshot from now on.
 
         Fewer log entries then have to be applied to a partition when it is read.
         """

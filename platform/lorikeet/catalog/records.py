@@ -32,8 +32,8 @@ class Limits:
     requests_per_min: average rate of requests.
     tokens_per_min: average rate of tokens; prompt and answer count alike.
     burst_s: seconds of an average rate that may arrive at once.
-    max_concurrent: requests at once.
-    max_context: tokens of one prompt with its answer.
+    max_concurrent: maximum number of requests at once.
+    max_context: maximum number of tokens of one prompt plus its answer.
     tokens_per_month: budget of a calendar month, UTC.
     bytes_per_min: average rate of pushed adapters' bytes.
     """
@@ -52,13 +52,15 @@ class TenantRecord:
     """A tenant: owner of adapters and keys, to which limits apply.
 
     created: Unix seconds.
-    weight: the tenant's part of a busy replica relative to other tenants', > 0; 1 by default.
+    weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default
+        1.
     max_adapters: limit on usable adapters of its own; None: no limit.
     max_total_bytes: limit on the blobs of all usable versions of its adapters; None: no limit.
     pin_budget_bytes: limit on the images of its pinned adapters on one replica; None: no limit.
     max_rank: limit on the LoRA rank of each of its adapters; None: only the service's limit
         applies.
-    max_adapter_bytes: limit on the size of each of its adapters; None: likewise.
+    max_adapter_bytes: limit on the size of each of its adapters; None: only the service's limit
+        applies.
     """
 
     name: str
@@ -80,7 +82,7 @@ class KeyRecord:
     sha256: SHA-256 of the secret, 64 hex digits.
     created: Unix seconds.
     name: label for display; "" for none.
-    limits: apply in addition to the tenant's; a key has no tokens_per_month.
+    limits: the key's limits, which apply in addition to the tenant's; without tokens_per_month.
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.
@@ -207,8 +209,8 @@ class AdapterRecord:
         """Return the usable version that an alias, a version number or a digest selects, or None.
 
         session: key that decides between the two versions of an alias with a share. A session
-            always gets the same version, and keeps the second one while its share grows. None: the
-            version that the alias points to.
+            always gets the same version, and keeps the second version while its share grows. None:
+            the version that the alias points to.
         """
         if is_digest(selector):
             return self.with_digest(selector)
@@ -231,7 +233,7 @@ class AdapterRecord:
         return next(found, None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """Return the aliases that point to this version or give it a share, sorted."""
+        """Return the aliases, sorted, that point to this version or give a share to it."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 
@@ -257,7 +259,7 @@ class PinKey:
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """Order by tenant and name; a tenant's own key precedes those of its adapters."""
+        """Order by tenant and name; a tenant's own key precedes the keys of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 
@@ -270,7 +272,7 @@ class PinRecord:
     replicas: number of replicas; None: all replicas of the base model.
     priority: if not all pins fit, higher priorities are kept first, then older pins.
     expires: Unix seconds; None: never.
-    created: Unix seconds; changed options keep it.
+    created: Unix seconds; a change of options does not change it.
     """
 
     tenant: str

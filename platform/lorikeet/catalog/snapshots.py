@@ -76,7 +76,7 @@ class Snapshots:
     def write(self, state: CatalogState) -> Manifest:
         """Write a snapshot of a state and return its manifest. Idempotent.
 
-        state: a partition of it may be unread if no log entries wait to be applied to it.
+        state: may hold unread partitions, but no log entries that wait for such a partition.
         """
         partitions = tuple(in_parallel(self._write, state.partitions))
         manifest = Manifest(state.seq, state.time, partitions)

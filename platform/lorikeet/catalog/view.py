@@ -45,7 +45,7 @@ class CatalogView:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read the unread among these partitions. Raises StoreError."""
+        """Read the given partitions unless they are read already. Raises StoreError."""
         held = [self._state.partitions[number] for number in numbers]
         partitions = self._snapshots.read(
             {partition.digest for partition in held if isinstance(partition, UnreadPartition)}
@@ -57,7 +57,7 @@ class CatalogView:
             self._state = replace(self._state, partitions=tuple(now))
 
     def advance(self, entries: Sequence[Entry]) -> None:
-        """Apply those of these entries that are newer than the state.
+        """Apply the given entries that are newer than the state.
 
         entries: consecutive log entries, in order.
         """
@@ -80,7 +80,7 @@ class CatalogView:
                 self._state = state
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """Read partitions from this snapshot from now on.
+        """Read unread partitions from this snapshot from now on.
 
         manifest: snapshot of an entry that the state already covers.
         written: state that the snapshot was made of; None if another process made the snapshot.

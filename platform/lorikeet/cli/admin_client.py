@@ -139,7 +139,7 @@ class AdminClient:
 
 
 def admin(ctx: typer.Context) -> AdminClient:
-    """Return the client that the root command has made of its options."""
+    """Return the client that the root command has made from its options."""
     server = ctx.obj
     assert isinstance(server, AdminClient)
     return server

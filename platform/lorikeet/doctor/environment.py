@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 class _Wanted(NamedTuple):
     """A variable that Ray reads.
 
-    value: the wanted value; if it is a number, larger ones are fine too, or smaller ones if `most`.
+    value: the wanted value. Larger numbers are accepted too; with `most`, smaller ones instead.
     harm: effect of another value.
     """
 
@@ -73,7 +73,9 @@ def check_settings(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def check_ray_variables(planned: PlannedStart) -> Iterator[Finding]:
-    """Check the variables that must be set before Ray starts: setting them in serve_app is late."""
+    """Check the variables that must be set before Ray starts: serve_app runs too late to
+    set them.
+    """
     missing = [each for each in _RAY_VARIABLES if not _fits(planned.environ.get(each.name), each)]
     for each in missing:
         there = planned.environ.get(each.name)

@@ -115,7 +115,7 @@ def _fix(gpus: int, for_one_of_each: int) -> str:
     """Return the remedy for too few GPUs.
 
     gpus: number of GPUs found.
-    for_one_of_each: number of GPUs that one replica of each base model needs in all.
+    for_one_of_each: number of GPUs for one replica of every base model.
     """
     if not gpus:
         return "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or set LORIKEET_DEVICE=cpu"

@@ -73,7 +73,9 @@ class PlannedStart:
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs that all engines need at the start; on the CPU, of engine processes."""
+        """Number of GPUs that all engines need at the start; on the CPU, number of engine
+        processes.
+        """
         settings = self.settings
         return sum(n * settings.tensor_parallel[name] for name, n in settings.replicas.items())
 
@@ -81,7 +83,7 @@ class PlannedStart:
     def device_free(self) -> int | None:
         """Bytes that one engine finds free on its device; None if no GPU is known.
 
-        Of several GPUs the one with the fewest free bytes counts.
+        With several GPUs, returns the free bytes of the GPU that has the fewest.
         """
         if self.device == "cpu":
             return self.host.available

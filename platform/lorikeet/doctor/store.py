@@ -11,9 +11,9 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.errors import StoreError
 
 _SKEW_S = 5.0
-"""Difference in seconds between the store's clock and this machine's from which to warn.
+"""Seconds by which the store's clock may differ from this machine's without a warning.
 
-Keys and pins expire by the gateways' clocks, garbage collection goes by the store's.
+Keys and pins expire by the gateways' clocks; garbage collection uses the store's clock.
 """
 _MOST_SKEW_S = 300.0
 _NO_CACHE = "take out the proxy or cache in front of the store that changes answers"

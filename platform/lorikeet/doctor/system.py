@@ -108,7 +108,9 @@ _FILES_OF_REQUEST = 2
 
 
 def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that /dev/shm holds Ray's object store, and the limit of open files all requests."""
+    """Check the size of /dev/shm for Ray's object store, and the limit of open files for all
+    requests.
+    """
     host, settings = planned.host, planned.settings
     shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))
     if host.shm is not None and host.shm < shm:

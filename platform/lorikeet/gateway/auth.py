@@ -31,7 +31,7 @@ class ResolvedModel(NamedTuple):
     rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
     image_bytes: the adapter's size on a GPU; 0 for a base model.
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
-    trained_on: as VersionRecord.trained_on; None for a base model.
+    trained_on: value of VersionRecord.trained_on; None for a base model.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
     """
 
@@ -70,7 +70,7 @@ class RequestAuthenticator:
     def __init__(
         self, services: Services, catalog_view: GatewayCatalogView, pushed: PushedVersions
     ) -> None:
-        """Look up in the catalog's view, and among pushed versions.
+        """Set up lookups in the catalog's view and among pushed versions.
 
         pushed: versions that are not yet in the catalog's log, but that requests can name already.
         """
@@ -109,7 +109,7 @@ class RequestAuthenticator:
     ) -> ResolvedModel:
         """Return the base model and adapter that `model` names for a tenant.
 
-        A name without a tenant is that of a base model, else of the tenant's own adapter.
+        A name without a tenant means the base model of this name, else the tenant's own adapter.
         session: name of the session; chooses between two versions that share an alias. None chooses
             the first.
 
@@ -177,7 +177,7 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
     On tenants' routes a Basic header is returned as the Bearer header of its password, and
-    x-api-key may stand in the header's place. Raises InvalidKey if Authorization and x-api-key have
+    x-api-key may replace Authorization. Raises InvalidKey if Authorization and x-api-key have
     different keys.
     """
     authorization = request.headers.get("authorization")

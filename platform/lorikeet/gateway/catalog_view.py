@@ -220,9 +220,10 @@ class GatewayCatalogView:
                 del self._partitions[number]
 
     async def _read(self) -> bool:
-        """Return whether a refresh that begins after this call succeeds within LONGEST_WAIT_S.
+        """Wait for a refresh that begins after this call; return whether it succeeds within
+        LONGEST_WAIT_S.
 
-        Calls made before that refresh begins share it.
+        Calls made before that refresh begins share the refresh.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())

@@ -27,10 +27,11 @@ CREATED = 201
 ACCEPTED = 202
 
 _LONGEST_RETRY_S = 60
-"""Maximum Retry-After, in seconds, that clients should wait out by themselves.
+"""Longest Retry-After, in seconds, after which clients should retry automatically.
 
-With a longer one, x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at
-once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic 2.14).
+With a longer Retry-After, x-should-retry: false makes OpenAI's and Anthropic's clients raise the
+error at once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic
+2.14).
 """
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
@@ -58,9 +59,7 @@ _LIKE_IDS = {
     "/v1/responses/compact": ": conversations are not compacted here, send the turns that the model"
     " is to see, or ask the model itself for a summary of earlier ones",
 }
-"""Advice in the 404 for missing endpoints whose path looks like that of an object with an id, by
-path.
-"""
+"""Advice in the 404 for missing endpoints whose path looks like the path of an object, by path."""
 
 
 _RESPONSES_PARAMS = {
@@ -134,7 +133,9 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
 
 
 def internal_error_response(scope: Scope) -> Response:
-    """Return the response to an unexpected exception. It tells nothing about the exception."""
+    """Return the response to an unexpected exception. The response tells nothing about the
+    exception.
+    """
     return _response(scope, LorikeetError.code, _INTERNAL)
 
 

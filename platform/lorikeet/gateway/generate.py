@@ -60,9 +60,7 @@ _TYPICAL_ANSWER_TOKENS = 256
 length.
 """
 _BYTES_OF_READ = 16 * 2**10
-"""Bytes of a token-counting request's body that cost one more read in its tenant's limit of
-reads.
-"""
+"""Number of body bytes for which a token-counting request counts as one more read of its tenant."""
 
 
 def generate_routes(
@@ -75,7 +73,7 @@ def generate_routes(
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, bypassing FastAPI.
 
-    FastAPI's resolution of dependencies, though there are none, would take a quarter of the
+    FastAPI would resolve dependencies, though there are none, which would take a quarter of the
     gateway's time on a request.
     """
     bodies = LargeBodies()
@@ -197,10 +195,9 @@ class RateLimitObserver(RequestObserver):
     """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
     used.
 
-    Complete answer: the tokens of FinalUsage are charged.
-    Failure before the first bytes: no tokens are charged.
-    Client disconnected or replica lost during the answer: the larger of two numbers is charged,
-        the reserved tokens, or the prompt's tokens plus those of the last RunningUsage.
+    Complete answer: the tokens of FinalUsage are charged. Failure before the first bytes: no tokens
+    are charged. Client disconnected or replica lost during the answer: the larger of two numbers is
+    charged, the reserved tokens, or the prompt's tokens plus the tokens of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -222,7 +219,7 @@ class RateLimitObserver(RequestObserver):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Return reserved tokens that the call did not use, and its place in the limit on
+        """Release the reserved tokens that the call did not use, and its place in the limit on
         concurrent requests.
         """
         if not self._settled:
@@ -254,8 +251,8 @@ class RateLimitObserver(RequestObserver):
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. It is subject to limits on requests but not on
-    tokens.
+    """Observer of a call that only counts tokens. The call is subject to limits on requests but not
+    on tokens.
     """
 
     def __init__(self, hold: RateLimitHold) -> None:

@@ -158,8 +158,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._cancel_timer()
 
     def on_response_complete(self) -> None:
-        """Serve the connection's next request. If the body of this one is still missing, limit the
-        wait for it or close the connection.
+        """Serve the connection's next request. If the answered request's body has not fully
+        arrived, limit the wait for the rest or close the connection.
         """
         super().on_response_complete()
         if self.transport.is_closing():

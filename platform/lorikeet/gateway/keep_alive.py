@@ -1,4 +1,6 @@
-"""Messages that keep an idle stream's connection open: proxies and clients close silent ones."""
+"""Messages that keep an idle stream's connection open: proxies and clients close silent
+connections.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -17,10 +19,12 @@ _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
-    """Sender of a stream's ASGI messages that writes a keep-alive event after each KEEP_ALIVE_S.
+    """Sender of a stream's ASGI messages; writes a keep-alive event after KEEP_ALIVE_S without a
+    message.
 
-    The event is a comment of server-sent events, or Anthropic's `ping`; clients skip both. It never
-    stands inside another event. A stream whose bytes flow costs one timer. For one event loop.
+    The event is a comment of server-sent events, or Anthropic's `ping`; clients skip both. A
+    keep-alive event never interrupts another event. A stream that keeps sending bytes costs one
+    timer. For one event loop.
 
     started: whether the response's headers were sent.
     """
@@ -74,7 +78,9 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
         self._sent_s = self._loop.time()
 
     async def _keep_alive(self) -> None:
-        """Send a keep-alive event, unless a message was sent while this waited for the lock."""
+        """Send a keep-alive event, unless a message was sent while this method waited for
+        the lock.
+        """
         async with self._lock:
             if self._idle_s() >= KEEP_ALIVE_S and self._between_events and await self._begin():
                 body = {"type": "http.response.body", "body": self._event, "more_body": True}

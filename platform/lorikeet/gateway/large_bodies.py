@@ -13,7 +13,7 @@ from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
 
 LARGE_BYTES = 32 * 2**10
-"""Size in bytes from which a body counts as large. Parsing 8 MiB takes 30 ms."""
+"""Smallest size in bytes of a large body. Parsing 8 MiB takes 30 ms."""
 MAX_WAITING_BYTES = 64 * 2**20
 """Limit on the bytes of one tenant's large bodies that wait to be parsed on one gateway."""
 _SHORT_S, _MOST_REST_S = 1e-3, 2.0
@@ -64,7 +64,7 @@ class LargeBodies:
 
 
 class _ParseLock(asyncio.Lock):
-    """Lock under which one tenant's large bodies are parsed. It counts the bytes that wait for the
+    """Lock under which one tenant's large bodies are parsed. Counts the bytes that wait for the
     lock.
     """
 

@@ -14,7 +14,7 @@ from lorikeet.tenancy.read_limiter import ReadLimiter
 class TenantReads:
     """Check of key and read limit that each read of a tenant has to pass.
 
-    limiter: counter of further reads, if a request turns out to cost more than one.
+    limiter: counter of further reads, for requests that turn out to cost more than one read.
     """
 
     def __init__(self, authenticator: RequestAuthenticator, limiter: ReadLimiter) -> None:

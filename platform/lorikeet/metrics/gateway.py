@@ -16,7 +16,7 @@ _TENANTS, _ADAPTERS = 1_000, 100
 _TENANTS_OF_ALL = 2_000
 """Maximum number of tenants with series of their own, in all gateways together.
 
-At 7 lines of about 90 bytes each they take 1.3 MB of the page.
+With 7 lines of about 90 bytes for each tenant, they take 1.3 MB of the page.
 """
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -158,11 +158,17 @@ class PushMetrics:
         self._bytes.inc(size_bytes)
 
     def ready(self, took_s: float) -> None:
-        """Count a version that all replicas hold, `took_s` after its check."""
+        """Count a version that all replicas hold.
+
+        took_s: seconds from the version's check until all replicas held it.
+        """
         self._ready.observe(took_s)
 
     def durable(self, took_s: float) -> None:
-        """Count a version that the store holds, `took_s` after its check."""
+        """Count a version that the store holds.
+
+        took_s: seconds from the version's check until the store held it.
+        """
         self._durable.observe(took_s)
 
 

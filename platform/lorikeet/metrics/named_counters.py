@@ -22,16 +22,20 @@ OTHER = "other"
 ROUND_S = 60.0
 """Seconds between two choices of names; longer than the interval between scrapes."""
 _TAKEOVER_FACTOR = 2.0
-"""Factor by which a name must be busier to replace another, so that near equals do not swap."""
+"""Factor by which a name's uses must exceed another name's to take over its series.
+
+Names with nearly equal uses therefore do not swap.
+"""
 _SHOWN_FACTOR = 1.25
 """Maximum number of names shown, as a multiple of the number chosen (`most`).
 
-In one round up to a quarter of the names change; those that leave are shown for a round more.
+In one round up to a quarter of the names change; names that lose their series are shown for one
+round more.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.
 
-Names that come later are hardly the busiest.
+A name that first occurs after so many others is hardly among the busiest.
 """
 
 
@@ -102,7 +106,7 @@ class BusiestNameCounters(Collector):
 
 
 class BusiestNames:
-    """Choice of the busiest names: the first `most` to come, replaced later by busier names.
+    """Choice of the busiest names: at first the `most` names that occur first, later busier names.
 
     A count of uses is halved after each round. Single-threaded.
 

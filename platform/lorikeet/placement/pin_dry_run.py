@@ -39,8 +39,8 @@ class PlannedRelease:
 class PinDryRun:
     """Changes that a new pin would cause, in the order of replicas.
 
-    unmet: versions of the new pin that would not be placed as it wants, with the reasons.
-    lost: versions of other pins that only then would be on fewer replicas than wanted.
+    unmet: versions of the new pin that would be on fewer replicas than wanted, with the reasons.
+    lost: versions of other pins that the new pin would leave on fewer replicas than wanted.
     """
 
     loads: tuple[PlannedLoad, ...]

@@ -22,8 +22,8 @@ class ResolvedPins:
     """All pins in force.
 
     budgets: bytes of pinned images on one replica, by tenant; a tenant without budget is absent.
-    until: end of the next pin to expire, Unix seconds; until then the result stays valid for the
-        same state.
+    until: time at which the next pin expires, Unix seconds. The result is valid for the same state
+        until then.
     """
 
     all: tuple[ResolvedPin, ...] = ()

@@ -18,12 +18,14 @@ from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
 POPULAR = 0.5
-"""Decayed uses from which an adapter counts as in use.
+"""Smallest number of decayed uses of an adapter that counts as in use.
 
-They result from one use in the last 45 s, or from one every 130 s.
+An adapter reaches this number by one use in the last 45 s, or on average by one use every 130 s.
 """
 MOST_PREFETCHES = 16
-"""Limit on one replica's prefetches in one plan; several are also limited to MOST_BYTES in all."""
+"""Limit on one replica's prefetches in one plan. If there are several, MOST_BYTES limits their
+total size.
+"""
 MOST_BYTES = 10**9  # a link to the store carries them in a second
 _USES_PER_COPY = 8.0  # uses that each copy must keep if another is made: one every 8 s
 # Fraction of a replica's equal share of all uses: the most that one copy may carry before another
@@ -42,7 +44,8 @@ class ReplicaView:
     gpu_bytes: bytes of the GPU for adapters without a pin.
     host_bytes: bytes of host memory for adapters without a pin.
     held: nearest tier of each adapter, by digest.
-    uses: decayed uses on the replica, by digest; the least used for its size is evicted first.
+    uses: decayed uses on the replica, by digest; the adapter that is least used for its size is
+        evicted first.
     pinned: tier of each pinned adapter, by digest; pinned adapters take none of the bytes above.
     """
 
@@ -56,7 +59,7 @@ class ReplicaView:
 class Prefetch(NamedTuple):
     """An adapter to load to a tier at low priority.
 
-    uses: uses that the copy is expected to draw.
+    uses: uses that the copy is expected to serve.
     """
 
     digest: str
@@ -71,7 +74,7 @@ def plan_prefetches(
     *,
     spares: bool = False,
 ) -> dict[str, list[Prefetch]]:
-    """Return the prefetches of each replica that has any.
+    """Return the planned prefetches by replica, without replicas that have none.
 
     Copies on GPUs come first: one of each adapter in use, more of a hot adapter according to its
     share of all uses, and more of the hottest on replicas that have free space and less than their
@@ -132,7 +135,7 @@ class _Draft:
         self._share = sum(demand.values()) / max(1, len(replicas))
 
     def copy_by_demand(self) -> None:
-        """Plan copies on GPUs in order of the uses that each will draw."""
+        """Plan copies on GPUs in descending order of the uses that each copy will serve."""
         queue = [copy for digest in self._wanted if (copy := self._next_copy(digest)) is not None]
         heapify(queue)
         refused = float("inf")  # size that fits nowhere: a less used adapter of that size neither
@@ -194,7 +197,7 @@ class _Draft:
     def _next_copy(self, digest: str) -> tuple[float, str] | None:
         """Return the heap's entry for one more GPU copy of an adapter; None if not worthwhile.
 
-        The entry is the uses that the copy would draw, negative for the heap, and the digest.
+        The entry is (uses that the copy would serve, negated for the heap; digest).
         """
         uses, copies = self._demand[digest], len(self._on_gpu.get(digest, ()))
         another = uses / (copies + 1)
@@ -224,8 +227,8 @@ class _Draft:
     ) -> bool:
         """Plan a copy of an adapter if one fits; return whether it does.
 
-        Replicas that hold the adapter at a nearer tier come first, then those that its requests are
-        routed to first.
+        Replicas that hold the adapter at a nearer tier come first, then replicas in the order in
+        which routing prefers them for the adapter.
         uses: decayed uses that the copy will draw.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """
@@ -285,7 +288,7 @@ class _Draft:
 class _TierBudget:
     """Free bytes of one tier of one replica, and the adapters to evict for more.
 
-    Adapters are evicted in the engines' own order: the least used for its size first.
+    Adapters are evicted in the engines' order: the adapter least used for its size first.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

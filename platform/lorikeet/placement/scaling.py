@@ -1,9 +1,9 @@
 """Number of replicas of a base model: a pure function of the pressure on each replica.
 
-The fleet grows after seconds of pressure, by as many replicas as the pressure needs. It shrinks one
-by one, after minutes in which one replica fewer would have been far from pressure, and after
-adapters in use have been copied to second replicas, because Ray Serve chooses the replica that
-goes.
+The fleet grows after seconds of pressure, by as many replicas as the pressure needs. The fleet
+shrinks one by one, after minutes in which a fleet of one replica fewer would have been far from
+pressure, and after adapters in use have been copied to second replicas, because Ray Serve chooses
+the replica that goes.
 """
 
 import math
@@ -104,7 +104,7 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 
 
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
-    """Return the number of replicas that the pressure needs; if more than now, with the reason.
+    """Return the number of replicas that the pressure needs, and the reason if it is more than now.
 
     A queue alone needs one more replica.
     """
@@ -122,8 +122,8 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
     """Return the highest load relative to its bound, and the reason to scale up because of it.
 
-    A ratio above 1 needs more replicas. The loads, averaged over the replicas, are those that more
-    replicas lower: adapters in use, running sequences, KV pages.
+    A ratio above 1 needs more replicas. The loads are averages over the replicas of loads that more
+    replicas reduce: adapters in use, running sequences, KV pages.
     """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))

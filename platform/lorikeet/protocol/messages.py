@@ -1,7 +1,7 @@
 """Messages of one request: the call to a replica, and the items of its answer.
 
-Classes sent once a request have no slots, nor have the classes of their fields: Python pickles
-slotted dataclasses field by field in Python code, which takes 1.5 times as long.
+Classes that are sent once per request, and the classes of their fields, have no slots: Python
+pickles slotted dataclasses field by field in Python code, which takes 1.5 times as long.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
 R = TypeVar("R")
@@ -66,8 +67,8 @@ class ToolUse:
     """Tools that a chat may call.
 
     tools: as the client wrote them, for the chat template.
-    forced: names of tools of which one must be called, or with `parallel` one or more; empty if the
-        model may also answer with text.
+    forced: names of tools; the model must call one of them, or at least one with `parallel`. Empty
+        if the model may also answer with text.
     parallel: several calls in one answer are allowed.
     functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
         shape.
@@ -89,7 +90,8 @@ class Work(NamedTuple):
 
     prompt_tokens: number of tokens of all prompts, possibly an estimate.
     rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
-    sequences: number of sequences that will decode; those of one prompt share its KV pages.
+    sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
+        pages.
     """
 
     prompt_tokens: int
@@ -103,26 +105,26 @@ class Call:
     """One parsed HTTP request, with all that a replica needs to answer it.
 
     created: Unix time, seconds.
-    model: as the client wrote it; the answer repeats it.
+    model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
         number of an unrecorded version, so answers omit it.
-    messages: of a chat of any API; empty for completions.
-    prompts: of completions, as texts or token ids; empty for chats.
+    messages: messages of a chat, in any API; empty for completions.
+    prompts: prompts of completions, as texts or token ids; empty for chats.
     max_tokens: None for as many as the context allows, 0 for none.
     min_tokens: tokens before which no choice may end.
     sampling: parameters for the engine without max_tokens, min_tokens and grammar, which the
         replica sets.
     stop: strings that end a choice.
-    n: choices a prompt.
+    n: number of choices for each prompt.
     stream: the answer is server-sent events.
     include_usage: a stream ends with its usage.
     continuous_usage: each event of a stream has its choice's usage until then.
     format: required format of the answer.
     tools: tools that the model may call.
     echo: each choice's text begins with its prompt.
-    prompt_logprobs: alternatives in vLLM's field of this name; `sampling` has the maximum of these
-        and of those for an echo.
+    prompt_logprobs: number of alternatives that vLLM's field of this name asks for; `sampling` has
+        the larger of this number and the number for an echo.
     return_token_ids: the answer has token ids of prompts and choices.
     tokens_as_ids: log probabilities name each token by its id, as "token_id:17".
     template_args: the client's variables for the chat template.
@@ -134,7 +136,8 @@ class Call:
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
-    work: for the router, and to distinguish short prompts from long ones; tokens are an estimate.
+    work: amount of work, for the router and to distinguish short prompts from long prompts; its
+        number of tokens is an estimate.
     """
 
     request_id: str
@@ -205,7 +208,7 @@ class AnswerHeader:
 class FinalUsage:
     """Usage of a complete answer.
 
-    It is sent just before the last bytes, because clients disconnect after those.
+    The item is sent just before the last bytes, because clients disconnect after the last bytes.
 
     prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.
@@ -239,14 +242,14 @@ class Refusal:
     code: code of a LorikeetError.
     param: field of the request at fault.
     retry_after_s: seconds after which a retry may succeed.
-    own_disk: the replica could not store the adapter; another replica may.
+    fault: part at fault if the replica could not load the adapter.
     """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
-    own_disk: bool = False
+    fault: LoadFault = LoadFault.ADAPTER
 
 
 class Cost(NamedTuple):
@@ -256,7 +259,7 @@ class Cost(NamedTuple):
     queue_s: wait for earlier prompts and for a slot in the batch.
     load_s: load of its adapter from its tier; overlaps with the queue.
     others_s: delay that it causes to other requests.
-    copy_s: penalty for another copy of the adapter and for the adapters evicted for it.
+    copy_s: penalty for another copy of the adapter, and for the adapters that the copy evicts.
     """
 
     prefill_s: float
@@ -272,7 +275,9 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
+    """Replica that the router considered, the tier of the request's adapter on it, and the expected
+    cost.
+    """
 
     replica: R
     tier: Residency
@@ -284,7 +289,7 @@ class Attempt:
     """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
     request_id: the call's id; if the call was sent again, followed by the attempt's number.
-    replica: None if no replica took the call.
+    replica: name of the replica that took or failed the call; None if no replica took it.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
     failure: reason for the end without an answer; None until then.

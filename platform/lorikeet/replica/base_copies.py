@@ -1,4 +1,4 @@
-"""Comparison of matrices that adapters copy from their base model with the base model's own.
+"""Comparison of the base model's matrices with copies of them that adapters carry.
 
 A child process reads the checkpoint: a replica does not import torch, which would block its event
 loop and so its streams.
@@ -16,7 +16,7 @@ _PATIENCE_S = 300.0
 
 
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
-    """Return the modules whose copied matrices differ from those of the base model's checkpoint.
+    """Return the modules whose copied matrices differ from the base model's checkpoint.
 
     Matrices are compared in the copies' dtype. Each matrix of the checkpoint is read once and its
     SHA-256 is cached; a gigabyte takes about two seconds. Raises SubprocessError if the checkpoint

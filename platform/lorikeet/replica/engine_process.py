@@ -1,13 +1,15 @@
-"""Construction of the engine inside its own process, where alone torch is loaded."""
+"""Construction of the engine inside its own process, the only process that loads torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.errors import ObjectNotFound
 from lorikeet.logs import log_to_stderr
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.errors import AdapterLoadFailed
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -36,5 +38,14 @@ class CatalogAdapterSource:
         self._store = store
 
     def fetch(self, ref: AdapterRef, path: Path) -> str:
-        """Download an adapter's blob to `path`; return its SHA-256. Raises StoreError."""
-        return self._store.download(blob_key(ref.digest), path)
+        """Download an adapter's blob to `path`; return its SHA-256.
+
+        Raises AdapterLoadFailed if the store has lost the blob, StoreError if the store fails.
+        """
+        try:
+            return self._store.download(blob_key(ref.digest), path)
+        except ObjectNotFound as error:
+            raise AdapterLoadFailed(
+                f"the store has no weights with digest {ref.digest} any more: register the adapter "
+                "again, or have your admin restore the store"
+            ) from error

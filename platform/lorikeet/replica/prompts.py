@@ -30,14 +30,19 @@ _TEMPLATE_ERRORS = (
 )
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""Bytes per token of the context up to which a text is tokenised without a length check.
+"""Bytes per token of the context, up to which a text is tokenised without a length check.
 
-Such a text may exceed the context, but not by far.
+A text of this size may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Characters of a part in the length check of long texts, and limit on tokens that a cut adds."""
+"""Characters per part in the length check of long texts, and limit on the tokens that a cut
+adds.
+"""
 _HERE = "[the answer goes on here]"
-"""Mark in a rendered prompt, where only a client's own last message could have it, too."""
+"""Mark for the beginning of the answer in a prompt that is being rendered.
+
+Besides the mark, only a client's own last message could contain this text.
+"""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -92,7 +97,7 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return whether thinking may begin a call's answer, or has begun in its prompt.
+        """Return the state of the thinking at the end of a call's prompts.
 
         prompts: token ids of each prompt.
         """
@@ -106,7 +111,8 @@ class PromptEncoder:
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return names of fields that this replica ignores in a call.
 
-        They are the template_args that the chat template does not use, and the call's `left_out`.
+        The fields are the template_args that the chat template does not use, and the call's
+        `left_out`.
         """
         unread = (name for name in call.template_args if name not in self._variables)
         return (*unread, *call.left_out)

@@ -226,7 +226,7 @@ class Replica:
     async def prefetch(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
         """Prefetch to the GPU the adapters of requests in Serve's pending queue.
 
-        wanted: by replica name and adapter, number of waiting requests. An adapter with more
+        wanted: number of waiting requests, by replica name and adapter. An adapter with more
             requests may evict one with fewer.
         """
         for ref, requests in wanted.get(self.name, {}).items():
@@ -235,7 +235,8 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return a status update for gateways.
 
-        Serve asks each second, and delivers it even to gateways without a status stream.
+        Serve calls this method each second, and delivers the update even to gateways without a
+        status stream.
         """
         if self._engine.silent_s < _STALLED_S:
             self._stats = to_stats(self._feed.update_with_costs())

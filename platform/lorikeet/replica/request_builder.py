@@ -32,21 +32,25 @@ from lorikeet_engine.request import Request
 T = TypeVar("T")
 
 MOST_LOGPROBS = 2**19
-"""Limit on the number of log probabilities in one body, which replica and gateway hold whole.
+"""Limit on the number of log probabilities in one JSON body. Replica and gateway hold the whole
+body in memory.
 
-They take some 40 MB.
+At this limit, they take about 40 MB.
 """
 MOST_PROMPT_IDS = 2**20
 """Limit on the number of prompt token ids that an answer's choices repeat: 7 MB."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
 _ENCODERS, _ENCODERS_PER_TENANT = 3, 2
-"""Threads that encode prompts: in all, and for one tenant.
+"""Maximum numbers of threads that encode prompts: for all tenants together, and for one tenant.
 
 The limit for one tenant keeps its long prompts from delaying other tenants.
 """
 _SHORT_PROMPT_TOKENS = 256
-"""Prompts up to this length are encoded on the event loop: a thread would wait longer for it."""
+"""Limit on the tokens of a prompt that is encoded on the event loop.
+
+Encoding so short a prompt takes less time than waiting for a thread.
+"""
 
 
 @dataclass(frozen=True, slots=True)

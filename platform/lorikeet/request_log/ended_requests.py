@@ -26,7 +26,7 @@ class _Block(NamedTuple):
     """Compressed records of some requests.
 
     ids: the requests' ids, 16 bytes each, concatenated.
-    ended_s: end time of the request that ended last.
+    ended_s: end time of the last request to end.
     packed: compressed JSON of the records.
     """
 
@@ -43,8 +43,7 @@ class EndedRequests:
     """Archive of ended requests' compressed records, in at most `most_bytes`. Not thread-safe.
 
     The oldest records are dropped first. Records are kept as few large objects: many small
-    long-lived
-    objects would fragment the heap and keep freed memory from the operating system.
+    long-lived objects would fragment the heap and keep freed memory from the operating system.
     """
 
     def __init__(self, most_bytes: int) -> None:

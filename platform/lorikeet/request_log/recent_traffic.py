@@ -22,7 +22,7 @@ WINDOW_S = 5
 
 RECEIVED, REFUSED, FAILED, LOOKUPS, HITS = "received", "refused", "failed", "lookups", "hits"
 Second = Counter[str | int]
-"""Counts of one second: of each kind of event by name, of times to first token by bucket number."""
+"""Counts of one second: events by name, and times to first token by bucket number."""
 Lines = Mapping[str, Sequence[float | None]]
 """Time series by name: SPAN_S values, one for each second; None for an unknown value."""
 
@@ -49,7 +49,7 @@ class WaitingRequest(NamedTuple):
 class GatewayTraffic(NamedTuple):
     """Traffic of one gateway.
 
-    seconds: counts by Unix second.
+    seconds: counts of events by Unix second.
     """
 
     seconds: Mapping[int, Second]
@@ -57,7 +57,7 @@ class GatewayTraffic(NamedTuple):
 
 
 class RecentTraffic:
-    """Recent traffic of one gateway, and of all through its peers. For one event loop."""
+    """Recent traffic of one gateway, and of all gateways through its peers. For one event loop."""
 
     def __init__(self, peers: Peers, request_log: RequestLog) -> None:
         self._peers, self._request_log = peers, request_log
@@ -117,7 +117,7 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 
     Each point covers the WINDOW_S seconds up to it.
 
-    requests, refused, failed: per second.
+    requests, refused, failed: number of requests per second.
     hit_rate: share of requests with an adapter that found it on the GPU.
     ttft_p50_ms, ttft_p99_ms: time to first token.
     """

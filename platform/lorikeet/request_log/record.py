@@ -64,7 +64,8 @@ class EndedStage:
 class RequestRecord:
     """Known facts of one request. Times are seconds since `received`.
 
-    method, path, traceparent: of the HTTP request; traceparent names the caller's own trace.
+    method, path, traceparent: method, path and header of the HTTP request; traceparent names the
+        caller's own trace.
     received: arrival, Unix seconds.
     tenant: None until the key is checked.
     model: name as the client wrote it.
@@ -142,7 +143,7 @@ class RequestRecord:
 
     @property
     def retries(self) -> int:
-        """Number of attempts that failed, after each of which another may have followed."""
+        """Number of attempts that failed."""
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 

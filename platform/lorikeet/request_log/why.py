@@ -17,7 +17,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
     The stages are consecutive and cover the time from arrival to end. If the replica has sent its
     timings, `overhead` is the time outside gateway and engine: tokenizing, detokenizing, messages
     between processes, and the client's reading. If the answer has several choices, the stages are
-    those of the slowest.
+    the slowest choice's.
 
     for_admin: include facts about other requests: the router's expected costs, and the requests
         running and waiting on the replica.

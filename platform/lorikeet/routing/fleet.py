@@ -21,6 +21,7 @@ from lorikeet.routing.ranking import (
     rank_by_cost,
 )
 from lorikeet.routing.tracked_replica import (
+    FETCH_PAUSE_S,
     STALE_S,
     InFlightRequest,
     RoutingDecision,
@@ -29,17 +30,19 @@ from lorikeet.routing.tracked_replica import (
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
-"""Age of the live stats in a status update, seconds: an engine reports ten times a second."""
+"""Assumed age, in seconds, of the live stats in a status update; an engine reports ten times a
+second.
+"""
 HEADER_AGE_S = 0.2
-"""Age of the status in an answer's header, seconds."""
+"""Assumed age, in seconds, of the status in an answer's header."""
 STATS_AGE_S = 1.2
-"""Age of the stats that Serve passes on, seconds: Serve collects them every second."""
+"""Assumed age, in seconds, of stats that Serve passes on; Serve collects stats every second."""
 LOST_S = 10.0
 """Seconds after which a lost replica is used again, even if it sends no status."""
 SILENT_S = 5.0
 """Seconds without a status update after which a replica is silent: heartbeats come each second."""
 _COSTS_PERIOD_S = 1.0
-"""Seconds between two updates of the median costs; each replica sends its own every second."""
+"""Seconds between two updates of the median costs; each replica sends its costs every second."""
 
 
 class Fleet:
@@ -73,6 +76,8 @@ class Fleet:
         self._in_flight: dict[str, InFlightRequest | None] = {}
         self._waiting: dict[tuple[str, AdapterRef], set[str]] = {}  # request ids
         self._costs_updated_s = -math.inf
+        self._unfetchable: dict[str, float] = {}  # time of the failed load, by adapter's digest
+        self._last_failure: tuple[str, float] | None = None  # digest and time; perhaps the store's
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -87,7 +92,9 @@ class Fleet:
 
     @property
     def max_context(self) -> int | None:
-        """Most tokens of prompt plus output that all replicas take; None: no replica has told."""
+        """Most tokens of prompt plus output that all replicas take; None: no replica has reported
+        its maximum.
+        """
         with self._lock:
             told = [replica.max_context for replica in self._replicas.values()]
         return min((tokens for tokens in told if tokens is not None), default=None)
@@ -143,7 +150,8 @@ class Fleet:
         """Mark silent replicas as lost; return the ids of their requests without a first byte.
 
         A replica is silent if it sent a status before, but none for SILENT_S, while another
-        replica's is recent. Otherwise it is this gateway that receives none.
+        replica's is recent. If no replica's status is recent, the fault is in this gateway, and no
+        replica counts as silent.
         """
         with self._lock:
             now_s = self._clock()
@@ -162,19 +170,36 @@ class Fleet:
     def on_load_failed(self, digest: str, full: str | None = None) -> bool:
         """Pause fetches after a failed adapter load; return True if another replica can serve it.
 
-        The object store may be unreachable, so for FETCH_PAUSE_S requests prefer replicas that
-        already have their adapter. If a full disk was the cause, only that replica's fetches pause.
+        For FETCH_PAUSE_S, requests for the adapter prefer replicas that already have it. If the
+        loads of two adapters fail within that time, the object store may be unreachable: then
+        requests for all adapters do so. If a full disk was the cause, only its replica's fetches
+        pause, of all adapters.
 
         digest: adapter that failed to load.
-        full: replica whose disk is full; None: another cause.
+        full: replica whose disk is full; None: another cause, such as the store.
         """
         with self._lock:
-            now_s, tier = self._clock(), self._locations.tier
-            for name, replica in self._replicas.items():
-                if full in (None, name):  # none pauses if the full replica is already gone
+            now_s = self._clock()
+            if full is not None:
+                if full in self._replicas:
+                    self._replicas[full].pause_fetches(now_s)
+                can_fetch = any(self._replicas[name].can_fetch(now_s) for name in self._usable)
+                return can_fetch or self._is_held(digest)
+            before, self._last_failure = self._last_failure, (digest, now_s)
+            if before is not None and before[0] != digest and now_s - before[1] < FETCH_PAUSE_S:
+                for replica in self._replicas.values():
                     replica.pause_fetches(now_s)
-            have = any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
-            return have or any(self._replicas[name].can_fetch(now_s) for name in self._usable)
+            self._pause_fetches_of(digest, now_s)
+            return self._is_held(digest)
+
+    def on_adapter_failed(self, digest: str) -> bool:
+        """Pause fetches of one adapter that the store cannot give or that does not load.
+
+        Returns True if a replica already has the adapter, so that it can serve it.
+        """
+        with self._lock:
+            self._pause_fetches_of(digest, self._clock())
+            return self._is_held(digest)
 
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None
@@ -191,9 +216,16 @@ class Fleet:
                 return []
             cached = self._prefixes.cached_tokens(request.prefix_hashes)
             sample = candidate_sample(self._holders(request.digest), self._usable, self._rng)
+            failed_s = self._unfetchable.get(request.digest or "", -math.inf)
+            fetchable = now_s - failed_s >= FETCH_PAUSE_S
             options = [
                 self._replicas[name].option(
-                    request, self._locations, cached.get(name, 0), now_s, queue_length(name)
+                    request,
+                    self._locations,
+                    cached.get(name, 0),
+                    now_s,
+                    queue_length(name),
+                    fetchable=fetchable,
                 )
                 for name in dict.fromkeys([*sample, *self._filter_usable(cached)])
             ]
@@ -279,7 +311,7 @@ class Fleet:
     def take_waiting_adapters(self) -> dict[str, dict[AdapterRef, int]]:
         """Return the adapters of requests that have waited for a request slot since the last call.
 
-        By replica, then by adapter: number of waiting requests.
+        The result has the number of waiting requests, by replica, then by adapter.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, {}
@@ -287,6 +319,20 @@ class Fleet:
         for (replica, adapter), requests in waiting.items():
             adapters.setdefault(replica, {})[adapter] = len(requests)
         return adapters
+
+    def _pause_fetches_of(self, digest: str, now_s: float) -> None:
+        """Make replicas that lack an adapter rank last for it, for FETCH_PAUSE_S from now."""
+        recent = {
+            each: failed_s
+            for each, failed_s in self._unfetchable.items()
+            if now_s - failed_s < FETCH_PAUSE_S
+        }
+        self._unfetchable = {**recent, digest: now_s}
+
+    def _is_held(self, digest: str) -> bool:
+        """Whether a usable replica has an adapter."""
+        tier = self._locations.tier
+        return any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
 
     def _update_costs(self) -> None:
         measured = {name: each.measured for name, each in self._replicas.items() if each.measured}
@@ -316,7 +362,7 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that exist and are not lost."""
+        """Return the replicas in `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

@@ -1,4 +1,4 @@
-"""Locations of what a request can reuse: replicas with its adapter, or with its prompt's prefix."""
+"""Locations of state that a request can reuse: its adapter, and its prompt's cached prefix."""
 
 import sys
 from collections import Counter
@@ -38,19 +38,23 @@ class AdapterLocations:
         self._loading: dict[str, Counter[str]] = {}
 
     def at(self, tier: Residency, digest: str) -> tuple[str, ...]:
-        """Return the replicas whose nearest copy of an adapter is at `tier`; not for REMOTE."""
+        """Return the replicas whose nearest copy of an adapter is at `tier`, which must not be
+        REMOTE.
+        """
         return self._holders[tier].get(digest, ())
 
     def tier(self, replica: str, digest: str) -> Residency:
-        """Return the nearest tier at which a replica has the adapter; REMOTE if at none."""
+        """Return the nearest tier at which a replica has the adapter; REMOTE if the replica has no
+        copy.
+        """
         held = self._held.get(replica)
         return held.get(digest, _NOWHERE) if held else _NOWHERE
 
     def apply(self, replica: str, update: StatusUpdate) -> None:
         """Apply a status update.
 
-        Updates may form a snapshot, which names every adapter of the replica: its end drops all
-        others.
+        Updates may form a snapshot, which names every adapter of the replica. The end of a snapshot
+        drops all adapters that the snapshot did not name.
         """
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
@@ -63,7 +67,7 @@ class AdapterLocations:
                 self.set_tier(replica, digest, _NOWHERE)
 
     def set_tier(self, replica: str, digest: str, tier: Residency) -> None:
-        """Record that a replica has the adapter at this tier and no nearer."""
+        """Record the tier of a replica's copy of an adapter that is nearest to the GPU."""
         held = self._held.setdefault(replica, {})
         before = held.get(digest, _NOWHERE)
         if before is tier:
@@ -79,7 +83,9 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, which is there or loading."""
+        """Return the replicas where requests wait for the adapter, whether it is there or still
+        loading.
+        """
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:

@@ -9,9 +9,9 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
 OUTLIER_FACTOR = 1.5
-"""Factor between a replica's times and the median's from which the replica keeps its own costs."""
+"""Factor by which a replica's times must differ from the median's to be used instead of them."""
 _ADAPTER_BYTES = 84_000_000
-"""Adapter size at which load times are compared."""
+"""Adapter size, in bytes, for which load times are compared."""
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def median_costs(
     `copy_s` scales with the time of a step, since waits on a slower engine are longer by as much.
 
     measured: costs that each replica has measured.
-    usual: coefficients from which all fields come that are not measured.
+    usual: coefficients whose values are used for all fields that are not measured.
     """
     steps = _median_or_own({name: each.steps for name, each in measured.items()}, _step_times)
     loads = _median_or_own({name: each.loads for name, each in measured.items()}, _load_times)
@@ -59,7 +59,10 @@ def _median_or_own(
 
 
 def _step_times(steps: StepCosts) -> tuple[float, ...]:
-    """Return seconds of a decode step and of a prefill, with contexts of some hundred tokens."""
+    """Return the seconds of a typical decode step and of a typical prefill.
+
+    The decode step has 32 sequences with contexts of 500 tokens; the prefill has 1,000 tokens.
+    """
     return steps.step_s(32, 256, 32 * 500), steps.prefill_s(1000, 16)
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger("ray.serve")  # only Serve's logger is configured in Ser
 PUSH_S = 2.0
 """Seconds between two reports of a replica's stats."""
 _STALE_S = 15.0
-"""Age in seconds from which a replica's last stats are ignored."""
+"""Age in seconds beyond which a replica's last stats are ignored."""
 
 
 def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> AutoscalingConfig:

@@ -39,6 +39,7 @@ from lorikeet.serving.replica_calls import (
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.errors import LoadFault
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
 """Seconds without a new item, once its call has ended, after which an answer counts as lost."""
 _SILENCE_CHECK_S = 1.0
-"""Seconds between two looks for silent replicas."""
+"""Seconds between two checks for silent replicas."""
 
 
 class ServeEngineClient:
@@ -119,7 +120,7 @@ class ServeEngineClient:
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test on a replica.
 
-        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:
             answer = await self._handles[base_model].smoke.remote(test)
@@ -131,7 +132,7 @@ class ServeEngineClient:
         """Let a replica return the modules whose copied matrices differ from the base model's.
 
         copies: matrices of the base model that an adapter carries along.
-        Raises Unavailable if the replica is lost, GenerationFailed if its code failed.
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
@@ -155,7 +156,7 @@ class ServeEngineClient:
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
-        """Return the reports of all replicas of all base models, except those that do not answer.
+        """Return the reports of all replicas that answer, of all base models.
 
         tier: see `Replica.report`.
         """
@@ -239,7 +240,9 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Fail the calls without a first byte at silent replicas, so that each is sent to another."""
+    """Fail the calls without a first byte at silent replicas, so that each call is sent to another
+    replica.
+    """
     while True:
         began_s = time.monotonic()
         await asyncio.sleep(_SILENCE_CHECK_S)
@@ -256,7 +259,8 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if that gets no item for _LATE_S.
+    """Wait for the end of a call, then fail its answer if no item of the answer arrives for
+    _LATE_S.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """
@@ -296,8 +300,11 @@ def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     """
     if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
         return False
-    full = fleet.accepted_by(call.request_id) if item.own_disk else None
-    return fleet.on_load_failed(call.adapter.digest, full)
+    digest = call.adapter.digest
+    if item.fault is LoadFault.ADAPTER:
+        return fleet.on_adapter_failed(digest)
+    full = fleet.accepted_by(call.request_id) if item.fault is LoadFault.DISK else None
+    return fleet.on_load_failed(digest, full)
 
 
 def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:

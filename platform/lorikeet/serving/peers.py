@@ -19,11 +19,12 @@ _START_S = 5.0
 class ServePeers(Peers):
     """Peers that calls `answer_peer` on every replica of the gateways' deployment.
 
-    The handle is created at the first poll, since none exists while the application starts.
+    The deployment's handle is created at the first poll, since it does not exist while the
+    application starts.
 
     app: name of the Serve application.
     deployment: name of the gateways' deployment.
-    name: name of this gateway, which its own poll reaches too but gets no answer from.
+    name: name of this gateway. Its polls reach it too, and ignore its own answer.
     """
 
     def __init__(self, app: str, deployment: str, name: str) -> None:

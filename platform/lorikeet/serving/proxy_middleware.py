@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED_S = 60.0
-"""Seconds that a client has to read a message; each _LEAST_BYTES_PER_S bytes of it add one."""
+"""Seconds that a client has to read a message; each _LEAST_BYTES_PER_S bytes of the message add one
+second.
+"""
 _LEAST_BYTES_PER_S = 2**16
 START_INTERVAL_S = 0.002
 """Minimum time in seconds between the starts of two requests with the same API key."""
@@ -50,7 +52,9 @@ _DECODED = frozenset(
         b"tracestate",
     )
 )
-"""Headers that Serve decodes, `_` and `-` alike, besides those that RequestIdMiddleware drops."""
+"""Headers that Serve decodes, `_` and `-` alike, besides the headers that RequestIdMiddleware
+drops.
+"""
 
 
 def middlewares() -> list[Middleware]:
@@ -98,7 +102,9 @@ class KeyPacingMiddleware:
         self._queues = WeakValueDictionary[str, _KeyQueue]()  # by key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on when its key's queue allows; at once if it has no key, as probes."""
+        """Pass the request on when its key's queue allows; pass a request without a key on
+        at once.
+        """
         if scope["type"] == "http" and (key := _key_of(scope)):
             queue = self._queues.setdefault(key, _KeyQueue())
             if queue.waiting >= MAX_WAITING:
@@ -287,9 +293,10 @@ class HiddenRoutesMiddleware:
 
 
 class HeaderEncodingMiddleware:
-    """Middleware that refuses a header that Serve would decode, but that is no UTF-8, by a 400.
+    """Middleware that answers 400 if a header that Serve would decode is not UTF-8.
 
-    Serve fails on such a header before the gateway sees the request, by a 500 in plain text.
+    On such a header, Serve itself would answer 500 in plain text before the gateway sees the
+    request.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -27,7 +27,8 @@ _RESEND_S = 30.0
 
 
 class ReplicaReconciler:
-    """Reconciler: collects replicas' reports, and sends each its decision until it is confirmed.
+    """Reconciler that collects the replicas' reports, and sends each replica its decision until the
+    replica confirms it.
 
     `survey` and `send` run on the event loop, `decide` on any thread; only one of them at a time.
     """

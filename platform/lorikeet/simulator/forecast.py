@@ -80,7 +80,7 @@ class TtftSummary:
 
     requests: number of the requests.
     hit_p99_s: p99 of the requests that found their adapter on the GPU.
-    hit_rate: fraction of requests that found it there.
+    hit_rate: fraction of requests that found their adapter on the GPU.
     """
 
     requests: int

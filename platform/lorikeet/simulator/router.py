@@ -21,8 +21,8 @@ class LeastCostRouter:
     """Router to the replica with the lowest expected cost in a sample, as the gateway sees it.
 
     A gateway's view of a replica's status is up to status_age_s old, updated by the requests that
-    the gateway itself has sent since. Locations of adapters are pushed on change, so the view of
-    them is current.
+    the gateway itself has sent since. Locations of adapters are pushed on change, so the gateway's
+    view of locations is current.
     """
 
     def __init__(self, seed: int) -> None:

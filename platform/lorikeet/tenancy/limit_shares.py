@@ -5,9 +5,10 @@ are: a gateway first announces its claim, then asks the others for their claims,
 remainder. If two gateways claim the same part at once, at least one sees the other's claim (as in
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
-Two cases may exceed 1: a gateway that has not agreed with any other yet has a small share that the
-others do not know of, and a gateway that gets no answers takes the even share after a while. A
-gateway that is silent, but not known to be gone, keeps its share; the others cannot grow meanwhile.
+In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
+has a small share that the others do not know of, and a gateway that gets no answers takes the even
+share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
+cannot grow meanwhile.
 """
 
 import math
@@ -21,7 +22,7 @@ FLOOR = 0.1
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
-"""Seconds of silence after which a gateway that is not among those asked counts as gone."""
+"""Seconds of silence after which a gateway counts as gone, if this gateway does not ask it."""
 DOUBT_S = 10.0
 """Seconds without an agreement after which a new gateway takes the even share."""
 _IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even
@@ -36,9 +37,10 @@ class Subject(NamedTuple):
 
 
 class ShareClaim(NamedTuple):
-    """A gateway's demand for the limits of one tenant or key, and its claim to a part of them.
+    """A gateway's demand for the limits of one tenant or key, and its claim to a share of the
+    limits.
 
-    demand: number of its running requests, plus recent ones, decayed.
+    demand: number of the gateway's running requests, plus a decayed count of its recent requests.
     share: fraction of the limits that the gateway claims.
     running: running requests.
     """
@@ -121,8 +123,8 @@ class LimitShares:
     def share_of(self, subject: Subject, now: float) -> LimitShare:
         """Return the share of a subject's limits.
 
-        A new subject starts with the even share, 1/N, or with FLOOR of it in a gateway that has not
-        yet agreed with the others.
+        A new subject starts with the even share, 1/N. In a gateway that has not yet agreed with the
+        others, it starts with FLOOR times the even share.
         """
         own = self._own.get(subject)
         if own is None:
@@ -157,7 +159,7 @@ class LimitShares:
     def settled_s(self, now: float) -> float:
         """Return the seconds since this gateway agreed with the others, or gave up waiting.
 
-        0 before either.
+        Returns 0 before that.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
@@ -175,7 +177,7 @@ class LimitShares:
         return self._own_claims(now)
 
     def answer(self, received: GatewayClaims, now: float) -> GatewayClaims:
-        """Return this gateway's claims to a gateway that begins a round with its own."""
+        """Record the claims of a gateway that begins a round; return this gateway's claims."""
         self._receive(received, now)
         return self._own_claims(now)
 

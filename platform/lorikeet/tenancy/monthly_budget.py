@@ -23,13 +23,19 @@ class RecordedUsage(Protocol):
 
 
 class MonthlyBudget:
-    """Tokens used this month: recorded usage plus the tokens that this gateway settled since.
+    """Tokens that each tenant has used this month, compared with its budget.
 
-    Tokens that other gateways have settled since the last read are unknown here. Single event loop,
-    except `read`, which runs in a thread. Every `now` is in monotonic seconds, but Unix seconds in
-    `check`: a jump of the system's clock must not stop the reads.
+    The number is recorded usage, plus the tokens that this gateway has settled and that recorded
+    usage does not include yet. Tokens that other gateways have settled are known only once they are
+    recorded.
+
+    Single event loop, except `read`, which runs in a thread.
+
     recorded: source of recorded usage; None if usage is not recorded.
     unseen_s: age in seconds up to which settled tokens may be missing from recorded usage.
+
+    `now` is in Unix seconds in `check`, and in monotonic seconds in all other methods, because a
+    jump of the system's clock must not stop the reads.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:

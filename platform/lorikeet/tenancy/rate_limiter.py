@@ -14,7 +14,7 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor of max_requests: one tenant's requests whose bodies still arrive may take 1/2 of it."""
+"""Divisor of max_requests: requests without a complete body may be 1/2 of it for one tenant."""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -163,7 +163,7 @@ class RateLimiter:
         clock: monotonic seconds.
         wall: Unix seconds.
         max_running: this gateway's part of the requests that the engines run at once, by base
-            model; no queue time is estimated for absent ones.
+            model; no queue time is estimated for absent base models.
         max_queue_s: longest allowed estimate of the wait for a first token; None: no limit.
         """
         self.clock, self.wall = clock, wall
@@ -188,7 +188,9 @@ class RateLimiter:
         return hold
 
     def apply_shares(self) -> None:
-        """Scale every limit to this gateway's present share, and drop idle ones."""
+        """Scale every limit to this gateway's present share, and drop the limits of idle tenants
+        and keys.
+        """
         now = self.clock()
         for subject, limits in list(self._limits.items()):
             if limits.idle(now):
@@ -276,8 +278,8 @@ class RateLimitHold:
     def check(self, *, takes_tokens: bool) -> None:
         """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        The request is counted before its body arrives, because one whose body never comes takes up
-        the gateway as well.
+        The request is counted before its body arrives, because a request whose body never comes
+        takes up the gateway too.
         """
         self._limiter.check_capacity()
         now = self._limiter.clock()

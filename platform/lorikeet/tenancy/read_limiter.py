@@ -14,7 +14,9 @@ READS_PER_MIN = 3000
 BURST_S = 10.0
 """Capacity of a tenant's token bucket, in seconds of its rate."""
 MAX_RUNNING = 32
-"""Most requests of one tenant that read at once in one gateway, those that wait included."""
+"""Maximum number of reading requests of one tenant at once in one gateway, waiting ones
+included.
+"""
 
 
 class ReadLimiter:

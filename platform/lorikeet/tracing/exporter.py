@@ -24,7 +24,8 @@ _BATCH_MS = 200
 class TraceExporter:
     """Exporter of a part of a gateway's ended requests as traces.
 
-    While the collector is unreachable, the oldest spans are dropped. No request waits for it.
+    While the collector is unreachable, the oldest spans are dropped. No request waits for the
+    exporter.
 
     endpoint: OTLP/HTTP address of the collector, without /v1/traces. Its headers and certificates
         come from OTEL_EXPORTER_OTLP_ variables.

@@ -1,7 +1,7 @@
 """Compaction of a day's small usage objects into one, and deletion of the superseded objects.
 
 No locks are taken, and a crash does no harm: a compacted object is written whole or not at all, and
-lists the objects that it includes, so that a reader of both counts each once (object_format.py).
+lists the objects that it includes, so that a reader counts no object twice (object_format.py).
 Superseded objects are deleted in a later run, when no reader can still be reading them.
 """
 
@@ -26,7 +26,9 @@ from lorikeet.usage.object_format import (
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""Seconds for which superseded objects stay, because readers may have listed them before."""
+"""Seconds for which superseded objects stay, because readers that listed them may still
+read them.
+"""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
@@ -41,7 +43,7 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact today's and yesterday's usage as far as it is written. Raises StoreError.
+    """Compact the usage of today and yesterday that is in the store already. Raises StoreError.
 
     now: Unix seconds.
     """

@@ -85,7 +85,7 @@ def object_id(key: str) -> UsageObjectId | None:
 def compacted_key(day: date, number: int) -> str:
     """Return the key of a day's compacted object.
 
-    number: from 1; each object includes those with lower numbers.
+    number: number of the object, from 1; each object includes the objects with lower numbers.
     """
     return f"{day_prefix(day)}compacted-{number:06d}.json"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
+from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge, LoadFault
 from lorikeet_engine.residency import loader
 from lorikeet_engine.residency.disk.cache import DiskCache
 from tests.engine.blobs import SHAPE, everywhere, until
@@ -201,6 +201,49 @@ def test_a_load_queued_behind_a_hanging_source_fails_with_it(shelf, bench, monke
     b.load(refs[-1])  # a later request is an attempt of its own
 
 
+def test_a_download_that_hangs_while_others_succeed_is_its_adapters_own_fault(
+    shelf, bench, monkeypatch
+):
+    monkeypatch.setattr(loader, "_SOURCE_HANGS_S", 0.0)
+    monkeypatch.setattr(loader, "_DOWNLOADERS", 2)
+    hung, a, b, c, d = make(shelf, "habcd")
+    driver = bench()
+    shelf.gates = {"h": threading.Event(), "b": threading.Event()}
+    shelf.errors["h"] = TimeoutError("no byte has come")
+    driver.tiers.request(hung)
+    while shelf.fetched != ["h"]:
+        time.sleep(0.01)
+    driver.load(a, to=Residency.DISK)
+    for ref in (b, c, d):  # b takes the other thread, so c and d wait
+        driver.tiers.request(ref)
+    while "b" not in shelf.fetched:
+        time.sleep(0.01)
+    shelf.gates["h"].set()
+    assert driver.failure(hung).fault is LoadFault.ADAPTER
+    shelf.gates["b"].set()
+    driver.load(b, c, d, to=Residency.DISK)
+
+
+def test_a_source_that_hangs_for_all_is_named_as_the_fault(shelf, bench, monkeypatch):
+    monkeypatch.setattr(loader, "_SOURCE_HANGS_S", 0.0)
+    refs = make(shelf, "ab")
+    driver = bench()
+    shelf.errors = dict.fromkeys("ab", ConnectionError("the bucket does not answer"))
+    assert [driver.failure(ref).fault for ref in refs] == [LoadFault.STORE] * 2
+
+
+def test_a_blob_that_the_source_refuses_at_once_is_its_adapters_own_fault(shelf, bench):
+    (a,) = make(shelf, "a")
+    shelf.errors["a"] = PermissionError("403 on this object")
+    assert bench().failure(a).fault is LoadFault.ADAPTER
+
+
+def test_a_damaged_blob_of_the_store_is_its_adapters_own_fault(shelf, bench):
+    (a,) = make(shelf, "a")
+    shelf.spoil.add("a")
+    assert "fault" not in bench().failure(a).fields
+
+
 def test_a_fast_failure_fails_no_load_queued_behind_it(shelf, bench):
     refs = make(shelf, "ABCDEFGHIJKLMNOPQRST")
     b = bench()
@@ -308,13 +351,13 @@ def test_without_the_disk_one_blob_at_a_time_is_in_memory(shelf, bench, monkeypa
 
 
 def test_a_failure_says_whether_this_machines_disk_is_the_cause(shelf, bench):
-    full, away = make(shelf, "ab")
+    full, refused = make(shelf, "ab")
     shelf.errors["a"] = RuntimeError("the store's own error")
     shelf.errors["a"].__cause__ = OSError(errno.ENOSPC, "no space left on device")
     shelf.errors["b"] = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     b = bench()
-    assert b.failure(full).own_disk
-    assert not b.failure(away).own_disk
+    assert b.failure(full).fault is LoadFault.DISK
+    assert b.failure(refused).fault is LoadFault.ADAPTER
 
 
 def test_a_failure_names_its_kind_and_only_the_log_has_details(shelf, bench, caplog):

@@ -92,7 +92,8 @@ def name_parameters(
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
-    warn: called with a sentence if the folder does not show which of both a pair is.
+    warn: called with a sentence if the folder does not show which of the two parameters a pair
+        adapts.
 
     Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
@@ -134,7 +135,7 @@ def _is_old(
     raw: Mapping[str, Any],
     warn: Callable[[str], object],
 ) -> bool:
-    """Whether the only pair of a layer's experts is of PEFT before 0.19.1.
+    """Whether PEFT before 0.19.1 wrote the only pair of a layer's experts.
 
     parameter: gate_up_proj or down_proj.
     hidden: the base model's hidden size, which decides; None if it is not known: then the release
@@ -159,9 +160,9 @@ def _is_old(
 def _wrapped_parameter(
     experts: str, pair: Pair, other: Pair | None, raw: Mapping[str, Any]
 ) -> tuple[str, bool | None]:
-    """Return the parameter that a pair is of, and whether the pair is of PEFT before 0.19.1.
+    """Return the parameter that a pair adapts, and whether PEFT before 0.19.1 wrote the pair.
 
-    The latter is None for the only pair of a layer's experts.
+    The second result is None for the only pair of a layer's experts.
     """
     if other is not None:
         for is_old, one, two in (

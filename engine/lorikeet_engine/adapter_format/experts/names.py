@@ -23,7 +23,7 @@ def is_of_experts(module: str) -> bool:
 
 
 def experts_of(module: str) -> str:
-    """Return the path of the module that contains a layer's experts, given a module in it.
+    """Return the path of the module that contains a layer's experts, given one of its submodules.
 
     Any other module is returned unchanged. prime-rl targets the containing module, for which PEFT
     has no LoRA.
@@ -45,8 +45,8 @@ def modern(module: str) -> str:
 def linear_of(module: str) -> str:
     """Return the linear that a module of experts adapts, in the naming of blobs.
 
-    module: a module of one expert or of all experts, or a wrapped parameter, of which gate_up_proj
-        counts as gate_proj. Any other module is returned unchanged.
+    module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj counts as
+        gate_proj. Any other module is returned unchanged.
     """
     match = _EXPERTS.fullmatch(module)
     if match is None:

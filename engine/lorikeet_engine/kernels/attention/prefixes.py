@@ -84,7 +84,7 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return the number of parts of the keys before each chunk with which attention ends soonest.
+    """Return into how many parts to cut the keys before each chunk, so that attention ends soonest.
 
     tiles [chunks]: number of query tiles of each chunk, and of each of its parts.
     keys [chunks]: number of keys before each chunk.
@@ -116,7 +116,7 @@ def seen_by_each(
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Return the start of each of several concatenated runs, and the end of the last.
+    """Return the start of each of several concatenated runs, and the end of the last run.
 
     lengths: length of each run.
     """

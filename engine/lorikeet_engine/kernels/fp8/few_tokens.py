@@ -11,8 +11,8 @@ its partial sums, and the program that ends last adds them in the order of the c
 program differs from run to run, the order of the sum does not.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
-`loadtest/engine/tune_fp8.py` writes that GPU's entry. cuBLASLt multiplies what has no entry, except
-few tokens with scales of blocks, for which it takes up to twice as long.
+`loadtest/engine/tune_fp8.py` writes that GPU's entry. Weights without an entry are multiplied by
+cuBLASLt, except few tokens with scales of blocks, for which cuBLASLt takes up to twice as long.
 """
 
 import json
@@ -29,7 +29,10 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
-"""Upper limits of a product's tokens; up to each, a weight has its own ProductConfig."""
+"""Limits on the number of tokens of a product; for each limit, a weight has a ProductConfig.
+
+A product uses the smallest limit that is not below its number of tokens.
+"""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
 _BLOCK_TOKENS = 128  # at most, of one program
 
@@ -86,7 +89,7 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
     """Return whether cuBLASLt can multiply by a weight whose blocks have scales.
 
-    It needs CUDA 12.9, Hopper, and blocks of 128 x 128.
+    cuBLASLt needs CUDA 12.9, Hopper, and blocks of 128 x 128.
     """
     d_out, d_in = weight.rows.shape
     # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks

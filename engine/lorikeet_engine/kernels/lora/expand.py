@@ -177,9 +177,14 @@ def _two_products(
     parts: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tuple:
-    """Multiply v of two tokens, up to each one's rank, by b [ranks, columns] → two of [columns].
+    """Multiply v of two tokens by b [ranks, columns] → two results [columns] float32.
 
-    Both sums take one pass over b, so that b's float32 values are never all in registers.
+    Both results take one pass over b, so that b's float32 values are never all in registers.
+
+    v_row: pointer to v of the first token; the second token's v follows after token_stride.
+    k: indices of the ranks in b.
+    ranks, second_ranks: rank of each token's adapter; v is 0 from this rank on.
+    parts: number of parts of v that `shrink` wrote, which are summed first.
     """
     part = tl.arange(0, block_parts)
     v_tile = v_row + part[:, None] * part_stride + k[None, :]

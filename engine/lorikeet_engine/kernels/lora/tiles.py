@@ -107,8 +107,8 @@ def _list_tiles(
 ) -> None:
     """List the tiles of one segment.
 
-    The program after those of all segments lists the tiles of tokens without an adapter, then the
-    unused ones.
+    After the programs of the segments, one more program lists the tiles of tokens without an
+    adapter, then the unused tiles.
     """
     segment = tl.program_id(0)
     known = segment < segments

@@ -33,7 +33,7 @@ _LEAST_INPUTS = 32  # step of the tensor cores' products
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """Return the launch parameters for products of `rows` rows, those of all experts."""
+    """Return the launch parameters for products of `rows` rows, of all experts together."""
     return next(config for most, config in TILES if rows <= most * experts)
 
 

@@ -81,9 +81,9 @@ def sort_by_expert(
     experts: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """List the rows of one expert, after those of all lower experts.
+    """List the rows of one expert, after the rows of all lower experts.
 
-    A row is a pair of a token and an expert chosen for it; an expert's pairs stay in order.
+    A row is a pair of a token and an expert chosen for the token. An expert's pairs stay in order.
     """
     expert = tl.program_id(0)
     start = 0

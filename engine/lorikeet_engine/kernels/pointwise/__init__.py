@@ -121,10 +121,10 @@ def mean_squares(
     The sum of all processes' results is mean(q²) and mean(k²) over all heads.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: as for rotary_and_store_kv
-    processes: number of processes, each with as many heads
+    processes: number of processes, all with equally many heads
     lora: LoRA delta of qkv, added to qkv
-    → [tokens, 4] float32: queries, keys, 0, 0; padded to 16 bytes a token, which all ways to sum
-      over ranks support
+    → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
+    bytes, which all ways to sum over ranks support
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)

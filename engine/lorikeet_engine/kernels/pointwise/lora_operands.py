@@ -8,7 +8,11 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 
 
 def operands(lora: LoraDelta | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return operands for `lora_at`: rows of the LoRA delta, and their number, or None twice."""
+    """Return the operands `lora` and `adapted` of `lora_at`: the LoRA delta's rows, and their
+    number.
+
+    Both are None without a LoRA delta.
+    """
     return (None, None) if lora is None else (lora.rows, lora.tokens)
 
 

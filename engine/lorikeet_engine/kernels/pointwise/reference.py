@@ -99,7 +99,10 @@ def mean_squares(
 
 
 def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a norm's mean squares of queries and of keys [tokens, 1, 1], or None twice."""
+    """Return a norm's mean squares of queries and of keys, each [tokens, 1, 1].
+
+    Both are None if the norm has none.
+    """
     if norm.mean_squares is None:
         return None, None
     of_queries, of_keys, *_ = norm.mean_squares.unsqueeze(-1).unsqueeze(-1).unbind(1)

@@ -37,8 +37,8 @@ class Nf4:
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """Return an NF4 weight's values [d_out, d_in], in its dtype before quantisation.
 
-        The values are those that bitsandbytes computes. Raises ModelError if a tensor is missing or
-        malformed.
+        The values equal the values that bitsandbytes computes. Raises ModelError if a tensor is
+        missing or malformed.
 
         weight: name of the weight.
         """

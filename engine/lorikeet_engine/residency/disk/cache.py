@@ -37,14 +37,14 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Interface to the store from which blobs are fetched that are not on this machine."""
+    """Interface to the store from which missing blobs of adapters are downloaded."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
         is returned, the file is read again to compute it. Called on loading threads; may raise
-        anything.
+        anything: AdapterLoadFailed if the store answers that it has no such blob.
         """
 
 
@@ -91,8 +91,8 @@ class DiskCache:
     def changed(self) -> set[str] | None:
         """List the folder, and return the digests of all usable adapters in it.
 
-        None if the folder has not changed since the last call. Finds changes by other processes,
-        too. For one thread at a time.
+        Returns None if the folder has not changed since the last call. Finds changes by other
+        processes, too. Only one thread may call this at a time.
         """
         return self._index.changed()
 
@@ -147,7 +147,8 @@ class DiskCache:
     def blob(self, digest: str) -> Path:
         """Return the file of an adapter's blob, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(digest)
 
@@ -164,7 +165,8 @@ class DiskCache:
     def image(self, digest: str) -> Path:
         """Return the file of an adapter's packed image, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(self.image_name(digest))
 
@@ -205,7 +207,9 @@ class DiskCache:
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock the files of pinned adapters, as far as the folder has any. One thread at a time."""
+        """Lock those files of pinned adapters that are in the folder. Only one thread may call this
+        at a time.
+        """
         self._pins.apply()
 
     def close(self) -> None:
@@ -235,7 +239,7 @@ class DiskCache:
         """Return the names of the files from which an adapter can be loaded, the preferred one
         first.
 
-        Empty for an invalid digest.
+        Returns () for an invalid digest.
         """
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 

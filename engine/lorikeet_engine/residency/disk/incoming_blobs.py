@@ -25,7 +25,9 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Seconds in which a blob must arrive and be verified; a slower one is packed only afterwards."""
+"""Seconds in which a blob must arrive and be verified; a slower blob is packed once it is
+complete.
+"""
 MAX_CONCURRENT = 2
 _POLL_S = 0.005
 _CLOSING_S = 2.0
@@ -94,8 +96,8 @@ class IncomingBlobs:
 
         max_elements: limit on the size of an image on one GPU.
         world: number of tensor parallel ranks that share the model.
-        on_end: called on other threads when the packing of a blob has ended. Its end may free
-            memory for other images.
+        on_end: called on other threads when the packing of a blob has ended. The end of packing may
+            free memory for other images.
         """
         self._shape, self._limits, self._world = shape, limits, world
         self._host, self._max_elements = host, max_elements

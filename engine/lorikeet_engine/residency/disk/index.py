@@ -21,7 +21,7 @@ _SETTLED_NS = 100_000_000
 
 
 class DiskIndex:
-    """Files in a disk cache's folder: those of the last listing, and this process's later changes.
+    """Files in a disk cache's folder, by the last listing and this process's later changes.
 
     Each file's size is read once, since complete files never change. Only one thread may call
     `changed`. Any thread may call the other methods, and `holds` never blocks.
@@ -76,7 +76,7 @@ class DiskIndex:
     def changed(self) -> set[str] | None:
         """List the folder and return the digests of the adapters with a usable file.
 
-        None if the folder has not changed since the last call.
+        Returns None if the folder has not changed since the last call.
         """
         with self._lock:  # so that no file added after the listing counts as removed
             return self._list()

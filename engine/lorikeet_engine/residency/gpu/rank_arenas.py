@@ -48,7 +48,9 @@ class LeadingArena(DeviceArena):
         self._numbers = 0
 
     def run(self, *commands: Command) -> None:
-        """Run commands here; the followers run them before their next step or copy."""
+        """Run commands on this rank's arena; the followers run them before their next step
+        or copy.
+        """
         self._followers.queue(*commands)
         with for_good():
             super().run(*commands)

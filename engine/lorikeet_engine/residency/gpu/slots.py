@@ -102,7 +102,7 @@ class SlotPool:
     def image(self, slot: int) -> PlacedImage | None:
         """Return the image in a slot; None if the slot is free.
 
-        Once the image was moved or replaced, a different object is returned.
+        After a move or a replacement of the image, a different object is returned.
         """
         return self._placed.get(slot)
 

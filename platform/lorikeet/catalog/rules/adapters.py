@@ -1,7 +1,7 @@
 """Rules of operations on adapters: versions, aliases, shares and retirement.
 
-Pure functions of the state. Each returns the changes to commit together, none if the state already
-is as wanted, or raises the error that refuses the operation.
+Pure functions of the state. Each function returns the changes to commit together, or no changes if
+the state is as wanted already. It raises the error that refuses the operation.
 """
 
 from collections.abc import Sequence

@@ -139,7 +139,7 @@ def check_key_options(tenant: str | None, options: KeyOptions, now: float) -> No
 
 
 def check_expiry(expires: float | None, now: float) -> None:
-    """Raise InvalidInput unless a key or a pin may expire then.
+    """Raise InvalidInput unless a key or a pin may expire at `expires`.
 
     expires: Unix seconds; None: never.
     now: Unix seconds.
@@ -163,7 +163,7 @@ def check_text(text: str, longest: int, param: str) -> None:
 
 
 def _unmet(name: str, value: Any) -> str | None:
-    """Return an option's allowed values as text for an error; None if `value` is one of them."""
+    """Return an option's allowed values as text for an error; None if `value` is allowed."""
     match name:
         case "weight":
             fine = LIGHTEST <= value <= HEAVIEST

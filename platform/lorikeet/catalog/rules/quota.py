@@ -14,7 +14,7 @@ class QuotaUsage:
     """Usage of a tenant's quota.
 
     adapters: number of usable adapters.
-    total_bytes: blobs of their usable versions, each blob once.
+    total_bytes: bytes of the blobs of their usable versions; each blob counts once.
     """
 
     adapters: int

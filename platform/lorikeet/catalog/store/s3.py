@@ -67,9 +67,9 @@ _TRANSFER = TransferConfig(
     preferred_transfer_client="classic",  # the default depends on the instance type
 )
 _STALL_TIMEOUT_S = 5.0
-"""Seconds without a byte after which a connection is given up for another."""
+"""Seconds without a byte after which a request is tried again on another connection."""
 _RETRY_WINDOW_S = 6.0
-"""Seconds without success after which nothing is retried: an unanswered call fails in 11 s."""
+"""Seconds without success after which no request is retried: an unanswered call fails in 11 s."""
 _CONFIG = Config(
     signature_version="s3v4",  # boto3 presigns with SigV2 by default, which signs no length
     retries={"mode": "standard", "max_attempts": 5},
@@ -385,7 +385,9 @@ class S3Parts:
 
 
 def _is_conflict(error: ClientError) -> bool:
-    """Whether concurrent conditional writes collided, perhaps without a winner: retry."""
+    """Whether an error means that concurrent conditional writes collided, so that a retry may
+    succeed.
+    """
     return _code(error) in _CONFLICT
 
 

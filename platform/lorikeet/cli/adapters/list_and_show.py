@@ -97,7 +97,9 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def _base_lines(version: dict[str, Any]) -> Iterator[str]:
-    """Describe how the served base model's weights differ from those in training, if they do."""
+    """Describe how the served base model's weights differ from the weights used in training, if at
+    all.
+    """
     served, trained_on = version["base_quantization"], version["trained_on"]
     if warning := version["base_warning"]:
         yield f"[yellow]differs from its training[/yellow]: {escape(warning)}"

@@ -35,11 +35,11 @@ def promote(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version, or give it a share of the alias's requests.
+    """Point an alias at a version, or give the version a share of the alias's requests.
 
-    New requests use it; those in flight finish on the old one. With --share, a session (the header
-    x-session-id, or OpenAI's `user`) stays with its version. The next promotion without --share
-    ends the share, and so does a rollback.
+    New requests use the version; requests in flight finish on the old version. With --share, a
+    session (the header x-session-id, or OpenAI's `user`) stays with its version. The next promotion
+    without --share ends the share, and so does a rollback.
 
     Example: `lorikeet promote acme/support@3 --expect 2`
     """

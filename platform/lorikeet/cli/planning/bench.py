@@ -53,7 +53,9 @@ class _Metric(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Quantile of a metric alone and beside others, in seconds; None without answers."""
+    """Quantile of a metric in seconds, for a tenant alone and beside others; None without
+    answers.
+    """
 
     alone: float | None
     shared: float | None
@@ -92,7 +94,7 @@ def bench() -> None:
 
 
 def _parse_rate(text: str) -> tuple[str | None, float]:
-    """Parse R, for all tenants, or TENANT=R. Raises typer.BadParameter."""
+    """Parse a rate: R for all tenants, or TENANT=R for one. Raises typer.BadParameter."""
     tenant, named, rate = text.rpartition("=")
     if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) is None or float(rate) == 0:
         raise typer.BadParameter(f"{text!r}: want requests a second, such as 2 or acme=20")

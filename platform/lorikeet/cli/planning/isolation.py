@@ -35,8 +35,8 @@ class MeasuredTenant:
 class LoadRun:
     """Sizes of a run.
 
-    seconds: time of sending.
-    tokens: tokens of each answer.
+    seconds: seconds in which requests are sent.
+    tokens: number of tokens of each answer.
     seed: seed of arrival times and prompts.
     """
 
@@ -72,7 +72,10 @@ class TenantComparison:
 
 
 class _Failed(Exception):
-    """A request without a complete answer; the message is short, so that equal failures group."""
+    """Failure of a request to get a complete answer.
+
+    The message is short, so that equal failures are counted together.
+    """
 
 
 async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:

@@ -158,7 +158,7 @@ def rotate(
 
 @app.command()
 def revoke(ctx: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
-    """Revoke a key for ever.
+    """Revoke a key permanently.
 
     It stops working within 5 seconds, on every gateway that reaches the catalog's store.
 

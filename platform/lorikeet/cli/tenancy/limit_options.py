@@ -25,13 +25,13 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 class LimitOption:
     """A limit, weight or priority as an option.
 
-    name: in the API.
-    option, metavar, meaning: on the command line and in help.
+    name: name in the API.
+    option, metavar, meaning: name of the option, and its placeholder and description in help.
     parse: turns the option's text into the API's value.
     show: formats the API's value.
     title: name in tables.
-    absent: text in tables if there is no limit, for which the option takes "none";
-        None: there always is a value.
+    absent: text in tables if there is no limit; the option's value "none" removes the limit.
+        None: the value cannot be removed.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Admin routes of the catalog's past: list its log, restore retired adapters, write snapshots.
 
-Also defines Moment, the parameter with which other routes show the catalog's past.
+Also defines Moment, the parameter by which other routes show a past state of the catalog.
 """
 
 from collections.abc import Callable

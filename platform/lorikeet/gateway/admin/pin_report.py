@@ -1,7 +1,7 @@
 """Status of pins (orders to keep an adapter on disk, in host memory or on the GPU), and dry runs of
 new pins.
 
-Both are planned as the controller plans them.
+Both compute the same plan as the controller.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class PinReporter:
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
         """Return the status of every pin in force, on the replicas that answer.
 
-        reports: the replicas' reports; None: ask the replicas for them.
+        reports: the replicas' reports; None: ask the replicas for reports.
 
         Raises StoreError if the catalog cannot be read.
         """

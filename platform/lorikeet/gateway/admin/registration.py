@@ -54,8 +54,8 @@ class RegisteredVersion(NamedTuple):
 class Registration:
     """Validator of uploaded blobs, which also records them as versions in the catalog.
 
-    Blocking work runs in a few threads reserved for it. Many concurrent uploads thus delay each
-    other, but not the catalog view, through which gateways learn of revoked keys.
+    Blocking work runs in a few threads reserved for registrations. Many concurrent uploads thus
+    delay each other, but not the catalog view, through which gateways learn of revoked keys.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -68,8 +68,8 @@ class Registration:
         """
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return work(*arguments), called in one of the threads reserved for registrations, as it
-        may block.
+        """Call work(*arguments), which may block, in a thread reserved for registrations; return
+        its result.
         """
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 

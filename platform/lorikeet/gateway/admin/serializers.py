@@ -33,8 +33,8 @@ _KEY_LIMITS = LimitOptions.__annotations__
 
 
 def list_response(rows: Iterable[Json], **more: Any) -> Response:
-    """Return {"data": rows, …} as a JSON response. Long lists take long: call it in the thread that
-    made the rows.
+    """Return {"data": rows, …} as a JSON response. A long list takes long to serialize: call this
+    function in the thread that made the rows.
 
     more: further members of the JSON.
     """
@@ -64,8 +64,8 @@ def described_version_json(
 ) -> Json:
     """Return one version of an adapter as JSON, with the served base model's quantization.
 
-    Member base_warning: how the served weights differ from those that the version was trained
-        on; null: no known difference.
+    Member base_warning: difference between the served weights and the weights that the version was
+    trained on, in words; null: no known difference.
     """
     served = base_models.get(version.base_model)  # None if no longer served
     quantization = served.quantization if served else None

@@ -39,7 +39,8 @@ class BeginUpload(Body):
     """Request to begin or resume the upload of a blob.
 
     digest: SHA-256 of the blob.
-    tenant, base_model: if given, the upload is checked for them in advance.
+    tenant, base_model: tenant and base model of the adapter; if given, they are checked before the
+        upload.
     """
 
     digest: Digest
@@ -69,7 +70,9 @@ class RegisterUpload(Body):
 def upload_routes(
     services: Services, uploads: ResumableUploads, registration: Registration
 ) -> APIRouter:
-    """Return the routes that register a blob sent in one request, and those of uploads in parts."""
+    """Return the routes that register a blob sent in one request, and the routes that upload a blob
+    in parts.
+    """
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
     versions = "/adapters/{tenant}/{name}/versions"

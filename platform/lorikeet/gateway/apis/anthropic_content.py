@@ -21,7 +21,7 @@ ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class TextBlockParam(TypedDict):
-    """Block of text. Other fields of it, such as cache_control, have no effect."""
+    """Block of text. Its other fields, such as cache_control, have no effect."""
 
     type: Literal["text"]
     text: str
@@ -47,7 +47,7 @@ Texts = Annotated[
 
 
 class ToolReferenceParam(TypedDict):
-    """Name of a tool that a tool of the client's, one that searches for tools, has found."""
+    """Name of a tool that the client's tool for searching tools has found."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -84,8 +84,9 @@ def _parse_result(value: object) -> ResultContent:
 
 
 class NamedChange(TypedDict):
-    """Name of a tool in a tool_addition or tool_removal: the model may call it from then on, or no
-    longer.
+    """Name of the tool in a block of type tool_addition or tool_removal.
+
+    From the block on, the model may call the tool, or may no longer call it.
     """
 
     type: Literal["tool_reference"]
@@ -110,7 +111,7 @@ class MessageBlock(Body):
     """Content block of a message: text, a tool call, a tool's result, or thinking of an earlier
     answer.
 
-    It may also say that a tool is offered from then on (tool_addition) or no longer (tool_removal).
+    A block of type tool_addition or tool_removal begins or ends the offer of a tool instead.
 
     tool: name of the tool that is added or removed.
     is_error: whether the tool failed; puts "Error: " before its result, because chat templates
@@ -183,7 +184,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "tool_addition": ({"tool"}, set()),
     "tool_removal": ({"tool"}, set()),
 }
-"""Field names of each block type: those that a block must have, then those that it may have."""
+"""Field names of each block type: first the required fields, then the optional ones."""
 _ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking", "tool")
 _OF_ROLE = {
     "user": {"text", "tool_result", "tool_addition", "tool_removal"},

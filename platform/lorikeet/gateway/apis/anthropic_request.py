@@ -188,7 +188,7 @@ ContextManagement = Annotated[
 
 
 class PromptRequest(ApiRequest):
-    """Fields common to /v1/messages and /v1/messages/count_tokens: those of the prompt."""
+    """Fields of the prompt, common to /v1/messages and /v1/messages/count_tokens."""
 
     no_ops: ClassVar[NoOps] = {"speed": ("standard",), "mcp_servers": ([],)}
     # prefixes are cached by content, and answers do not say why a prefix was not cached
@@ -246,7 +246,7 @@ class PromptRequest(ApiRequest):
         Anthropic's search for tools, which is not served, all deferred tools are included.
 
         Raises a validation error: body.misfit for too many tools, body.unsupported if no tool is
-            served.
+        served.
         """
         custom = [tool for tool in self.tools if isinstance(tool, CustomTool)]
         if not custom:
@@ -344,7 +344,9 @@ class CountTokensRequest(PromptRequest):
     """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. It has no adapter, because counting tokens needs none."""
+        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
+        none.
+        """
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

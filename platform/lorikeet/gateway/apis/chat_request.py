@@ -113,7 +113,7 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "u
 class IgnoredFields(Body):
     """Fields that are accepted and have no effect.
 
-    Those about prompt caching have none because prefixes are always cached by content.
+    Fields about prompt caching have no effect because prefixes are always cached by content.
     """
 
     dropped: ClassVar[Collection[str]] = {"prompt_cache_options"}
@@ -179,8 +179,8 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         """Return the request as the Call that the gateway sends to a replica.
 
         format_param: the name that response_format has in the client's API, for errors.
-        others: members of the Call that are set by the request of another API that was converted to
-            this chat request.
+        others: further members of the Call, set by another API's request that was converted to this
+            chat request.
         """
         messages = template_messages(self.messages)
         if self.functions:

@@ -86,8 +86,8 @@ def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
     """Return a `type`. Raises a validation error (body.unsupported), which quotes the type, if it
     is unsupported.
 
-    A value that does not look like the name of a type is returned for later checks, and never
-        quoted: it could be a secret.
+    A value that does not look like a type's name could be a secret. It is returned for later
+    checks, and never quoted.
 
     known: supported types.
     instead: advice for the error.

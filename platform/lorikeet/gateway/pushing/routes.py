@@ -48,8 +48,8 @@ store has it.
 
 _LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
-"""Size in bytes from which a blob is announced to replicas before it has arrived. A smaller blob is
-packed before an announcement would arrive.
+"""Smallest size in bytes of blobs that are announced to replicas before they have arrived. An
+announcement of a smaller blob would come too late.
 """
 _MOST_WAITING = 16
 """Maximum number of requests of one tenant that wait for a push's state at once on one gateway,
@@ -64,7 +64,7 @@ class PushQuery(BaseModel):
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     wait: state that the response waits for, at most timeout_s seconds.
-    lifetime_s: seconds until the version expires; with it, the version never becomes durable.
+    lifetime_s: seconds until the version expires. A version with a lifetime never becomes durable.
     keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     """
 
@@ -114,7 +114,7 @@ class PushRequest(NamedTuple):
     query: PushQuery
 
     def registration(self) -> RegistrationRequest:
-        """Return the RegistrationRequest with which the pushed blob is checked."""
+        """Return the RegistrationRequest used to check the pushed blob."""
         tenant, key = self.pusher.caller
         base_model = self.query.base_model
         return RegistrationRequest(tenant.name, self.name, key.id, base_model=base_model)
@@ -133,7 +133,7 @@ class PushRequest(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """State of a pushed version that requests can name.
+    """State of a pushed version whose name requests can use.
 
     number: version number in the catalog's log; None until durable.
     ready: whether all replicas have the version.
@@ -153,7 +153,7 @@ class Progress(NamedTuple):
 
 
 def progress_json(progress: Progress) -> Json:
-    """Return the state of a pushed version that requests can name, as JSON."""
+    """Return the state of a pushed version whose name requests can use, as JSON."""
     record, version = progress.adapter, progress.version
     aliases = record.aliases_of(version.version)
     return _version_json(
@@ -168,9 +168,7 @@ def progress_json(progress: Progress) -> Json:
 
 
 def taken_json(version: PushedVersion) -> Json:
-    """Return the state of a pushed version that is accepted, but that no request can name yet, as
-    JSON.
-    """
+    """Return the state of an accepted version whose name requests cannot use yet, as JSON."""
     label = f"{version.tenant}/{version.name}"
     reached = version.facts, version.created, ()
     return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
@@ -393,7 +391,7 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return the state of a pushed version; None if no request can name such a version."""
+        """Return the state of a pushed version; None if requests cannot use the version's name."""
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)

@@ -1,9 +1,9 @@
 """JSON schemas rewritten into the keywords that grammars can enforce ("hold").
 
-A keyword that llguidance refuses is removed if it has no effect, or replaced by others with
-    the same meaning. Formats that llguidance does not know are removed and reported: in
-    JSON schema, `format` only describes. On request, keywords that nothing can replace are
-    let go: removed and reported too.
+A keyword that llguidance refuses is removed if it has no effect, or replaced by other keywords with
+the same meaning. Formats that llguidance does not know are removed and reported: in JSON schema,
+`format` only describes. On request, keywords that nothing can replace are let go: removed and
+reported, too.
 """
 
 import json
@@ -57,7 +57,9 @@ _TYPE_OF = {
     "unevaluatedProperties": "object",
     "uniqueItems": "array",
 }
-"""Type of the values that a keyword constrains. It has no effect on values of other types."""
+"""Type of the values that a keyword constrains. The keyword has no effect on values of
+other types.
+"""
 _MOST_STEPS = 20_000
 """Limit on the schemas that negation and proofs visit while one schema is translated: some 50 ms of
 work.
@@ -255,7 +257,7 @@ class _Translation:
     # References
 
     def _reference(self, ref: str, base: str) -> str:
-        """Return a `$ref` as a JSON pointer from the root, or the one of a copy if its target
+        """Return a `$ref` as a JSON pointer from the root, to a copy of its target if the target
         moves.
 
         A `$ref` that names no part of the schema is returned unchanged.
@@ -494,8 +496,8 @@ class _Translation:
         return [{"anyOf": [_all_of([part for part in way if part is not True]) for way in ways]}]
 
     def _one_of(self, parts: dict[str, Any]) -> list[Any]:
-        """Replace `oneOf` by `anyOf`; each option then excludes the values that an overlapping one
-        matches.
+        """Replace `oneOf` by `anyOf`, whose options exclude the values that overlapping options
+        match.
         """
         options, logic = parts["oneOf"], self._logic
         loosened = any(options is each for each in self._loosened)
@@ -607,7 +609,7 @@ def json_path(path: _Path) -> str:
 def _base_in(schema: Any, base: str) -> str:
     """Return the URI against which relative references in a schema are resolved.
 
-    base: this URI around the schema.
+    base: this URI for the schema that contains `schema`.
     """
     own = schema.get("$id", schema.get("id")) if isinstance(schema, Mapping) else None
     return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base

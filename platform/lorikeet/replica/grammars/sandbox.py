@@ -50,8 +50,9 @@ Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
 _FIND_FAULT = "\0"
-"""Prefix of a message to the child process that is a JSON schema whose fault is to be found, not a
-grammar.
+"""Prefix of a message to the child process that asks for a JSON schema's fault.
+
+The message is then a schema, not a grammar to try.
 """
 _FIND_LOOSE_FAULT = "\2"
 """Prefix of the same message for a schema that lets go."""
@@ -139,7 +140,8 @@ class GrammarSandbox:
         raise Unchecked(found)
 
     async def _tried(self, call: Call, text: str) -> str | None:
-        """Return the problem of a grammar, or of a schema after _FIND_FAULT; None if there is none.
+        """Try a grammar, or find the fault of a schema after _FIND_FAULT; return the problem, or
+        None.
 
         Raises EngineOverloaded as `check` does.
         """
@@ -257,8 +259,8 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any], *, lets_go: bool) -> str | None:
-    """Return the place of a schema's fault, and the problem there, as text; None if there is no
-    fault.
+    """Return the place of a schema's fault and the problem at this place, as text; None if there is
+    no fault.
 
     lets_go: keywords that grammars cannot enforce are let go, and no fault.
     """

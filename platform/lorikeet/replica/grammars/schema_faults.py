@@ -216,8 +216,8 @@ def may_be_checked(reason: str) -> bool:
 
 
 def in_own_words(reason: str) -> str:
-    """Return an error message of llguidance in our words, which say what to do; other messages
-    unchanged.
+    """Return an error message of llguidance in our words, which name the remedy. Returns other
+    messages unchanged.
     """
     reason = reason.split("\n  while processing", 1)[0]
     for pattern, words in _WORDS:

@@ -23,7 +23,7 @@ _MATCH_S = 0.01
 
 
 class Inexpressible(Exception):
-    """Raised if no schema is known that says the same, or the search for one takes too long."""
+    """Raised if no equivalent schema is known, or if the search for one takes too long."""
 
 
 class SchemaLogic:
@@ -43,7 +43,7 @@ class SchemaLogic:
     def negated(self, schema: Any, depth: int = 0) -> Any:
         """Return a schema that matches exactly the values that `schema` does not match.
 
-        depth: number of schemas around this one.
+        depth: number of schemas that contain this schema.
 
         Raises Inexpressible if no such schema is known or the search takes too long.
         """
@@ -63,7 +63,7 @@ class SchemaLogic:
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Return True if certainly no value matches both schemas, False if one may.
 
-        depth: number of schemas around these.
+        depth: number of schemas that contain these schemas.
 
         Raises Inexpressible if the search takes too long.
         """
@@ -153,8 +153,9 @@ class SchemaLogic:
         return []  # a description, as `format` is
 
     def _values_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Return True if the values that both schemas list differ, or if none of the values that
-        one lists matches the other's pattern.
+        """Return True if certainly no value is listed by both schemas, False if one may be.
+
+        Also True if one schema lists values none of which matches the other's pattern.
         """
         ours, theirs = _values(one), _values(other)
         if ours is not None and theirs is not None:
@@ -220,7 +221,7 @@ def _type_of(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that `const` or `enum` allows; None if the schema has neither."""
+    """Return the values that `const` or `enum` allows; None if the schema has neither keyword."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 

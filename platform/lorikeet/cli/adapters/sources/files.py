@@ -67,9 +67,9 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
 
 
 def _instead(sizes: Mapping[str, int]) -> str:
-    """Suggest another source in place of one without an adapter.
+    """Suggest another source, for the error about a source without an adapter.
 
-    sizes: bytes by name, of files in subfolders too.
+    sizes: size in bytes of each file by name, including files in subfolders.
     """
     ending = f"/{CONFIG_FILE}"
     inside = sorted(name.removesuffix(ending) for name in sizes if name.endswith(ending))
