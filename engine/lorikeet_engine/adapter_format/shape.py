@@ -194,10 +194,12 @@ def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[Laye
     if kinds is None:
         every = integer(config, "full_attention_interval")
         full, delta = LayerKind.ATTENTION, LayerKind.DELTA_NET
-        return tuple(delta if (layer + 1) % every else full for layer in range(layers))
+        kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
     known = {kind.value for kind in LayerKind}
     if not isinstance(kinds, list) or len(kinds) != layers or not known.issuperset(kinds):
         raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(LayerKind)}")
+    if LayerKind.ATTENTION not in kinds:
+        raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for at least one layer")
     return tuple(map(LayerKind, kinds))
 
 

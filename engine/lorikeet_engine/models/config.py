@@ -183,8 +183,9 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    if activation not in _IS_GELU:
-        raise refusal(key, activation, " or ".join(_IS_GELU))
+    known = ("silu",) if family.is_hybrid else tuple(_IS_GELU)
+    if activation not in known:
+        raise refusal(key, activation, " or ".join(known))
     return _IS_GELU[activation]
 
 

@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format import BaseShape, Linear, QkNormKind, Quantization
+from lorikeet_engine.adapter_format import (
+    FAMILIES,
+    BaseShape,
+    Linear,
+    QkNormKind,
+    Quantization,
+)
 from lorikeet_engine.adapter_format.families import (
     EMBEDDING_ROWS,
     EMBEDDINGS,
@@ -21,6 +27,7 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
@@ -56,6 +63,9 @@ from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
 from lorikeet_engine.models.stored_tensors import check_tied_head
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
+
+_NEXT_TOKENS = "mtp."
+"""Prefix of tensors that predict more than one token at once, which answers do not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,12 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
+    if config.shape.delta_net is not None and device.type == "cuda":
+        raise SettingsError(
+            f"{FAMILIES[config.shape.family].name}'s delta nets are served on CPUs only so far: "
+            "want device=cpu, or another base model",
+            field="model",
+        )
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     if is_fp8:
@@ -238,7 +254,8 @@ def _read(
     config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
-    checkpoint.check_all_read(("lm_head.",) if config.tied_embeddings else ())
+    hybrid, tied = FAMILIES[config.shape.family].is_hybrid, config.tied_embeddings
+    checkpoint.check_all_read((*["lm_head."] * tied, *[_NEXT_TOKENS] * hybrid))
     return model
 
 

@@ -166,7 +166,7 @@ def test_a_prompt_divided_anywhere_and_decoded_ends_in_the_same_state(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("operators", ["fused", "reference"])
+@pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
 def test_states_behind_chunks_are_saved(operators, kind):
     """Each is the state in which the sequence ends if it ends there."""
     heads, lengths, slots = HEADS[2], [200, 3, 70], [5, 0, 6]
@@ -174,15 +174,12 @@ def test_states_behind_chunks_are_saved(operators, kind):
     saves = indices([-1, 1, 8, -1, -1, 2, -1], kind[0])
     prefills = replace(Prefills.of(lengths, slots, kind[0]), saves=saves)
     assert len(prefills.chunks) == len(saves)
-    rule, convolution = (
-        (fused_delta_rule, fused_convolution) if operators == "fused" else (reference, reference)
-    )
     lora = adapted(given.qkv, 130)
 
     def run(given, prefills, lora=None):
         states, last = given.states.clone(), given.last_inputs.clone()
-        y = convolution.prefill_convolution(given.qkv.clone(), given.weight, last, prefills, lora)
-        o = rule.prefill_delta_rule(
+        y = operators.prefill_convolution(given.qkv.clone(), given.weight, last, prefills, lora)
+        o = operators.prefill_delta_rule(
             given.qkv, given.ba.clone(), given.decay, states, prefills, heads
         )
         return y, o, states, last
