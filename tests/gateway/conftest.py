@@ -56,10 +56,16 @@ Items = AsyncGenerator[StreamItem, None]
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator["Gateway"]:
+def own_gateway(tmp_path: Path) -> Iterator["Gateway"]:
     """Run a gateway with tenants acme and globex; acme has the adapter acme/support."""
     with serving(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def gateway(own_gateway: "Gateway") -> "Gateway":
+    """Return a gateway of the test's own; files whose tests change no catalog return `shared`."""
+    return own_gateway
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,19 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
     """
     with serving(tmp_path_factory.mktemp("unchanged"), responses_lifetime_s=3600) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def _of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
+    with serving(tmp_path_factory.mktemp("shared")) as running:
+        yield running
+
+
+@pytest.fixture
+def shared(_of_module: "Gateway") -> "Gateway":
+    """Return a gateway like `own_gateway`, shared by tests that change no more than its replica."""
+    vars(_of_module.engines).update(vars(ReplayEngines()))
+    return _of_module
 
 
 @contextmanager

@@ -226,9 +226,10 @@ def test_errors_of_build_are_raised_by_the_constructor(tmp_path, received):
     assert not forked_engines.processes()
 
 
+@pytest.mark.usefixtures("forked")
 def test_closing_fails_open_requests_and_ends_the_process(client, received):
     apart = client()
-    (pid,) = process_engines.processes()
+    (pid,) = forked_engines.processes()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.outputs)
     apart.close()
@@ -242,9 +243,10 @@ def test_closing_fails_open_requests_and_ends_the_process(client, received):
         apart.submit(greedy("late", prompt(5))).result()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_process_is_noticed_at_once(client, received, capfd):
     apart = client()
-    (pid,) = process_engines.processes()
+    (pid,) = forked_engines.processes()
     os.kill(pid, signal.SIGSTOP)
     waiting = apart.submit(greedy("r", prompt(5)))
     os.kill(pid, signal.SIGKILL)
