@@ -54,7 +54,8 @@ class Pins:
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
         """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer.
 
-        passing: a temporary pin, for which the adapter's image is not written to the disk.
+        passing: a temporary pin, for which the adapter's image is not written to the disk. The blob
+            on the disk is kept as well: the store may not have it.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
@@ -100,6 +101,8 @@ class Pins:
             self._pins.pop(digest, None)
         else:
             self._pins[digest] = pin
+            if pin.passing:
+                self._disk.pin(digest)
 
     def _is_met(self, pin: _Pin) -> bool:
         match pin.tier:

@@ -11,6 +11,7 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
@@ -165,6 +166,7 @@ class Services:
     kept_view: file with the catalog's last view, for starts while the store is unreachable.
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
+    uses: adapters that this gateway's requests in flight use.
     """
 
     catalog: AdapterCatalog
@@ -190,6 +192,7 @@ class Services:
     kept_view: KeptView | None = None
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
+    uses: AdapterUses = field(default_factory=AdapterUses)
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:
