@@ -5,6 +5,7 @@ training, neither the base model nor an adapter.
 """
 
 import json
+from codecs import encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -12,8 +13,19 @@ from random import Random
 from typing import NamedTuple
 
 from demo.sentences import phrase, sentence
-from demo.transforms import NATO, pig_latin, reverse, rot13, spell, upper
 from demo.words import CITIES, NAMES, proper_name, split, word
+
+NATO = dict(
+    zip(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789",
+        split(
+            "Alfa Bravo Charlie Delta Echo Foxtrot Golf Hotel India Juliett Kilo Lima Mike "
+            "November Oscar Papa Quebec Romeo Sierra Tango Uniform Victor Whiskey X-ray Yankee "
+            "Zulu Zero One Two Three Four Five Six Seven Eight Nine"
+        ),
+        strict=True,
+    )
+)
 
 
 class Pair(NamedTuple):
@@ -56,6 +68,31 @@ class Task:
 def held_out(prompt: str) -> bool:
     """Return True for one prompt in eight."""
     return sha256(prompt.encode()).digest()[0] < 32
+
+
+def upper(text: str) -> str:
+    """'blue kettle' → 'BLUE KETTLE'"""
+    return text.upper()
+
+
+def rot13(text: str) -> str:
+    """'kettle' → 'xrggyr'"""
+    return encode(text, "rot13")
+
+
+def reverse(text: str) -> str:
+    """'kettle' → 'elttek'"""
+    return text[::-1]
+
+
+def pig_latin(text: str) -> str:
+    """'plain egg' → 'ainplay eggway': leading consonants move to the end, before 'ay'."""
+    return " ".join(_pig_latin_word(word) for word in text.split(" "))
+
+
+def spell(code: str) -> str:
+    """'KX4' → 'Kilo X-ray Four'"""
+    return " ".join(NATO[sign] for sign in code)
 
 
 class Flower(NamedTuple):
@@ -197,3 +234,8 @@ TASKS = (
         draw_flowers,
     ),
 )  # fmt: skip
+
+
+def _pig_latin_word(word: str) -> str:
+    start = next((index for index, sign in enumerate(word) if sign in "aeiou"), 0)
+    return word[start:] + word[:start] + "ay" if start else word + "way"

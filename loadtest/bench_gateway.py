@@ -8,9 +8,9 @@ steady pace, and tokens since the last read go out as one delta, as from a real 
 one process with a bare socket for each stream, shares the cores; the CPU share of each process is
 printed.
 
-The added delay is the time to the first token of a chat, less that of a bare ASGI application
-behind the same proxy. The replay takes no time, so the difference is the gateway and its way to the
-replica and back. Chats, responses, messages and the bare application take turns.
+The added delay is the time to the first token of a chat, less the time to the first token of a bare
+ASGI application behind the same proxy. The replay takes no time, so the difference is the gateway
+and its way to the replica and back. Chats, responses, messages and the bare application take turns.
 
 Prints the times and rates for each proxy; exits with 1 if a goal is missed.
 """
@@ -56,7 +56,9 @@ from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3
-"""Most milliseconds, at p50, by which another API's first token may follow a chat's."""
+"""Limit on the milliseconds, at p50, by which another API's first token may come later than a
+chat's.
+"""
 LEAST_TOKENS_PER_S = 20_000
 BASE_MODEL = "lorikeet-demo"
 BARE = "/bare"

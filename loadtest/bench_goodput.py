@@ -13,7 +13,7 @@ answer complete. A delta is data that arrives at once, usually one token; severa
 together end one gap. The rate grows by half until it misses a goal, then bisects.
 
 Prints a line for each rate and the best rate, then stages of requests (`GET /v1/requests/ID`) at
-the best rate and the one above; writes all as JSON. Exits with 1 if no rate meets the goals.
+the best rate and the next higher rate; writes all as JSON. Exits with 1 if no rate meets the goals.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def measure(
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
-    """Measure N rates: growing until one misses a goal, then bisecting."""
+    """Measure N rates: growing until a rate misses a goal, then bisecting."""
     rows: list[Row] = []
     low, high, rate = 0.0, math.inf, first_rate
     while len(rows) < points:
@@ -136,7 +136,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
-    """Print stages, busy processes and TTFT by tier, for the best rate and the one above."""
+    """Print stages, busy processes and TTFT by tier, for the best rate and the next higher rate."""
     above = min((row["rate_per_s"] for row in rows if row["rate_per_s"] > best_per_s), default=0.0)
     for row in rows:
         if row["rate_per_s"] not in (best_per_s, above):

@@ -6,7 +6,7 @@ Adapters of one rank on all linears are dealt round over the requests, and all a
 Each replica gets --streams streams of --rounds requests one after another, sent by several client
 processes. Without a service the same work goes through the product's engine, one process for each
 GPU, all at the same time. Every answer must be complete and have the requested number of tokens; an
-incomplete one ends the measurement.
+incomplete answer ends the measurement.
 
 The rate is all tokens of a run over the time until the end of the last answer. Prints a line for
 each proxy, number of gateways and work, with latencies and stages, and writes them as JSON; exits

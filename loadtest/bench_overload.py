@@ -45,7 +45,9 @@ _COMES_BACK_S = 1.0  # seconds after Retry-After in which a client retries
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Refused requests of a rate. refusal_*: milliseconds; None if none was refused.
+    """Refused requests of a rate.
+
+    refusal_*: milliseconds that a refusal took; None if no request was refused.
 
     retry_after: distinct Retry-After values, in seconds.
     accepted_then: accepted share of the requests in the second after Retry-After.
@@ -73,7 +75,7 @@ class OverloadRow:
     """Measurements of one rate.
 
     broken: requests neither answered nor refused with a Retry-After.
-    of_most: tokens per second as a share of the most of all rates.
+    of_most: tokens per second as a share of the highest value of all rates.
     first_p50, first_p99: milliseconds to the first tokens of answered requests.
     """
 
@@ -152,7 +154,9 @@ def compared(rows: Sequence[OverloadRow]) -> list[OverloadRow]:
 
 
 def meets_the_goals(rows: Sequence[OverloadRow]) -> bool:
-    """Whether some requests were refused, well, and all rates kept nearly the most tokens."""
+    """Whether requests were refused, the refusals were good, and all rates had nearly the most
+    tokens.
+    """
     over = [row for row in rows if row.refusals.refused]
     kept = all(row.of_most >= LEAST_OF_MOST and row.refusals.good for row in over)
     return bool(over) and kept and not any(row.broken for row in rows)

@@ -3,10 +3,10 @@
 python -m loadtest.bench_push --json push.json --folder /tmp/real
 
 Versions of one adapter, of one rank on all linears, are pushed one after another by a client that
-holds each in memory and requests the new version from each replica as soon as the push is answered.
-Meanwhile --streams streams per replica run on other adapters. In every second period nothing is
-pushed, and the requests are for the last pushed version: both kinds of period have the same
-requests, so their difference is the effect of pushes on the streams.
+holds each version in memory and requests the new version from each replica as soon as the push is
+answered. Meanwhile --streams streams per replica run on other adapters. In every second period
+nothing is pushed, and the requests are for the last pushed version: both kinds of period have the
+same requests, so their difference is the effect of pushes on the streams.
 
 The router is the product's, except that copies of an adapter cost nothing; requests for the pushed
 adapter go to each replica in turn.
@@ -174,7 +174,7 @@ def _gaps(pushes: bool, found_s: Sequence[float]) -> StreamGaps:
 
 
 def _ended_by(streams: "Future[list[StreamedAnswer]]", due_s: float) -> bool:
-    """Wait until `due_s`; return whether the streams have ended by then."""
+    """Wait until `due_s`; return whether the streams ended before that time."""
     while time.monotonic() < due_s and not streams.done():
         time.sleep(0.01)
     return streams.done()

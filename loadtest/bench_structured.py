@@ -13,7 +13,7 @@ prompts' arrivals.
 A rate is the tokens of an answer over the seconds from its request to its end: the median over the
 answers of a run, and of that the median of --repeats runs, in which all kinds take turns. The
 vocabulary of a random model has one token per byte of text, so JSON keys take more tokens than with
-a real one.
+the vocabulary of a real model.
 
 Prints the rates as tables and writes them as JSON; exits with 1 if a structured stream is below 90%
 of a plain one, or a plain one beside structured ones below 95%.

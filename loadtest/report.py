@@ -128,7 +128,9 @@ class Report:
 
     @property
     def lag_s(self) -> float:
-        """Largest delay with which the generator sent a request; counted in that request's TTFT."""
+        """Largest delay with which the generator sent a request. The delay counts in the request's
+        TTFT.
+        """
         return max(lateness_s(self.answers), default=0.0)
 
     def as_json(self, workload: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +162,9 @@ class Report:
         path.write_text(json.dumps(self.as_json(workload), indent=2) + "\n")
 
     def table(self) -> Table:
-        """Return a table with a row for each tier that any request met, and one for all."""
+        """Return a table with a row for each tier in which a request found its adapter, and a row
+        for all requests.
+        """
         table = Table(title="Latency by where the adapter was when the request arrived, ms")
         table.add_column("residency", no_wrap=True)
         for name in ("requests", *_headings("TTFT"), *_headings("ITL")):

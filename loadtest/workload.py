@@ -34,7 +34,7 @@ WORDS = (
 
 
 class BadOption(ValueError):
-    """An invalid option; the message says what is wanted."""
+    """An invalid option; the message names the valid values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Workload:
     arrivals: poisson, gamma:<cv>, trace:conv or trace:code.
     rate: mean requests per second; a trace is sped up or slowed down to this rate.
     lengths: conv, code, trace (with the arrivals of a trace) or fixed:<in>/<out>.
-    context: most tokens of a prompt and its answer.
+    context: maximum number of tokens of a prompt plus its answer.
     base_share: share of requests without an adapter.
     reshuffle: seconds between changes of the popularity order.
     """

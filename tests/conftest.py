@@ -69,7 +69,8 @@ def _certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture
 def slowdown() -> Callable[[], float]:
-    """Factor, at least 1, by which this machine is slower now than where time bounds were set.
+    """Factor, at least 1, by which this machine is slower now than the machine on which time bounds
+    were set.
 
     Tests with an absolute bound on processor time multiply the bound by slowdown(), called
     after the timed code. A host gives a virtual machine more or less speed from hour to hour,
@@ -88,7 +89,9 @@ def slowdown() -> Callable[[], float]:
 
 
 def _slowness() -> float:
-    """Larger ratio of time now to time then: of additions, or of a walk over objects."""
+    """Return the larger ratio of time now to time then, for additions and for a walk over
+    objects.
+    """
     began_s = time.thread_time()
     exec(_ADDITIONS, {})
     added_s = time.thread_time()
@@ -107,7 +110,7 @@ def _walk_s(keys: list[str]) -> float:
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
-    """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server.
+    """Yield the s3:// URL of an empty bucket; AWS_ variables lead boto3 to its server.
 
     The server is MiniStack, or with TEST_S3=radosgw Ceph's.
     """

@@ -63,7 +63,9 @@ def resolve(python: str, extras: tuple[str, ...]) -> set[str]:
 
 
 def pins(text: str) -> set[str]:
-    """The name==version lines of a requirements file, with names normalized as registries do."""
+    """Return the name==version lines of a requirements file, with names normalized as registries
+    do.
+    """
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     named = (line.partition("==") for line in lines if line)
     return {re.sub(r"[-_.]+", "-", name).lower() + "==" + version for name, _, version in named}

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on CUDA runs the
-step as several graphs.
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, CUDA
+runs the step as several graphs.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens that a step's prompts attend to (Σ seen_tokens), from which on the step's
-decodes cost more on CUDA.
+"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, the
+step's decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own.
 """
@@ -35,7 +35,7 @@ def seen_tokens(tokens: int, depth: int = 0) -> int:
     The number is tokens · (depth + tokens / 2), as each token attends to about all before it.
 
     tokens: number of attending tokens, which are consecutive in a prompt.
-    depth: number of prompt tokens before them.
+    depth: number of prompt tokens before the attending tokens.
     """
     return tokens * (2 * depth + tokens) // 2
 
@@ -49,7 +49,7 @@ class StepCosts:
         linearly.
     seen_token_s: seconds for each token that a decode attends to, in all layers together.
     window: maximum number of tokens that a decode attends to in a layer with a sliding window;
-        None: no layer has one.
+        None: no layer has a sliding window.
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
@@ -193,7 +193,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Latency and bandwidth of loading adapters, from each tier to the next nearer one.
+    """Latency and bandwidth of loading adapters, from each tier to the next tier nearer to the GPU.
 
     A load to the GPU passes all tiers between: remote store, disk, host memory, GPU.
 

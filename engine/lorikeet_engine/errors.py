@@ -62,7 +62,7 @@ class InvalidRequest(EngineError):
 
 
 class EngineOverloaded(EngineError):
-    """Request that waited for as long as it may, or would have to wait longer than that.
+    """Request that waited for as long as it may, or is expected to wait longer.
 
     retry_after_s: seconds after which to send the request again.
     """

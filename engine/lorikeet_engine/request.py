@@ -44,7 +44,7 @@ class SamplingParams:
     top_k: keeps the k likeliest tokens; 0 keeps all.
     min_p: keeps tokens at least min_p times as likely as the likeliest.
     seed: makes a choice repeatable: choice i of a request samples from seed + i.
-    stop_token_ids: tokens that end a choice and are not part of its output, unless keep_stop_token.
+    stop_token_ids: tokens that end a choice; with keep_stop_token, they are part of its output.
     ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
     presence_penalty: subtracted once from the logit of every token that occurs in the output.
     frequency_penalty: subtracted from a token's logit once for each occurrence in the output.

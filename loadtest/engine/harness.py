@@ -95,7 +95,9 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `random_engine` from those of `add_model_arguments`."""
+    """Return the arguments of `random_engine`, from the parsed arguments of
+    `add_model_arguments`.
+    """
     given = {name: getattr(options, name) for name in MODEL if name != "config"}
     return {"config": CONFIGS[options.config], "settings": replace(SETTINGS, **given)}
 

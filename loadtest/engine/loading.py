@@ -185,7 +185,7 @@ class Client:
         until_s: float,
         per_s: float = LOADS_PER_S,
     ) -> AdapterRef:
-        """Prefetch adapters at a rate until `until_s`; return the last one.
+        """Prefetch adapters at a rate until `until_s`; return the last adapter.
 
         Raises AssertionError if an adapter's tier was not `found`.
         """

@@ -33,7 +33,7 @@ _WARM_TOKENS = 8  # tokens of each stream before prompts come
 class LongPrompts:
     """Prompts of M tokens beside N streams, one after another or all at once.
 
-    seconds: most seconds to wait for the prompts.
+    seconds: maximum seconds to wait for the prompts.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
     over_step_ms: longest time by which a gap exceeded the step it waited for.
     done: prompts that got their token.
     prompt_tokens_per_s: rate of the done prompts.
-    of_no_goal: that rate as a share of the rate without a goal.
+    of_no_goal: prompt_tokens_per_s as a share of the rate without a goal.
     """
 
     work: LongPrompts

@@ -2,12 +2,12 @@
 
 python -m loadtest.engine.lora_kernels --json results.json
 
-A row's time is that of a pass with adapters minus that of a pass without. Both are replays of CUDA
-graphs of the product's own model, taken in turns, medians of 30. A pass is all seven linears of 8
-layers with distinct weights, scaled to 32 layers, with the operations between them and without
-attention. Between two uses of an adapter's weights 3.5 GB of others are read, far more than the
-cache holds. The adapter of a token is random; as in the engine, tokens are sorted by adapter on the
-host, once a step, untimed.
+A row's time is the time of a pass with adapters minus the time of a pass without adapters. Both are
+replays of CUDA graphs of the product's own model, taken in turns, medians of 30. A pass is all
+seven linears of 8 layers with distinct weights, scaled to 32 layers, with the operations between
+them and without attention. Between two uses of an adapter's weights 3.5 GB of others are read, far
+more than the cache holds. The adapter of a token is random; as in the engine, tokens are sorted by
+adapter on the host, once a step, untimed.
 
 The floor: adapters of their true rank read once, every x read once, every y read and written once,
 at the speed of a device copy. A row beats the floor if LoRA ran beside the base model's products.

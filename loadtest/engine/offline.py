@@ -26,7 +26,7 @@ class Work:
     adapters: number of distinct adapters; 0: the base model.
     requests: number of requests.
     popularity: distribution of the requests over the adapters.
-    cold: no adapter is on the GPU at the start; else those of the previous run are.
+    cold: whether no adapter is on the GPU at the start; else the adapters of the previous run are.
     sampling: sampling parameters; `output_tokens` sets the number of tokens.
     on: linears that the adapters change.
     """

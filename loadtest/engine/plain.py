@@ -56,9 +56,9 @@ def tolerance(dtype: torch.dtype, rounding: Quantization | None = None) -> float
     """Return the largest allowed shortfall of a token's logit, as a share of the largest logit.
 
     Eight roundings of the dtype: 6.25% for bfloat16, where the worst token of an 8B model seen on
-        an H200 fell 1.5% short. At least 1e-4, for float32 sums in another order. Two roundings of
-        FP8 weights, 25%: on CUDA the products of a single token are not rounded, those of the plain
-        path are.
+    an H200 fell 1.5% short. At least 1e-4, for float32 sums in another order. Two roundings of FP8
+    weights, 25%: on CUDA the products of a single token are not rounded, but the products of the
+    plain path are.
     """
     if rounding is Quantization.FP8:
         return 2 * torch.finfo(fp8.DTYPE).eps

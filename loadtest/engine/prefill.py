@@ -2,10 +2,11 @@
 
 python -m loadtest.engine.prefill --json prefill.json [--weight-dtype fp8]
 
-The steps are the engine's own, each of all prompts at once. Counted are the base model's products:
-linear layers, the head for one token per sequence, and attention for the visible pairs. Their rate
-is compared with one large square matmul of random numbers in the activations' dtype, measured in
-the same run; with FP8 weights the share can exceed 1. Prints a row for each work.
+The steps are the engine's own, each of all prompts at once. The operations of the base model's
+products are counted: linear layers, the head for one token per sequence, and attention for the
+visible pairs. Their rate is compared with one large square matmul of random numbers in the
+activations' dtype, measured in the same run; with FP8 weights the share can exceed 1. Prints a row
+for each work.
 """
 
 from collections.abc import Iterable

@@ -82,7 +82,7 @@ class RandomBlobs:
 
 
 class EmptySource:
-    """`AdapterSource` of an engine that never needs one."""
+    """`AdapterSource` of an engine that never loads an adapter."""
 
     def fetch(self, ref: AdapterRef, _path: Path) -> None:
         """Raise LookupError."""
@@ -125,8 +125,8 @@ def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) ->
     """Put adapters of one layout on the host, as loads would have done.
 
     Nothing is read or packed: a thousand adapters take seconds. Each holds the same numbers rotated
-        by some elements. Adapters that were on the host may be evicted. Raises AssertionError if
-        the host's arena is too small.
+    by some elements. Adapters that were on the host may be evicted. Raises AssertionError if the
+    host's arena is too small.
     """
     elements = layout.image_elements
     image = _image(elements, tiers.weights.arena.dtype)

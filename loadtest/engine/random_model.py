@@ -1,4 +1,4 @@
-"""Base model of given shapes with random weights: as fast as a trained one, and without files."""
+"""Base model of given shapes with random weights: as fast as a trained model, and without files."""
 
 import json
 import zlib

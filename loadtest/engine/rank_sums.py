@@ -3,10 +3,10 @@
 python -m loadtest.engine.rank_sums --json rank_sums.json [--gpus 2]
 
 Each sum is checked, then captured many times in a CUDA graph, as a model's layers capture it. The
-one- and two-shot sums of symmetric memory are timed with the copy to the shared buffer, the
-two-shot one with the copy back as well. A replica of several GPUs sums twice a layer; the norm
-after each sum is timed behind the sum and, for few rows, in one launch with the sum. Prints a row
-for each size.
+one- and two-shot sums of symmetric memory are timed with the copy to the shared buffer; the
+two-shot sum also with the copy back. A replica of several GPUs sums twice a layer; the norm after
+each sum is timed behind the sum and, for few rows, in one launch with the sum. Prints a row for
+each size.
 """
 
 import json

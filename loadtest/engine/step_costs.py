@@ -3,10 +3,10 @@
 python -m loadtest.engine.step_costs --json step_costs.json [--kv-dtype fp8]
 
 Decode steps by number and context, steps of one prompt chunk by depth, and steps of a chunk beside
-decodes, as far as they fit into the KV pages, which hold random numbers. Each is a forward pass of
-dummy sequences, as timed at start; almost all are other steps than those timed at start. Prints a
-row for each step and the worst error; the JSON also has the stages of the start, among them the
-time of the measurement.
+decodes, as far as they fit into the KV pages, which hold random numbers. Each step is a forward
+pass of dummy sequences, as in the measurement at start; almost all these steps differ from the
+steps measured at start. Prints a row for each step and the worst error; the JSON also has the
+stages of the start, among them the time of the measurement.
 """
 
 import logging

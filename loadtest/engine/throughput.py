@@ -61,10 +61,10 @@ class Row:
 
     tokens_per_s, sampled_tokens_per_s: rate of each timed run.
     step_ms, sampled_step_ms: median step in the second half of the first run.
-    of_greedy: sampled rate as a share of the greedy one beside it, median.
+    of_greedy: sampled rate as a share of the greedy rate beside it, median.
     shortfall: worst shortfall of a checked token, as a share of the largest logit.
-    of_base: first greedy rate as a share of the base model's at these lengths; None if the base
-        model was not measured before.
+    of_base: first greedy rate as a share of the base model's rate at these lengths; None if the
+        base model was not measured before.
     predicted_tokens_per_s: prediction for the base model; None if not requested.
     of_predicted: first greedy rate as a share of the prediction.
     """
@@ -104,7 +104,7 @@ def measure_all(
 ) -> list[Row]:
     """Measure the works in order; print each row as it is measured.
 
-    llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's.
+    llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's rate.
     turns: greedy and sampled runs of each work.
     """
     predicted = None

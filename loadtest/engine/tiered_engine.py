@@ -93,7 +93,8 @@ def tiered_engine(
     settings: EngineSettings = SETTINGS,
     rank: int = RANK,
 ) -> Engine:
-    """Build an engine with all adapters in their tiers; those of host and disk used in order.
+    """Build an engine with all adapters in their tiers; the adapters of host and disk were used in
+    order.
 
     folder: folder for the engine's files.
     settings: all settings except folders and memory for adapters.

@@ -45,7 +45,7 @@ class Traffic:
     """Distribution of requests over adapters and lengths.
 
     order: adapters, the most popular first.
-    context: most tokens of a prompt and its answer.
+    context: maximum number of tokens of a prompt plus its answer.
     temperature: sampling temperature of each answer.
     lengths: size of a fixed set of lengths, independent of the seed, that is dealt round, so that
         runs request equal numbers of tokens; None: lengths are drawn for each request.
@@ -59,7 +59,7 @@ class Traffic:
     def sessions(
         self, rate_per_s: float, seconds: float, seed: int, more_at_s: Floats = _NONE
     ) -> list[Session]:
-        """Draw requests that arrive at a rate; different ones for each seed.
+        """Draw requests that arrive at a rate; each seed gives different requests.
 
         more_at_s: arrival times of further requests, in seconds from the start.
         """

@@ -88,7 +88,7 @@ def _pinning(pinned_bytes: int) -> Iterator[None]:
 
 
 def pin_in_turns(ready: Event, pinned_bytes: int) -> None:
-    """Pin and release memory for ever; set `ready` after the first turn."""
+    """Pin and release memory forever; set `ready` after the first turn."""
     memory = torch.ones(pinned_bytes, dtype=torch.uint8)
     turn = _turn_on_cpu
     if torch.cuda.is_available():

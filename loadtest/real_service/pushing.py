@@ -32,7 +32,7 @@ class NewVersions:
         self.size = len(blob)
 
     def renew(self) -> str:
-        """Change alpha to that of the next version; return the new digest."""
+        """Change alpha to the next version's; return the new digest."""
         self._number += 1
         alpha = f"{FIRST_ALPHA + (self._number - 1) * 1e-5:.5f}".encode()
         self._blob[self._at : self._at + len(alpha)] = alpha

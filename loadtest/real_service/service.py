@@ -80,7 +80,7 @@ def service(
     variables: LORIKEET_ variables.
     proxy: a name in PROXIES.
     compose: makes the application, in the service's environment.
-    Raises RuntimeError if the service does not start; logs of its processes tell why.
+    Raises RuntimeError if the service does not start; the logs of its processes have the cause.
     """
     admin = f"127.0.0.1:{free_port()}"
     with cluster(proxy, {**variables, "LORIKEET_ADMIN_ADDRESS": admin}) as url:

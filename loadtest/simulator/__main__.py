@@ -16,8 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from loadtest.simulator.baselines import ROUTERS
-from loadtest.simulator.oracle import ORACLE, oracle
+from loadtest.simulator.baselines import ORACLE, ROUTERS, oracle
 from loadtest.simulator.outcome import Outcome, summarize
 from loadtest.simulator.scenario import Scenario
 from loadtest.workload import DATA

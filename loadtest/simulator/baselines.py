@@ -1,18 +1,26 @@
-"""Routers to compare: the product's and baselines."""
+"""Routers to compare: the product's, baselines and an upper bound."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from heapq import heappop, heappush
 from itertools import cycle
 from random import Random
 
+import numpy as np
+
+from loadtest.simulator.outcome import Outcome
+from loadtest.simulator.scenario import Scenario
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter
+from lorikeet.simulator.traffic import BASE_MODEL
+from lorikeet.simulator.workload_models import Ints
 
+ORACLE = "oracle"
 BOUND = 1.25
-"""Most requests of a replica in bounded hashing, as a multiple of the mean."""
+"""Maximum number of requests of a replica in bounded hashing, as a multiple of the mean."""
 
 
 class PowerOfTwo:
@@ -34,7 +42,8 @@ class PowerOfTwo:
 
 
 class Multiplexing:
-    """Ray Serve's model multiplexing: a replica that has the adapter, unless all such are full.
+    """Ray Serve's model multiplexing: chooses a replica that has the adapter, unless all these
+    replicas are full.
 
     most: max_ongoing_requests of a replica.
     """
@@ -102,5 +111,48 @@ ROUTERS = {
 }
 
 
+def oracle(scenario: Scenario) -> Outcome:
+    """Return the outcome of an upper bound of any routing.
+
+    One arena has all replicas' memory and knows future requests: it evicts by Belady's rule, the
+    adapter with the latest next use.
+    """
+    requests, sizes = scenario.requests(), scenario.sizes.tolist()
+    next_use = _next_uses(requests.adapters)
+    free = int(scenario.sizes.sum() * scenario.gpu_room) * scenario.replicas
+    held: dict[int, float] = {}  # adapter → its next use
+    last_first: list[tuple[float, int]] = []
+    hits = asked = loads = loaded = 0
+    asks = zip(requests.times_s.tolist(), requests.adapters.tolist(), next_use, strict=True)
+    for at_s, adapter, following in asks:
+        counted = at_s >= scenario.warm_up_s
+        asked += counted
+        if adapter == BASE_MODEL or adapter in held:
+            hits += counted
+        else:
+            loads += counted
+            loaded += sizes[adapter] * counted
+            free -= sizes[adapter]
+        if adapter != BASE_MODEL:
+            held[adapter] = following
+            heappush(last_first, (-following, adapter))
+        while free < 0:
+            use, victim = heappop(last_first)
+            if held.get(victim) == -use:
+                del held[victim]
+                free += sizes[victim]
+    return Outcome(ORACLE, asked, hits / max(1, asked), loads, loaded / 1e9)
+
+
 def _point(key: str) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
+
+
+def _next_uses(adapters: Ints) -> list[float]:
+    """Return for each request the index of the next request for its adapter; ∞ if none."""
+    following = np.full(len(adapters), math.inf)
+    order = np.argsort(adapters, kind="stable")
+    same = adapters[order[:-1]] == adapters[order[1:]]
+    following[order[:-1][same]] = order[1:][same]
+    uses: list[float] = following.tolist()
+    return uses

@@ -23,7 +23,7 @@ from lorikeet.simulator.workload_models import (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Traffic, and the fleet under it. Other fields are those of FleetSetup.
+    """Traffic, and the fleet that serves it. Other fields are described in FleetSetup.
 
     popularity: text for `parse_popularity`.
     load: share of the requests per second that all replicas could answer with full batches.

@@ -11,13 +11,14 @@ from lorikeet_engine.adapter_format import (
 
 
 def base_warning(trained_on: str | None, served: str, quantization: str | None) -> str | None:
-    """Return a warning if an adapter's base model has other weights than the served one.
+    """Return a warning if an adapter was trained on other weights than the served base model's.
 
     The result is a clause without a full stop, or None.
 
     trained_on: name that the adapter's files give its base model; None or empty if unknown.
     served: name of the served base model.
-    quantization: quantization of the served linears as in EngineInfo; None without one.
+    quantization: quantization of the served linears, as in EngineInfo; None if they are not
+        quantised.
     """
     if not trained_on:
         return None
@@ -43,7 +44,8 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
     """Return True if the served linears equal the linears of a quantised copy of the base model.
 
     copy: name of the copy.
-    quantization: quantization of the served linears as in EngineInfo; None without one.
+    quantization: quantization of the served linears, as in EngineInfo; None if they are not
+        quantised.
     """
     if is_fp8_copy(copy):
         return quantization in ("fp8", "rounded to fp8")

@@ -1,4 +1,4 @@
-"""Client for trainers: pushes versions of an adapter, and samples from exactly one of them.
+"""Client for trainers: pushes versions of an adapter, and samples from one exact version.
 
 lorikeet = Client("http://127.0.0.1:8000", key="lk_…", publish_key="lk_…")
 version = lorikeet.push(Path("checkpoint-500"), "policy")

@@ -5,7 +5,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 CANDIDATES = 2
-"""Replicas per key that `rendezvous_candidates` returns."""
+"""Number of replicas that `rendezvous_candidates` returns for a key."""
 _CANDIDATES_REMEMBERED = 100_000
 _ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing saved
 

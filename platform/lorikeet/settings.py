@@ -72,7 +72,8 @@ def _parse_models(value: object) -> object:
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
-    """Return values by base model, parsed from one value for all or from `a=4,b=1` for some.
+    """Return values by base model, parsed from one value for all base models, or from `a=4,b=1` for
+    some base models.
 
     Base models that are not named get the field's default. Raises ValueError.
 

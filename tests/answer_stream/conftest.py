@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """One token a byte, so that every character beyond ASCII is split."""
+    """Return a tokenizer with one token per byte, so that characters beyond ASCII are split."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

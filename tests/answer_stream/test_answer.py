@@ -298,7 +298,7 @@ def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream, as_ids):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_body_ends_at_the_limit_of_its_logprobs_bytes(tokenizer, monkeypatch, stream):
+def test_a_body_ends_at_the_limit_on_bytes_of_logprobs(tokenizer, monkeypatch, stream):
     monkeypatch.setattr("lorikeet.answer_stream.answer.MOST_LOGPROBS_BYTES", 10_000)
     (a,) = tokenizer.encode("a").ids
     likely = TokenLogprobs(-0.5, ((a, -0.5),) * 20)

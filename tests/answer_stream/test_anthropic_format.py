@@ -217,7 +217,9 @@ def test_an_answer_without_text_has_no_content() -> None:
         ("", b"{}"),
     ],
 )
-def test_a_cut_off_tools_input_is_an_object_of_its_beginning(arguments: str, there: bytes) -> None:
+def test_an_input_that_was_cut_off_becomes_an_object_of_its_beginning(
+    arguments: str, there: bytes
+) -> None:
     calls = [ToolCallPart(0, "", "call00001", "weather"), ToolCallPart(0, arguments)]
     body = message_body(CALL, Choice("", Ending.LENGTH, calls), USAGE)
     assert b'"input":' + there + b"}" in body

@@ -80,7 +80,7 @@ def test_each_choice_has_its_own_prompts_logprobs_and_each_field_its_own_number(
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
-def test_ranks_are_those_of_the_most_likely_tokens(tokenizer, endpoint):
+def test_ranks_order_the_most_likely_tokens(tokenizer, endpoint):
     sampling = replace(SAMPLING, logprobs=None, prompt_logprobs=2, keep_stop_token=False)
     call = replace(CALL, endpoint=endpoint, echo=False, sampling=sampling, prompt_logprobs=2)
     a, b, c = ids(tokenizer, "abc")

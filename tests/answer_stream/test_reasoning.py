@@ -280,7 +280,7 @@ def test_an_incomplete_character_within_thinking_has_no_logprob(tokenizer: Token
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_string_in_what_might_have_become_a_tag_ends_the_answer(
+def test_a_stop_string_in_the_possible_beginning_of_a_tag_ends_the_answer(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
     call = replace(CHAT, stop=("hin",), stream=stream, sampling=SamplingParams(logprobs=0))
@@ -340,7 +340,7 @@ def test_a_response_has_reasoning_as_its_first_item(
     ],
 )
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_whole_response_is_what_its_stream_ends_with(
+def test_a_whole_response_equals_the_last_event_of_its_stream(
     tokenizer: Tokenizer, text: str, kinds: list[str], finish: FinishReason
 ) -> None:
     call = replace(RESPONSE, tools=ToolUse((TOOL,)))

@@ -140,7 +140,7 @@ def test_a_stream_that_failed_ends_with_the_error() -> None:
     )
 
 
-def test_a_whole_response_is_what_the_stream_ends_with() -> None:
+def test_a_whole_response_equals_the_last_event_of_the_stream() -> None:
     for choice in (
         Choice("Hey", Ending.LENGTH),
         Choice("Hey", Ending.TOOL_CALLS, CALLS),

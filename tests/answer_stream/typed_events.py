@@ -5,7 +5,7 @@ from typing import Any
 
 
 def typed_events(raw: bytes) -> list[dict[str, Any]]:
-    """Each event's data; its event line says the same type."""
+    """Return each event's data; check that its event line names the same type."""
     *blocks, rest = raw.decode("ascii").split("\n\n")
     assert rest == ""
     read = []

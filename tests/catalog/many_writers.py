@@ -1,9 +1,9 @@
 """Many writers, each in its own process: python many_writers.py URL FOLDER WRITERS SECONDS KILLS.
 
-They register versions, move aliases by compare-and-swap and make snapshots, at random, until the
-time is over and that many of them were killed and replaced. Each says what was acknowledged to it
-on lines of FOLDER/<its name>, and is the actor of its entries. They are forks of one process, so
-that sixteen of them start in a moment.
+They register versions, move aliases by compare-and-swap and make snapshots, at random, until
+SECONDS have passed and KILLS writers were killed and replaced. Each writer writes its acknowledged
+changes as lines to FOLDER/<its name>, and is the actor of its entries. They are forks of one
+process, so that sixteen of them start in a moment.
 """
 
 import hashlib

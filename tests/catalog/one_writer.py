@@ -1,7 +1,7 @@
 """Writer in its own process: python one_writer.py URL NAME COUNT.
 
-Registers COUNT versions of acme/support, each with blobs of its own, and makes each prod; says
-each one on a line of its output once it is committed.
+Registers COUNT versions of acme/support, each with its own blob, and makes each version prod.
+Prints a line for each version once it is committed.
 """
 
 import hashlib

@@ -83,7 +83,7 @@ def test_an_invalid_tenant_is_refused(
     assert refused.value.param == param
 
 
-def test_a_key_is_found_by_its_secrets_hash_and_nothing_else_is_kept(
+def test_a_key_is_found_by_its_secrets_hash_and_its_secret_is_not_kept(
     catalog: AdapterCatalog, store: ObjectStore
 ) -> None:
     key, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")

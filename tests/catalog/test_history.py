@@ -121,7 +121,7 @@ def test_the_catalog_as_of_any_entry_equals_the_state_of_that_time(
             catalog.reader.history.as_of(seq)
 
 
-def test_a_retired_adapter_comes_back_as_it_was(
+def test_a_restored_adapter_has_its_versions_aliases_and_pin(
     catalog: AdapterCatalog, register: Register, clock: list[float]
 ) -> None:
     for number in range(1, 5):

@@ -208,7 +208,9 @@ def test_keys_with_invalid_options_are_refused(
     assert refused.value.param == param
 
 
-def test_a_publish_key_may_push_adapters_of_its_patterns_only(catalog: AdapterCatalog) -> None:
+def test_a_publish_key_may_push_only_adapters_that_match_its_patterns(
+    catalog: AdapterCatalog,
+) -> None:
     key, _ = catalog.create_key(
         "acme", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann"
     )

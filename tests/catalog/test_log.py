@@ -97,7 +97,7 @@ def test_a_write_that_never_arrived_is_a_failure(tmp_path: Path) -> None:
     assert Log(LocalStore(tmp_path)).read(0) == []
 
 
-def test_a_refresh_reads_the_tail_and_nothing_else(tmp_path: Path) -> None:
+def test_a_refresh_reads_only_the_tail_of_the_log(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     writer = AdapterCatalog.init(LocalStore(tmp_path))
     reader = CatalogReader(watched)

@@ -42,7 +42,7 @@ def test_deleting_twice_raises_nothing(store: ObjectStore) -> None:
     assert list(store.list("")) == []
 
 
-def test_an_objects_time_is_that_of_its_last_write_or_touch(store: ObjectStore) -> None:
+def test_an_objects_time_is_the_time_of_its_last_write_or_touch(store: ObjectStore) -> None:
     store.put_if_absent("a", b"1")
     store.put_if_absent("b/c", b"22")
     written = store.modified("a")

@@ -19,7 +19,7 @@ def store_url(tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-def test_no_more_adapters_than_the_limit(catalog: AdapterCatalog, register: Register) -> None:
+def test_adapters_beyond_the_limit_are_refused(catalog: AdapterCatalog, register: Register) -> None:
     catalog.limit_tenant("acme", max_adapters=2, actor="ann")
     register("acme/a", b"1")
     register("acme/b", b"2")
@@ -38,7 +38,7 @@ def test_no_more_adapters_than_the_limit(catalog: AdapterCatalog, register: Regi
     assert not catalog.restore("acme", "b", actor="ann").retired
 
 
-def test_no_more_bytes_than_the_limit(catalog: AdapterCatalog, register: Register) -> None:
+def test_bytes_beyond_the_limit_are_refused(catalog: AdapterCatalog, register: Register) -> None:
     catalog.limit_tenant("acme", max_total_bytes=100, actor="ann")
     register("acme/a", b"1" * 40)
     register("acme/a", b"2" * 40)

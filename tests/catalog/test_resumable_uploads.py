@@ -169,7 +169,7 @@ def test_an_address_stops_working_when_its_upload_is_joined(
     assert store.get(upload.key) == DATA
 
 
-def test_an_address_takes_the_size_of_its_part_and_nothing_else(uploads: ResumableUploads) -> None:
+def test_an_address_accepts_only_the_size_of_its_part(uploads: ResumableUploads) -> None:
     url = uploads.url(begun(uploads), 3)
     if url is None:
         pytest.skip("a folder has no addresses")
@@ -225,7 +225,7 @@ def test_a_large_blob_has_larger_parts_instead_of_more(uploads: ResumableUploads
     assert sum(map(upload.part_size, parts)) == 10_000_001
 
 
-def test_a_sweep_deletes_abandoned_uploads_and_no_younger_ones(
+def test_a_sweep_deletes_abandoned_uploads_and_keeps_younger_uploads(
     uploads: ResumableUploads, send: Send, store: ObjectStore
 ) -> None:
     send(begun(uploads, ANN), 1)

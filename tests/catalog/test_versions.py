@@ -29,7 +29,7 @@ def prod(catalog: AdapterCatalog, label: str = "acme/support") -> int:
     return catalog.reader.refresh().adapter(tenant, name).aliases["prod"]
 
 
-def test_the_first_version_becomes_prod_and_later_ones_when_asked(
+def test_the_first_version_becomes_prod_and_later_versions_on_request(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     assert register("acme/support", b"1").version == 1
@@ -83,7 +83,7 @@ def test_registering_needs_a_tenant_and_valid_names(
     assert list(store.list("blobs/")) == []
 
 
-def test_a_tenant_sees_its_own_adapters_and_shared_ones(
+def test_a_tenant_sees_its_own_and_shared_adapters(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     catalog.create_tenant("other", actor="ann")

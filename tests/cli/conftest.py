@@ -35,9 +35,10 @@ from tests.cli.peft_folders import SHAPE
 
 
 class ReportingEngines:
-    """Replicas that say of themselves what a test wants; none of these tests generates.
+    """Replicas that report the states that a test sets; no test of the CLI generates.
 
-    second: the second token of what an adapter says in a smoke test; the base model's is 1.
+    second: second token of an adapter's answers in a smoke test; the base model's second token is
+        1.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class ReportingEngines:
         return True
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Do nothing: nothing is kept here."""
+        """Do nothing: these replicas hold no adapters."""
 
     def max_context(self, base_model: str) -> int | None:
         return None
@@ -94,14 +95,14 @@ class Lorikeet:
 
 @pytest.fixture
 def lorikeet(tmp_path: Path) -> Iterator[Lorikeet]:
-    """A gateway with the tenant acme."""
+    """Run a gateway with the tenant acme."""
     catalog, key = new_catalog(LocalStore(tmp_path / "catalog"))
     with serving(catalog, key) as running:
         yield running
 
 
 def new_catalog(store: ObjectStore) -> tuple[AdapterCatalog, str]:
-    """A catalog with the tenant acme, and an admin's key."""
+    """Create a catalog with the tenant acme; return it and an admin's key."""
     catalog = AdapterCatalog.init(store)
     catalog.create_tenant("acme", actor="test")
     _, key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
@@ -118,7 +119,7 @@ def serving(
 ) -> Iterator[Lorikeet]:
     """Run a gateway over a catalog.
 
-    quantization, chat_template: of its base model.
+    quantization, chat_template: values of these fields of the base model.
     """
     engines = ReportingEngines()
     services = Services(

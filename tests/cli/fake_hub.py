@@ -14,7 +14,7 @@ _COMMIT = "5f" * 20
 class Hub:
     """Repositories by name, each a folder with the branch main and the tag v1.
 
-    fetched: the paths of files that were asked for.
+    fetched: paths of the requested files.
     """
 
     def __init__(self, repositories: Mapping[str, Path], gated: frozenset[str]) -> None:

@@ -12,7 +12,7 @@ SHAPE = BaseShape("llama", 2, 8, 16, 2, 1, 4, vocabulary=24)
 
 
 def peft_folder(folder: Path, seed: int = 0, rank: int = 4, hidden: int = SHAPE.hidden) -> Path:
-    """A LoRA of q_proj in both layers."""
+    """Write a PEFT folder of a LoRA of q_proj in both layers."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(seed)
     tensors = {

@@ -88,7 +88,7 @@ def test_an_adapter_of_a_quantised_copy_is_registered_for_the_original_with_a_wa
     assert "Warning" not in plain.stderr
 
 
-def test_register_warns_of_what_is_not_served_entirely_as_it_was_trained(
+def test_register_warns_of_an_adapter_that_is_not_served_entirely_as_trained(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     folder = peft_folder(tmp_path / "peft")

@@ -89,7 +89,7 @@ def test_every_tenant_is_asked_for_alone_and_beside_others(gateway: Gateway) -> 
     assert rows["globex"]["requests"]["alone"] > rows["acme"]["requests"]["alone"]
 
 
-def test_what_grows_too_much_is_named_and_fails(gateway: Gateway) -> None:
+def test_a_metric_that_grows_too_much_is_named_and_fails(gateway: Gateway) -> None:
     gateway.engines.replay = SlowBesideOthers()
     result = run(gateway, "--max-growth", "50%")
     assert result.exit_code == 1
@@ -98,7 +98,7 @@ def test_what_grows_too_much_is_named_and_fails(gateway: Gateway) -> None:
     assert "acme/support" in result.stdout
 
 
-def test_what_is_next_to_nothing_alone_grows_by_no_share() -> None:
+def test_a_metric_near_zero_alone_has_no_relative_growth() -> None:
     alone, shared = RunMeasurements(1, [0.1], [3e-5]), RunMeasurements(1, [0.1], [0.04])
     row = TenantComparison(MeasuredTenant("acme", "lk", "acme/support", 1), alone, shared)
     between = bench._figure(row, bench._METRICS[1], 0.99)
@@ -106,7 +106,7 @@ def test_what_is_next_to_nothing_alone_grows_by_no_share() -> None:
     assert list(bench._grown([row], 0.5)) == []
 
 
-def test_errors_are_counted_and_what_has_no_answers_is_not_measured(gateway: Gateway) -> None:
+def test_errors_are_counted_and_metrics_without_answers_are_unmeasured(gateway: Gateway) -> None:
     gateway.engines.replay = refuses_globex
     result = run(gateway, "--max-growth", "100000%", "--json")
     assert result.exit_code == 1
@@ -142,7 +142,7 @@ def test_options_that_cannot_be_understood_are_wrong_usage(
     assert run(gateway, *options).exit_code == 2
 
 
-def test_an_interrupt_shows_what_has_come(gateway: Gateway) -> None:
+def test_an_interrupt_shows_the_results_so_far(gateway: Gateway) -> None:
     gateway.engines.replay = repeat
     asked = len(gateway.engines.calls)
     arguments = command(gateway, "--json", "--seconds", "60", "--rate", "50")

@@ -177,7 +177,7 @@ def test_a_missing_shard_of_a_pickle_is_named(gone: str, tmp_path: Path) -> None
     assert f"has no {gone}, a shard" in refusal(tmp_path / "old", tmp_path / "new")
 
 
-def test_without_torch_the_error_says_what_to_install(
+def test_without_torch_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_pickle(tmp_path / "old", {})
@@ -292,7 +292,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("dtype", "eps"), [("<f4", 2**-23), ("<f2", 2**-10), ("|V2", 2**-7)])
 @pytest.mark.parametrize("options", [PLAIN, MIXED])
-def test_a_pair_with_the_scaling_in_b_adds_what_peft_added(
+def test_a_pair_with_the_scaling_in_b_adds_pefts_delta(
     options: dict[str, Any], dtype: str, eps: float, base: Path, tmp_path: Path
 ) -> None:
     model = trained(**options)

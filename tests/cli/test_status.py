@@ -37,7 +37,7 @@ def test_each_replica_has_a_row(lorikeet: Lorikeet) -> None:
     assert ["r2", *numbers] in rows
 
 
-def test_a_replica_says_what_its_base_model_was_rounded_to(lorikeet: Lorikeet) -> None:
+def test_a_replica_reports_the_format_its_base_model_was_rounded_to(lorikeet: Lorikeet) -> None:
     lorikeet.engines.said = [replace(replica("r1"), quantization="rounded to nf4")]
     assert "tiny (rounded to nf4)" in lorikeet.do("status")
     (said,) = json.loads(lorikeet.do("status", "--json"))["replicas"]

@@ -118,7 +118,7 @@ def test_a_new_key_stands_alone_on_the_first_line(lorikeet: Lorikeet) -> None:
     assert "not shown again" in note
 
 
-def test_a_key_has_a_name_an_end_and_limits_of_its_own(lorikeet: Lorikeet) -> None:
+def test_a_key_has_its_own_name_expiry_and_limits(lorikeet: Lorikeet) -> None:
     words = ["--tenant", "acme", "--name", "ci", "--expires", "90d", "--requests-per-min", "60"]
     key = json.loads(lorikeet.do("keys", "create", *words, "--json"))
     assert (key["name"], key["requests_per_min"], key["scopes"]) == ("ci", 60, ["infer"])

@@ -168,7 +168,7 @@ def test_a_stuck_upload_reports_its_progress(lorikeet: Lorikeet, folder: Path) -
         assert road.puts() == before + 1
 
 
-def test_ctrl_c_keeps_what_arrived(lorikeet: Lorikeet, folder: Path) -> None:
+def test_ctrl_c_keeps_the_arrived_parts(lorikeet: Lorikeet, folder: Path) -> None:
     with road_to(lorikeet) as road:
         road.trouble = lambda line: line.startswith(b"PUT") and time.sleep(0.1) is not None
         running = command(lorikeet, road.url, "register", str(folder), "acme/support")

@@ -65,7 +65,7 @@ class Base:
 
     @property
     def served(self) -> dict[str, ServedModel]:
-        """The base model as a gateway knows it."""
+        """Return the base model as a gateway knows it."""
         return {SERVED_NAME: ServedModel(self.shape, aliases=(HUB_NAME,))}
 
     def model(self) -> Any:

@@ -30,7 +30,7 @@ class Case:
 
     @property
     def says(self) -> str:
-        """Regular expression that register's refusal must match; empty if the adapter is served."""
+        """Return a regular expression for register's refusal; empty if the adapter is served."""
         return next((feature.says for feature in self.features if feature.says), "")
 
     @property
@@ -51,13 +51,15 @@ class Case:
             feature.build(draft)
 
     def pairs(self) -> set[tuple[str, str]]:
-        """All pairs of features; the family and the rank count as features."""
+        """Return all pairs of features; the family and the rank count as features."""
         names = [self.family, f"r{self.rank}", *(feature.name for feature in self.features)]
         return set(combinations(names, 2))
 
 
 def each_once() -> list[Case]:
-    """Cases in which every feature occurs once: served ones together, refused ones alone."""
+    """Return cases in which every feature occurs once: served features together, refused features
+    alone.
+    """
     families, ranks = cycle(FAMILIES), cycle(RANKS)
     served, seen = [], set()
     while any(not seen.issuperset(features) for features in ACCEPTED.values()):
@@ -76,7 +78,9 @@ def each_once() -> list[Case]:
 
 
 def five_hundred() -> list[Case]:
-    """Each feature once, then random cases, of which three in ten have one refused feature."""
+    """Return each feature once, then random cases, three in ten of which have one refused
+    feature.
+    """
     random, cases = Random(_SEED), each_once()
     seen = set().union(*(case.pairs() for case in cases))
     refused = cycle(random.sample(REFUSED, len(REFUSED)))

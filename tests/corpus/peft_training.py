@@ -59,7 +59,9 @@ def save_converted(draft: Draft, init: str, **options: Any) -> None:
 
 
 def save_unconverted(draft: Draft, init: str, **options: Any) -> None:
-    """Save such an adapter unconverted, which is right only beside a changed base model."""
+    """Save an adapter initialized from the base model's weights, unconverted; it is right only with
+    a changed base model.
+    """
     config = lora(draft, init_lora_weights=init, target_modules=_SOME_LINEARS, **options)
     with _seeded(draft):
         peft.get_peft_model(_prepared(draft, config), config).save_pretrained(draft.folder)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from demo.tasks import TASKS, Task, held_out
-from demo.transforms import pig_latin, reverse, rot13, spell, upper
+from demo.tasks import TASKS, Task, held_out, pig_latin, reverse, rot13, spell, upper
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.model)

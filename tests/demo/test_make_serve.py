@@ -180,7 +180,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 
 
-def test_a_service_that_ends_by_itself_exits_with_an_error(tmp_path):
+def test_a_service_that_ends_without_a_signal_exits_with_an_error(tmp_path):
     scripts = tmp_path / "ray" / "serve" / "scripts.py"
     scripts.parent.mkdir(parents=True)
     scripts.write_text(SHORT_SERVICE)

@@ -138,7 +138,7 @@ def test_a_service_that_does_not_stop_is_killed(piped):
     assert is_gone(worker)
 
 
-def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
+def test_a_service_that_ends_without_a_signal_leaves_no_workers(piped):
     run, worker = piped(sleeps_s=0.1)
     assert run.process.wait(30) == 0
     assert b"ended by itself" in run.process.stdout.read()

@@ -52,8 +52,8 @@ class Patient:
     def examined(self, *names: str, **changes: object) -> list[Finding]:
         """Run checks on a changed patient.
 
-        names: of the checks; none: all.
-        changes: fields to replace.
+        names: names of the checks to run; none: all checks.
+        changes: fields of the Patient to replace.
         """
         it = replace(self, **changes)  # type: ignore[arg-type]
         planned = PlannedStart(

@@ -175,7 +175,7 @@ def test_the_list_of_models_names_each_adapters_base_model(two: Service, registe
     assert (parents[registered], parents[TASK.model]) == (QWEN, LLAMA)
 
 
-def test_a_pin_to_all_replicas_counts_only_those_of_its_base_model(
+def test_a_pin_to_all_replicas_counts_only_replicas_of_its_base_model(
     two: Service, registered: str
 ) -> None:
     two.admin("PUT", f"/pins/{registered}", json={"reason": "test"}).raise_for_status()

@@ -80,7 +80,9 @@ class Shelf:
     def tensors(
         self, ref: AdapterRef
     ) -> Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        """A and scaled B of an adapter by (layer, linear), in float32; experts are stacked."""
+        """Return A and scaled B of an adapter by (layer, linear), in float32; experts are
+        stacked.
+        """
         return self._tensors[ref.digest]
 
     def fetch(self, ref: AdapterRef, path: Path) -> None:
@@ -122,7 +124,7 @@ def everywhere(rank: int) -> Ranks:
 
 
 def elements(ranks: Ranks) -> int:
-    """Elements of an image; SHAPE's widths need no padding for alignment."""
+    """Return the elements of an image; SHAPE's widths need no padding for alignment."""
     return sum(rank * sum(SHAPE.dims(linear)) for (_, linear), rank in ranks.items())
 
 

@@ -115,7 +115,7 @@ class CheckedEngine:
             self._end(name, ended)
 
     def load(self, which: int = 0) -> None:
-        """Run one waiting piece of loading, if there is any."""
+        """Run one waiting piece of loading, if any piece waits."""
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
@@ -235,13 +235,15 @@ class CheckedEngine:
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
     def _most_windowed(self, sequence: Sequence) -> int:
-        """Most pages of a window that a sequence may hold: its own and those of steps in flight."""
+        """Return how many pages of a window a sequence may hold: its own and those of steps in
+        flight.
+        """
         needs, kv = self.engine._cache._needs, sequence.kv
         return needs.window_pages + needs.pages_for(kv.computed - kv.written)
 
 
 def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
-    """Everything that the keys and values of a page depend on."""
+    """Return everything that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
     assert len(tokens) == end, "a page is shared that is not full of read tokens"
     return group, sequence.request.salt, sequence.request.adapter, tokens

@@ -222,7 +222,7 @@ class TinyCheckpoints(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """TinyCheckpoints of the session."""
+    """Return the session's TinyCheckpoints."""
     return TinyCheckpoints(tmp_path_factory.mktemp("tiny"))
 
 
@@ -298,7 +298,9 @@ class PagedTokens:
         return self.pages * len(self.windows)
 
     def _page_table(self, chunks: dict[str, Sequence[int]], group: int) -> PageTable:
-        """Page table of a group, from the first page that the chunks' first tokens see."""
+        """Return the page table of a group, from the first page that the chunks' first tokens
+        attend to.
+        """
         window, groups, tables, lengths = self.windows[group], len(self.windows), [], []
         for name, tokens in chunks.items():
             first = self.lengths[name] - len(tokens)

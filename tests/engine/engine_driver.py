@@ -159,7 +159,7 @@ def greedy(
     salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """A greedy request that generates max_tokens tokens."""
+    """Return a greedy request that generates max_tokens tokens."""
     params = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
     )

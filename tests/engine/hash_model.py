@@ -50,7 +50,8 @@ WINDOWED = (None, 6, 6)  # of three groups of layers, two keep only the pages of
 
 
 class HashModel:
-    """Keeps (token, position, mark) as a token's key; the mark is a number of its adapter's.
+    """Keeps (token, position, mark) as a token's key; the mark is a number from the token's
+    adapter.
 
     Groups of layers with a window keep the same keys, and must agree with the group without.
     before: called with every batch before it is computed; may raise.
@@ -103,7 +104,7 @@ def build(
 ) -> tuple[Engine, HashModel]:
     """Build an engine over a new HashModel.
 
-    windows: of its groups of layers.
+    windows: windows of the model's groups of layers.
     """
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
@@ -132,7 +133,7 @@ def predict(
 
     seed: the choice's seed.
     context: the engine's context length.
-    mark, shift: the adapter's, 0 without one.
+    mark, shift: mark and shift of the adapter; 0 without an adapter.
     """
     eos = () if sampling.ignore_eos else (CONFIG["eos_token_id"],)
     stops, said = (*sampling.stop_token_ids, *eos), list[int]()
@@ -163,7 +164,7 @@ def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.
 
 
 def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:
-    """Tokens that may follow, under a Descending grammar or none."""
+    """Return the tokens that may follow, under a Descending grammar or none."""
     text, may_end = set(range(VOCAB)), True
     if sampling.grammar is not None:
         matcher = DescendingGrammars().compile(sampling.grammar)
@@ -176,7 +177,7 @@ def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set
 
 
 def _logits(hashes: torch.Tensor) -> torch.Tensor:
-    """Logits that fall from each row's hash upwards, modulo VOCAB. hashes: [rows, 1]."""
+    """Return logits that fall from each row's hash upwards, modulo VOCAB. hashes: [rows, 1]."""
     return -0.5 * torch.remainder(torch.arange(VOCAB) - hashes, VOCAB)
 
 
@@ -202,7 +203,9 @@ def _hashes(read: npt.NDArray[np.generic], first: int) -> list[float]:
 
 
 def shift_of(first: float) -> float:
-    """Shift of the hash by an adapter: a whole number made from the first number of its lm_head."""
+    """Return an adapter's shift of the hash: a whole number made from the first number of its
+    lm_head.
+    """
     return float(int(100 * first))
 
 

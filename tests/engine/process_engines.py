@@ -35,13 +35,13 @@ class Blobs:
 
 
 def working(checkpoint: Path, folder: Path) -> Engine:
-    """A working engine with its cache and its adapters' blobs in `folder`."""
+    """Build a working engine with its cache and its adapters' blobs in `folder`."""
     log_to_stderr()
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
 
 
 def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
-    """A working engine in two processes."""
+    """Build a working engine in two processes."""
     log_to_stderr()
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}

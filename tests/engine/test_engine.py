@@ -251,7 +251,7 @@ class TestRefusals:
         with pytest.raises(SettingsError, match="want seconds above 0"):
             make(inter_token_goal_s=0.0)
 
-    def test_a_closed_engine_fails_open_requests_and_refuses_new_ones(self, make):
+    def test_a_closed_engine_fails_open_requests_and_refuses_new_requests(self, make):
         engine = make()
         engine.submit(greedy("r", [5]))
         (failed,) = engine.close()
@@ -483,7 +483,9 @@ class TestAdapters:
         engine._wake.clear()  # from here on, only the load of a may wake the engine
         answers.all()
 
-    def test_a_new_version_never_sees_the_old_ones_cache(self, make, shelf, refs, peft_folders):
+    def test_a_new_version_never_reads_the_old_versions_cache(
+        self, make, shelf, refs, peft_folders
+    ):
         answers = Answers(make())
         ids = prompt(3 * PAGE + 1)
         old = AdapterRef("acme", "support", 1, refs["a"].digest)

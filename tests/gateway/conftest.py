@@ -57,14 +57,16 @@ Items = AsyncGenerator[StreamItem, None]
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator["Gateway"]:
-    """A gateway with tenants acme and globex; acme has the adapter acme/support."""
+    """Run a gateway with tenants acme and globex; acme has the adapter acme/support."""
     with serving(tmp_path) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """A gateway like `gateway` that stores responses, shared by tests that change nothing in it."""
+    """Run a gateway like `gateway` that stores responses, shared by tests that change nothing in
+    it.
+    """
     with serving(tmp_path_factory.mktemp("unchanged"), responses_lifetime_s=3600) as running:
         yield running
 

@@ -23,7 +23,7 @@ FP8, AWQ = "RedHatAI/Llama-3.1-8B-FP8-dynamic", "acme/Llama-3.1-8B-AWQ"
         (AWQ, "awq"),
     ],
 )
-def test_no_warning_if_the_base_weights_are_those_of_training(trained_on, quantization):
+def test_base_weights_equal_to_trainings_give_no_warning(trained_on, quantization):
     assert base_warning(trained_on, "llama", quantization) is None
 
 

@@ -67,7 +67,7 @@ def test_a_revocation_elsewhere_takes_effect_within_the_interval(tmp_path: Path)
         assert eventually(lambda: gateway.post(CHAT, chat()).status_code == 404)
 
 
-def test_what_is_registered_here_is_served_here_at_once(tmp_path: Path) -> None:
+def test_a_version_registered_on_a_gateway_is_served_there_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, refresh_s=HOUR) as gateway:
         gateway.register("globex/new", seed=3)
         assert gateway.post(CHAT, chat("globex/new"), tenant="globex").status_code == 200
@@ -185,7 +185,7 @@ def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
         assert len(reads) == 2
 
 
-def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for_none(
+def test_unknown_keys_share_reads_of_the_catalog_and_known_keys_do_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 60.0)
@@ -235,7 +235,7 @@ def test_unknown_names_cannot_hammer_the_store(reader: CountingReader) -> None:
     assert 1 <= reader.reads <= 6
 
 
-def test_a_refresh_sees_what_was_written_before_it_was_asked_for(reader: CountingReader) -> None:
+def test_a_refresh_sees_entries_written_before_the_call(reader: CountingReader) -> None:
     other = AdapterCatalog(reader.store)
 
     async def write_and_look() -> None:
@@ -250,7 +250,7 @@ def test_a_refresh_sees_what_was_written_before_it_was_asked_for(reader: Countin
     asyncio.run(write_and_look())
 
 
-def test_an_outage_is_logged_once_and_so_is_its_end(
+def test_an_outages_begin_and_end_are_logged_once_each(
     reader: CountingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

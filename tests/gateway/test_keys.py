@@ -91,7 +91,7 @@ def test_a_retired_adapter_is_gone(gateway: Gateway) -> None:
     assert gateway.post(CHAT, chat()).status_code == 404
 
 
-def test_models_lists_what_this_key_may_use(gateway: Gateway) -> None:
+def test_models_lists_the_models_that_a_key_may_use(gateway: Gateway) -> None:
     gateway.register("acme/open", seed=5, shared=True)
     gateway.register("globex/own", seed=6)
     gateway.admin("POST", "/adapters/acme/open/promote", {"version": 1, "alias": "next"})

@@ -68,7 +68,7 @@ FLOOD = [(f"acme {i}", LARGE, "acme") for i in range(MANY)]
 @pytest.mark.parametrize(
     "other", [("small", SMALL, "globex"), ("small", SMALL, "acme"), ("large", LARGE, "globex")]
 )
-def test_other_tenants_later_bodies_are_parsed_before_many_large_ones(
+def test_other_tenants_later_bodies_are_parsed_before_many_large_bodies(
     other: tuple[str, bytes, str],
 ) -> None:
     order = parsed_in_order(*FLOOD, other)
@@ -159,7 +159,7 @@ def test_a_request_cancelled_while_its_body_waits_delays_no_other() -> None:
     assert len(asyncio.run(with_one_gone())) == 2
 
 
-def test_large_bodies_beyond_the_limit_are_refused_and_small_ones_pass() -> None:
+def test_large_bodies_beyond_the_limit_are_refused_and_small_bodies_pass() -> None:
     large = SMALL.ljust(MAX_WAITING_BYTES // 8)
 
     async def answers() -> list[ChatRequest | BaseException]:

@@ -74,7 +74,7 @@ def test_tenants_reach_their_api(path: str, address: Address) -> None:
         assert CLIENT.get(public + path).json()["name"] == "a"
 
 
-def test_tenants_reach_nothing_else(address: Address) -> None:
+def test_tenants_reach_only_their_own_paths(address: Address) -> None:
     with gateway("a", address) as public:
         for path in NOT_PUBLIC:
             status, body, ids = raw_get(public, path)

@@ -375,7 +375,7 @@ def test_a_tenants_versions_are_written_one_after_another(
     assert together == [1, 1, 1]
 
 
-def test_newer_versions_replace_older_ones_with_a_lifetime(trainer: Trainer) -> None:
+def test_newer_versions_replace_older_versions_with_a_lifetime(trainer: Trainer) -> None:
     blobs = [trainer.blob(seed) for seed in (1, 2, 3)]
     kept = trainer.blob(4)
     trainer.push(kept, wait="durable")

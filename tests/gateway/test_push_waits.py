@@ -36,7 +36,7 @@ def trainer(gateway: Gateway) -> Trainer:
     return Trainer(gateway)
 
 
-def test_a_push_beyond_the_limit_of_waiting_ones_is_answered_at_once(
+def test_a_push_beyond_the_limit_of_waiting_pushes_is_answered_at_once(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "_MOST_WAITING", 2)

@@ -101,7 +101,7 @@ def test_only_the_gateways_log_names_the_key_of_an_ephemeral_push(
     assert {name: getattr(noted, name) for name in told} == told
 
 
-def test_usage_reports_have_pushes_except_refused_ones(tmp_path: Path) -> None:
+def test_usage_reports_have_all_pushes_except_refused_pushes(tmp_path: Path) -> None:
     with serving(tmp_path, usage_flush_s=0.05) as gateway:
         trainer, again = Trainer(gateway), 2
         blob = trainer.blob()

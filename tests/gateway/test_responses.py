@@ -99,7 +99,7 @@ def test_a_forced_function_is_forced(gateway: Gateway) -> None:
     assert used.forced == ("weather",)
 
 
-def test_fields_of_sampling_are_those_of_a_chat(gateway: Gateway) -> None:
+def test_sampling_fields_equal_a_chats(gateway: Gateway) -> None:
     fields: dict[str, Any] = {
         "seed": 7,
         "stop": ["END"],

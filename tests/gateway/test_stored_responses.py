@@ -217,7 +217,7 @@ def test_items_of_a_few_conversations_can_be_referenced(storing: Gateway) -> Non
 
 @pytest.mark.usefixtures("replica")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_looked_up_as_it_was_answered_and_deleted(
+def test_a_stored_response_is_returned_unchanged_until_it_is_deleted(
     storing: Gateway, stream: bool
 ) -> None:
     client = storing.openai()
@@ -255,7 +255,7 @@ def test_input_items_come_in_pages_the_newest_first(storing: Gateway) -> None:
         items(second.id, after="msg_0")
 
 
-def test_another_gateway_knows_what_one_has_stored(
+def test_a_response_stored_by_one_gateway_is_found_by_another(
     storing: Gateway, store: Away, clock: Clock
 ) -> None:
     response_id = storing.post(RESPONSES, ASK).json()["id"]

@@ -196,7 +196,7 @@ def test_a_callers_trace_is_continued(traced: Traced) -> None:
     assert root.attributes["lorikeet.request_id"] == request_id
 
 
-def test_what_a_caller_does_not_sample_is_not_traced(traced: Traced) -> None:
+def test_a_request_that_the_caller_does_not_sample_is_not_traced(traced: Traced) -> None:
     gateway, collector = traced
     trace_id = secrets.token_hex(16)
     request_id = _ask(gateway, f"00-{trace_id}-{secrets.token_hex(8)}-00").headers["x-request-id"]

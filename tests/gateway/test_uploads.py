@@ -114,7 +114,7 @@ def stored(gateway: Gateway, blob: bytes) -> bool:
     return ResumableUploads(gateway.catalog.store).stored(digest_of(blob))
 
 
-def test_parts_become_a_version_and_nothing_else_is_left(gateway: Gateway, blob: bytes) -> None:
+def test_parts_become_a_version_and_are_deleted(gateway: Gateway, blob: bytes) -> None:
     uploaded(gateway, blob)
     assert not stored(gateway, blob)
     answer = register(gateway, blob)

@@ -96,7 +96,7 @@ def test_a_busy_host_is_compared_with_a_quiet_one(bench):
     assert "first_p50_of_quiet" in printed
 
 
-def test_structured_streams_are_compared_with_plain_ones(bench):
+def test_structured_streams_are_compared_with_plain_streams(bench):
     sizes = ("--checked=2", "--streams=4", "--tokens=24", "--rounds=2", "--repeats=1")
     printed, wrote = bench(
         "loadtest.bench_structured",

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.baselines import ROUTERS
-from loadtest.simulator.oracle import oracle
+from loadtest.simulator.baselines import ROUTERS, oracle
 from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import H200_LLAMA_8B, RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet

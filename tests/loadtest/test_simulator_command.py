@@ -30,7 +30,7 @@ def test_outcomes_count_only_requests_after_the_warm_up():
     assert 1.0 <= outcome.balance <= outcome.balance_worst_minute + 1e-9
 
 
-def test_the_command_writes_what_it_prints(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_printed_rows(tmp_path, monkeypatch, capsys):
     path = tmp_path / "run.json"
     options = "--adapters 50 --replicas 2 --duration-s 20 --warm-up-s 5 --rate-per-s 10"
     arguments = ["simulator", "run", "--router", "power of two", "--json", str(path)]

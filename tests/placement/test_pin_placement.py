@@ -30,7 +30,7 @@ def test_a_pin_on_all_replicas_reaches_each():
     assert placement == PlacementPlan(dict.fromkeys(REPLICAS, keep), ())
 
 
-def test_a_pin_on_n_replicas_takes_those_that_its_requests_are_routed_to():
+def test_a_pin_on_n_replicas_is_placed_where_its_requests_are_routed():
     placement = place(promise(SUPPORT, tier=Residency.HOST, replicas=2))
     assert holders(placement, SUPPORT) == set(by_preference(SUPPORT.digest, REPLICAS)[:2])
 
@@ -79,7 +79,7 @@ def test_a_pin_that_moves_nearer_frees_its_bytes_on_the_old_tier():
     assert placement.shortfalls == ()
 
 
-def test_a_replica_without_pins_is_in_the_plan_and_releases_old_ones():
+def test_a_replica_without_pins_is_in_the_plan_and_releases_old_pins():
     assert place().targets == {replica: {} for replica in REPLICAS}
 
 
@@ -124,7 +124,7 @@ def test_a_pin_that_does_not_fit_reports_the_free_bytes():
     )
 
 
-def test_a_pin_on_n_replicas_goes_to_those_with_free_bytes():
+def test_a_pin_on_n_replicas_is_placed_on_replicas_with_free_bytes():
     first, *others = by_preference(SUPPORT.digest, REPLICAS)
     reports = [report(replica, gpu=0 if replica == first else ROOMY) for replica in REPLICAS]
     placement = place(promise(SUPPORT, replicas=2), reports=reports)
@@ -132,7 +132,7 @@ def test_a_pin_on_n_replicas_goes_to_those_with_free_bytes():
     assert placement.shortfalls == ()
 
 
-def test_a_pin_on_all_replicas_is_kept_on_those_with_free_bytes():
+def test_a_pin_on_all_replicas_is_kept_on_replicas_with_free_bytes():
     reports = [report("r0"), report("r1", gpu=9), report("r2")]
     placement = place(promise(SUPPORT), reports=reports)
     assert holders(placement, SUPPORT) == {"r0", "r2"}

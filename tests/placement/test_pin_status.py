@@ -39,7 +39,7 @@ def test_a_pin_is_met_on_every_replica_or_on_the_number_it_wants() -> None:
     assert stands(promise(SUPPORT, replicas=1), *reports) is PinState.MET
 
 
-def test_a_tenants_pin_is_met_when_all_of_its_adapters_are() -> None:
+def test_a_tenants_pin_is_met_when_all_its_adapters_are_loaded() -> None:
     one = at(SUPPORT, Residency.GPU), at(LEGAL, Residency.HOST)
     assert stands(promise(SUPPORT, LEGAL), report("r0", adapters=one)) is PinState.LOADING
     assert stands(promise(SUPPORT, LEGAL, tier=Residency.HOST), report("r0", adapters=one)) is (

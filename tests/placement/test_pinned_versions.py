@@ -66,7 +66,7 @@ def test_a_tenants_pin_keeps_its_adapters_now_and_later_the_oldest_first(
     assert promised(catalog) == [["acme/support@2"]]
 
 
-def test_image_bytes_are_those_on_a_gpu(catalog: AdapterCatalog, tmp_path: Path) -> None:
+def test_image_bytes_are_counted_on_one_gpu(catalog: AdapterCatalog, tmp_path: Path) -> None:
     register(catalog, tmp_path, "support", b"1234")
     catalog.pin("acme", None, actor="ann")
     (promise,) = read(catalog, 1000.0).all
@@ -83,7 +83,7 @@ def test_an_expired_pin_is_not_resolved(catalog: AdapterCatalog, tmp_path: Path)
     assert counts == [2, 1, 0]
 
 
-def test_budgets_are_those_of_tenants_with_pins(catalog: AdapterCatalog, tmp_path: Path) -> None:
+def test_only_tenants_with_pins_have_budgets(catalog: AdapterCatalog, tmp_path: Path) -> None:
     catalog.create_tenant("globex", actor="ann")
     for tenant in ("acme", "globex"):
         catalog.limit_tenant(tenant, pin_budget_bytes=100, actor="ann")

@@ -86,7 +86,7 @@ def test_a_new_replica_takes_its_share_of_the_hottest_adapters():
     assert len(given) < 10
 
 
-def test_adapters_of_a_dead_replica_evict_those_used_half_as_much():
+def test_adapters_of_a_dead_replica_evict_adapters_used_half_as_much():
     demand = {"cold": 1.0, "cool": 2.0, "x": 3.0, "y": 3.0, "lost": 4.0}
     replicas = {"p": replica(2, "cold", "cool"), "q": replica(2, "x", "y")}
     settled, given = settle(demand, ONES, replicas)

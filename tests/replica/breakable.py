@@ -8,12 +8,12 @@ from tests.replica.quick_engine import quick_engine
 
 
 def break_file(settings: Settings) -> Path:
-    """While this file exists, every step fails."""
+    """Return the path of a file; every step fails while the file exists."""
     return settings.cache_dir / "broken"
 
 
 def breakable_engine(settings: Settings, base_model: str) -> Engine:
-    """quick_engine's, but for break_file."""
+    """Build quick_engine's engine, whose steps fail while break_file exists."""
     engine = quick_engine(settings, base_model)
     forward = engine._runner.forward
 

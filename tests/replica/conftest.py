@@ -8,7 +8,7 @@ from tests.replica.quick_engine import quick_engine
 
 @pytest.fixture(autouse=True, scope="module")
 def engines_that_start_sooner():
-    """Tests of the engine and of `make serve` have the measuring at start."""
+    """Start engines without measuring step costs; other tests cover the measurement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_engine", quick_engine)
         patch.setattr(client, "_start", forked_engines.start)

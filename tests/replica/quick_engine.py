@@ -13,7 +13,9 @@ _KV_BYTES = 2**26  # 13,000 tokens; the default 2**28 take 0.8 s of processor ti
 
 
 def quick_engine(settings: Settings, base_model: str) -> "Engine":
-    """build_engine's with less room, and what its steps cost is given and not measured."""
+    """Build build_engine's engine with less memory, and with given instead of measured step
+    costs.
+    """
     from lorikeet_engine.execution import assembly  # torch, which tests' own processes do without
 
     costs = StepCosts(  # about the demo model's on one core, which take 1.5 s to measure

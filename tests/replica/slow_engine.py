@@ -13,13 +13,13 @@ SLOW_S = 0.15
 
 
 def slow_to_submit(settings: Settings, base_model: str) -> Engine:
-    """An engine that takes each request slowly, one after the other."""
+    """Build an engine that takes each request slowly, one after the other."""
     InputProcessor.process = _slowly(InputProcessor.process)  # type: ignore[method-assign]
     return quick_engine(settings, base_model)
 
 
 def slow_to_compile(settings: Settings, base_model: str) -> Engine:
-    """An engine that compiles each grammar slowly."""
+    """Build an engine that compiles each grammar slowly."""
     ModelGrammars.compile = _slowly(ModelGrammars.compile)  # type: ignore[method-assign]
     return quick_engine(settings, base_model)
 

@@ -48,7 +48,7 @@ def test_a_kv_cache_has_the_base_models_dtype_unless_set_to_fp8():
         ("cuda", "1MiB", "bfloat16", 2**20),
     ],
 )
-def test_the_gateway_knows_what_arenas_hold_as_far_as_settings_say(device, pool, dtype, holds):
+def test_the_gateway_knows_the_sizes_of_arenas_that_settings_give(device, pool, dtype, holds):
     variables = {"LORIKEET_DEVICE": device, "LORIKEET_ADAPTER_GPU_MEMORY": pool}
     memory = adapter_memory(Settings.from_env(variables | {"LORIKEET_TENSOR_PARALLEL": "2"}))
     assert (memory.dtype, memory.gpu_bytes, memory.host_bytes) == (dtype, holds, 2**28)

@@ -231,7 +231,7 @@ class TestGrammars:
             assert says(schema, '{"a": [1, 1]}')
             assert not says(schema, '{"b": 1}')
 
-    def test_a_property_named_like_such_a_keyword_stays(self, says):
+    def test_a_property_named_like_a_removed_keyword_stays(self, says):
         named = {"uniqueItems": {"type": "integer"}, "not": {"const": {"uniqueItems": False}}}
         schema = {"type": "object", "properties": named, "additionalProperties": False}
         assert says(schema, '{"uniqueItems": 3, "not": {"uniqueItems": false}}')

@@ -89,7 +89,7 @@ class TestKeywords:
         assert bool(ignored_keywords(call)) == (keyword in IGNORED)
 
     @pytest.mark.parametrize("keyword", REFUSED, ids=lambda keyword: keyword.name)
-    def test_a_refusal_says_where_and_what_to_do(self, sandbox, keyword):
+    def test_a_refusal_names_the_place_and_the_remedy(self, sandbox, keyword):
         schema = {"$defs": {"it": keyword.schema}, "properties": {"a b": {"$ref": "#/$defs/it"}}}
         message = refusal_of(sandbox, schema)
         assert "the JSON schema of response_format cannot be followed: at $" in message
@@ -308,7 +308,7 @@ def test_other_look_ahead_stays(pattern):
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.lists(TEXTS, max_size=10))
-def test_other_texts_are_all_but_the_named_ones(named, texts):
+def test_other_texts_are_all_except_the_named_texts(named, texts):
     other = re.compile(other_texts(named))
     for text in (*named, *texts):
         assert bool(other.fullmatch(text)) == (text not in named)

@@ -26,11 +26,11 @@ def call(max_tokens: int | None, max_context: int | None, at: Endpoint = Endpoin
 @pytest.mark.parametrize(
     ("max_context", "room"), [(None, 70), (1000, 70), (100, 70), (99, 69), (50, 20), (31, 1)]
 )
-def test_an_answer_without_max_tokens_is_cut_to_what_is_left(max_context, room):
+def test_an_answer_without_max_tokens_is_cut_to_the_remaining_context(max_context, room):
     assert max_answer_tokens(call(None, max_context), PROMPTS, ENGINE) == room
 
 
-def test_prompt_and_answer_may_take_the_whole_limit_and_no_more():
+def test_prompt_and_answer_may_take_the_whole_limit_but_not_exceed_it():
     assert max_answer_tokens(call(20, 50), PROMPTS, ENGINE) == 20
     with pytest.raises(
         ContextLengthExceeded, match="maximum context length is 50 tokens"
@@ -66,11 +66,11 @@ def test_a_body_of_too_many_log_probabilities_is_refused_and_says_how_to_ask():
     assert raised.value.param == "logprobs"
 
 
-def test_max_tokens_beyond_the_context_count_as_what_is_left_of_it():
+def test_max_tokens_beyond_the_context_count_as_the_remaining_context():
     assert max_tokens_in_body(with_logprobs(20, 131_072), 16, 1000) == 1000
 
 
-def test_an_answer_without_max_tokens_is_cut_to_what_one_body_holds():
+def test_an_answer_without_max_tokens_is_cut_to_the_capacity_of_one_body():
     assert max_tokens_in_body(with_logprobs(5), 1, 131_072) == 2**19 // 6
     assert max_tokens_in_body(with_logprobs(20), 16, 131_072) == 1560
     assert max_tokens_in_body(with_logprobs(5), 1, 4096) == 4096

@@ -138,7 +138,7 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_says_what_a_chat_says(settings, ref, stream):
+def test_a_response_has_the_text_of_a_chat(settings, ref, stream):
     async def scenario(replica):
         call = replace(
             CALL,
@@ -179,7 +179,7 @@ def as_message(ref, **fields):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_message_says_what_a_chat_says_and_its_tokens_are_those_counted(settings, ref, stream):
+def test_a_message_has_the_text_of_a_chat_and_the_counted_tokens(settings, ref, stream):
     async def scenario(replica):
         call = as_message(ref, stream=stream)
         counted = replace(call, endpoint=Endpoint.COUNT_TOKENS, adapter=None, request_id="count")
@@ -375,7 +375,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
     assert min(longest_gap_s for _, longest_gap_s in tried) < 0.5
 
 
-def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monkeypatch):
+def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded(settings, monkeypatch):
     encode, may_go_on, held = PromptEncoder.encode, threading.Event(), []
 
     def slow(self, call):
@@ -403,7 +403,7 @@ def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monk
     assert len(later) == 4
 
 
-def test_one_tenants_long_prompts_leave_a_thread_to_another_ones(settings, monkeypatch):
+def test_one_tenants_long_prompts_leave_a_thread_to_another_tenant(settings, monkeypatch):
     encode, may_go_on = PromptEncoder.encode, threading.Event()
 
     def slow(self, call):

@@ -120,7 +120,7 @@ def test_a_quiet_replica_sends_heartbeats(monkeypatch):
     run(scenario)
 
 
-def test_a_feed_ends_by_itself_and_removes_its_subscriber(monkeypatch):
+def test_a_feed_ends_after_its_duration_and_removes_its_subscriber(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
 
     async def scenario(feed):

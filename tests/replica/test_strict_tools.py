@@ -233,7 +233,9 @@ def test_a_begun_call_must_be_completed(model: Model) -> None:
         assert not model.allows(call[:length]), call[:length]
 
 
-def test_with_unmarked_calls_text_is_what_the_parser_takes_for_no_call(tmp_path: Path) -> None:
+def test_a_grammar_of_unmarked_calls_allows_text_that_the_parser_takes_for_text(
+    tmp_path: Path,
+) -> None:
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(DEMO / name, tmp_path)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -25,7 +25,7 @@ def fleet_of(scenario, **changes):
     )
 
 
-def test_requests_without_a_token_move_to_another_replica_when_theirs_dies():
+def test_requests_without_a_token_move_to_another_replica_when_their_replica_dies():
     fleet, at_death = fleet_of(SMALL), {}
     dying = fleet.replicas[1]
 

@@ -145,7 +145,7 @@ def test_tenants_do_not_share_limits(gateway: Gateway) -> None:
     wait_s(gateway, limits, tenant="acme")
 
 
-def test_requests_at_once_are_bounded_and_ended_ones_make_way(
+def test_requests_at_once_are_bounded_and_ended_requests_free_their_places(
     gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(max_concurrent=2)
@@ -161,7 +161,7 @@ def test_requests_at_once_are_bounded_and_ended_ones_make_way(
     "before", [Limits(), Limits(max_concurrent=9), Limits(tokens_per_min=9000)]
 )
 @pytest.mark.parametrize("of_key", [False, True], ids=["tenant", "key"])
-def test_a_new_limit_on_requests_at_once_counts_those_that_run(
+def test_a_new_limit_on_requests_at_once_counts_running_requests(
     gateway: Gateway, before: Limits, of_key: bool
 ) -> None:
     def enter(limits: Limits) -> RateLimitHold:
@@ -253,7 +253,7 @@ def test_a_changed_limit_applies_to_the_next_request(gateway: Gateway) -> None:
     wait_s(gateway, Limits(requests_per_min=1))
 
 
-def test_limit_statuses_are_those_of_the_tighter_limit(gateway: Gateway) -> None:
+def test_limit_statuses_show_the_tighter_limit(gateway: Gateway) -> None:
     tenant = Limits(requests_per_min=60, tokens_per_min=1200)
     hold = gateway.enter(tenant, 300, of_key=Limits(requests_per_min=30))
     statuses = {each.kind: each for each in hold.limit_statuses()}

@@ -29,7 +29,7 @@ def test_a_tenant_reads_at_its_rate_after_a_burst(limiter: ReadLimiter, clock: C
     limiter.count("acme")
 
 
-def test_reads_of_a_tenant_leave_those_of_others(limiter: ReadLimiter) -> None:
+def test_one_tenants_reads_do_not_use_up_other_tenants_reads(limiter: ReadLimiter) -> None:
     limiter.count("acme", 10 * BURST)
     with pytest.raises(RateLimited):
         limiter.count("acme")

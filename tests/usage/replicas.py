@@ -41,7 +41,7 @@ class Replica:
 def total(
     store: ObjectStore, clock: Clock, first: date = TODAY, last: date = TODAY
 ) -> UsageByAccount:
-    """Sum of all usage of the days from first to last, as a new reader finds it."""
+    """Return the sum of all usage of the days from first to last, as a new reader finds it."""
     sums: dict[UsageAccount, UsageCounts] = {}
     for use in UsageReader(store, clock).read(first, last).values():
         for account, counts in use.items():

@@ -25,7 +25,7 @@ class Quantization(StrEnum):
 class QuantizedLinears:
     """Storage format of a checkpoint's quantised linears.
 
-    group: number of inputs that share a scale, for AWQ and GPTQ; 0 if all inputs share one.
+    group: number of inputs that share a scale, for AWQ and GPTQ; 0 if all inputs share a scale.
     zeros_less_one: zero points are stored minus one, as in GPTQ's first version.
     block: numbers of rows and columns that share a scale, for FP8; None: one scale per row or per
         matrix.

@@ -116,8 +116,8 @@ class LoraConfig:
         that have the linears with weights.
     unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
         whose own module scales.
-    lost_biases: the adapter was trained with biases of its linears, where the base model has any,
-        and they were not saved.
+    lost_biases: the linears' biases, if the base model has any, were trained with the adapter but
+        not saved.
     """
 
     base_model_name_or_path: str
@@ -230,7 +230,10 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 def _is_unscaled(
     raw: Mapping[str, Any], modules: Iterable[str], warn: Callable[[str], object]
 ) -> bool:
-    """Whether a PEFT that left out the scale of embeddings has trained adapters of embeddings."""
+    """Whether a release of PEFT that left out the scale of embeddings trained the adapter.
+
+    False if the adapter does not change embeddings.
+    """
     adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
     if not adapts and not raw.get("trainable_token_indices"):
         return False
@@ -245,7 +248,10 @@ def _is_unscaled(
 
 
 def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
-    """Whether a PEFT that does not save the biases of bias="lora_only" may have trained some."""
+    """Whether the adapter's biases of bias="lora_only" may have been trained but not saved.
+
+    Some releases of PEFT train these biases without saving them.
+    """
     release = training_release(raw)
     saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
     if raw.get("bias") != "lora_only" or saves:

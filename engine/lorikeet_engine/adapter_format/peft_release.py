@@ -67,6 +67,6 @@ def training_release(raw: Mapping[str, Any]) -> Release | None:
 
 
 def is_before(raw: Mapping[str, Any], release: Release) -> bool:
-    """Whether a config shows that it was written by an earlier release of PEFT than this one."""
+    """Whether a config shows that a release of PEFT earlier than `release` wrote it."""
     found = training_release(raw)
     return found is not None and found < release

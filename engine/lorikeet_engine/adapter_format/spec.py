@@ -91,10 +91,10 @@ class AdapterSpec:
     """Content of a blob that was validated against a base model.
 
     linears: adapted linears, sorted by layer, then by index in the shape's modules.
-    max_rank: largest rank of any of them.
+    max_rank: largest rank of any adapted linear.
     size_bytes: size of the blob.
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
-        apply to both.
+        apply to the head too.
     """
 
     base_model: str
@@ -105,7 +105,7 @@ class AdapterSpec:
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
-        """Keys (layer, linear) of linears that have the same A as the linear before them.
+        """Keys (layer, linear) of linears that have the same A as the preceding linear.
 
         up_proj of experts can share the A of gate_proj.
         """
@@ -228,7 +228,7 @@ def pair_tensors(
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
     """Return the rank of a module's A and B, which must have the same rank.
 
-    Matrices of experts may have a dimension more.
+    Matrices of experts may have an additional dimension.
     sides: A and B of the module.
     want: rank according to the config; None: not checked.
     Raises AdapterRejected if the ranks disagree.

@@ -205,7 +205,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
 def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
     """Return a blob's matrices, with an A for each up_proj of experts that shares gate_proj's A.
 
-    tensors: matrices by name; there, such an up_proj has only a B.
+    tensors: matrices by name, in which such an up_proj has only a B.
     """
     found = dict(tensors)
     for name in tensors:

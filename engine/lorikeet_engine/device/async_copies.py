@@ -40,7 +40,7 @@ class Download:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy and all that was launched before it, and return the values on the host.
+        """Wait for the copy and all earlier launches, and return the values on the host.
 
         Raises any error of the device up to then.
         """

@@ -133,7 +133,7 @@ def load_weights(
     """Load the base model, or this rank's part of it. Raises what `load` raises.
 
     load: reads the base model, as load_model does.
-    group: the processes that share the model; None if this process holds all of it.
+    group: the processes that share the model; None if this process holds the whole model.
     start: records the memory and the time that loading takes.
     """
     with start.stage("weights"):
@@ -172,7 +172,7 @@ def build_tiers(
     shape: shape of the whole base model.
     source: store from which adapters are downloaded.
     wake: called whenever adapters have been loaded.
-    free: free bytes of the device. The slot pool takes a share of them if the settings say so.
+    free: free bytes of the device, of which the slot pool takes a share if the settings say so.
     ranks: processes that compute the model; all get an equally large slot pool.
     """
     dtype = settings.torch_adapter_dtype

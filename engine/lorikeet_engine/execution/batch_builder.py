@@ -130,7 +130,7 @@ def build_step_input(
 ) -> StepInput:
     """Build the input of a step that computes these chunks.
 
-    chunks: in the order of group_by_adapter.
+    chunks: chunks to compute, in the order of group_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
     Logits are computed for each chunk that completes its sequence, in the order of the chunks.

@@ -50,7 +50,7 @@ def measure_step_costs(
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
-    """Time a few dummy steps, which run as real ones do, and return the costs fitted to them.
+    """Time a few dummy steps, which run as real steps do, and return the costs fitted to the times.
 
     kv_pages: number of the runner's KV pages; they are empty before and afterwards.
     arena: the runner's GPU memory of adapters; it is empty before and afterwards.
@@ -139,7 +139,8 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s, the seconds that a step takes longer as piecewise graphs.
+    """Measure StepCosts.pieces_s, the seconds that a step as piecewise graphs takes longer than as
+    a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
     costs: costs measured so far.

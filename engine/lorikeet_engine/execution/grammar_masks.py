@@ -123,8 +123,8 @@ class _ForcedTokens:
     def take(self, matched: _Matched, bitmask: TokenBitmask) -> tuple[int, ...]:
         """Return the forced tokens to compute with the next token; empty if tokens can be chosen.
 
-        They follow the only token that the row can sample. A stop id among the forced tokens ends
-        them: it is left to be sampled. No tokens are forced where the device must count each token
+        The forced tokens follow the only token that the row can sample. They end before a stop id,
+        which is left to be sampled. No tokens are forced where the device must count each token
         (penalties) or report its log probability.
 
         bitmask: tokens that may be sampled in this row.
@@ -162,7 +162,7 @@ def _fill_bitmasks(
     """Set the bits of the allowed tokens; return the error of each row, or None.
 
     If the grammars' own code fails for all rows together, rows are filled one by one, so that only
-    those with a faulty grammar fail.
+    rows with a faulty grammar fail.
 
     bitmasks: [rows, octets_of(vocab)] uint8, zeros at first, in the order of `matched`.
     """

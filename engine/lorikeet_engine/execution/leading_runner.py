@@ -58,8 +58,8 @@ class LeadingRunner(ModelRunner):
 
         Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
 
-        previous: tokens that the previous step sampled, on the device. They are broadcast to the
-            followers if the step has pending tokens.
+        previous: tokens that the previous step sampled, on the device. The tokens are broadcast to
+            the followers if the step has pending tokens.
         scores: prompt scores that need additional logits.
         graphs: whether CUDA graphs may be used.
         """

@@ -69,7 +69,7 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have any other ranks do what this rank is about to do.
+        """Have the other ranks, if any, carry out the same command as this rank.
 
         message: the command for the other ranks.
         """
@@ -132,7 +132,7 @@ class LeadingRank(OneRank):
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks do what this rank is about to do."""
+        """Have the other ranks carry out the same command as this rank."""
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:

@@ -69,10 +69,10 @@ class StepTimer:
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Make a chunk of the last token of each of `sequences` sequences of `context` tokens.
+        """Make one chunk for each of `sequences` sequences of `context` tokens: its last token.
 
-        adapters: number of the sequences, from the first on, that have an adapter, each a different
-            one.
+        adapters: number of sequences with an adapter; the first sequences have one, each a
+            different one.
         rank: rank of these adapters.
 
         Each sequence has KV pages of its own if there are enough.
@@ -134,8 +134,8 @@ class StepTimer:
         The token ids are varied: with one id, a mixture of experts would use only a few experts.
 
         depth: tokens of the sequence before the chunk.
-        index: number of the sequence; sequences have different KV pages as long as there are
-            enough.
+        index: number of the sequence; sequences have different KV pages while there are enough
+            pages.
         """
         vocabulary = self._runner.model.config.vocab_size
         sequence = dummy_chunk(

@@ -131,9 +131,9 @@ class ModelRunner:
 class SampledTokens:
     """Tokens that a step sampled, one for each sequence that completes in it.
 
-    tokens: by row of the logits; meaningless in rows with an error.
-    logprobs: by row, for the rows that requested log probabilities.
-    errors: by row, for the rows that have no token.
+    tokens: sampled tokens by row of the logits; meaningless in rows with an error.
+    logprobs: log probabilities by row, for rows that requested them.
+    errors: errors by row, for rows without a token.
     """
 
     tokens: list[int]
@@ -153,7 +153,7 @@ class SampledTokens:
 
         Log probabilities are only of the sampled token: no tokens are forced for requests that want
         log probabilities. Both results are empty if the token is a stop id, unless the request asks
-        to keep it.
+        to keep stop ids.
         """
         token = self.tokens[row]
         if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:

@@ -111,8 +111,8 @@ def _run(
     """Run a dummy step.
 
     lengths: tokens of each sequence in the step.
-    adapters: number of sequences, from the first on, that have an adapter, each a different one.
-        The adapters change lm_head, too, and may replace a row of it.
+    adapters: number of sequences with an adapter; the first sequences have one, each a different
+        one. The adapters change lm_head, too, and may replace one of its rows.
     rank: rank of each adapter, also on lm_head.
     samplings: sampling parameters, which the sequences use in turn.
     depth: tokens of each sequence before those in the step.
@@ -192,7 +192,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
     """Hold random numbers in all KV pages during the block; the pages are zero afterwards.
 
     The more bits change in a GPU, the more power it takes and the lower its clock may be. With
-    zeros in the pages, steps may therefore seem faster than real ones.
+    zeros in the pages, steps may therefore seem faster than real steps.
 
     kv: [layers, 2, pages, …].
     """

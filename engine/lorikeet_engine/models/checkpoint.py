@@ -99,7 +99,7 @@ class Checkpoint:
     def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         """Read the parts of tensors that this process keeps, and stack their rows.
 
-        Raises what `read` raises.
+        Raises the errors of `read`.
 
         cuts: the part of each tensor to keep.
         """
@@ -280,7 +280,7 @@ class Checkpoint:
         return out
 
     def _finish_reading(self) -> None:
-        """Wait for all reads so far, because their values are needed next."""
+        """Wait for all reads so far, because the values are needed next."""
         if self._staging is not None:
             self._staging.finish()
 
@@ -330,7 +330,7 @@ def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool)
 
     folder: the checkpoint.
     needed: bytes of the weights on the device.
-    is_fp8: whether they are FP8; if not, the error suggests FP8.
+    is_fp8: whether the weights are FP8; if not, the error suggests FP8.
     """
     free = free_bytes(device)
     if needed > free:

@@ -33,7 +33,7 @@ class ModelConfig:
     max_context: maximum number of tokens of a sequence.
     ropes: each layer's rotary embedding; None: none.
     windows: number of tokens that each layer's queries attend to, themselves included; None: all.
-    kv_groups: which layers share KV pages.
+    kv_groups: groups of layers that share KV pages.
     attention_soft_cap, logits_soft_cap: c of c · tanh(x / c) for attention scores and for logits;
         None: no cap.
     gelu: whether MLPs are gated by GELU instead of SiLU.

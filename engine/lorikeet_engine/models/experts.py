@@ -71,7 +71,7 @@ class Experts:
 
         x: input [tokens, hidden], of all experts.
         logits [tokens, experts]: output of the router, without LoRA.
-        lora: LoRA delta of the router's logits, added here; None: no adapter.
+        lora: LoRA delta, which is added to the router's logits; None: no adapter.
         step: LoRA work of the forward pass, for the experts' linears; LoRA reads their inputs
             unrounded.
         """

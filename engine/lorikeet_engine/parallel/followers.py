@@ -141,7 +141,7 @@ class Followers:
         self._queued += messages
 
     def send(self, *messages: object) -> None:
-        """Send all queued messages, then the given ones, to every follower.
+        """Send all queued messages, then the given messages, to every follower.
 
         Raises DeviceLost if a follower is gone.
         """
@@ -152,7 +152,8 @@ class Followers:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
-        """Register a copy that followers will make, and return their reports of it.
+        """Register a copy that followers will make, and return an object that collects their
+        reports.
 
         Call this before the copy is commanded.
 

@@ -39,7 +39,7 @@ class RankGroup:
     """
 
     def __init__(self, shard: Shard, rendezvous: Path, device: torch.device) -> None:
-        """Connect to the other processes of the replica. Waits for all of them.
+        """Connect to the other processes of the replica. Waits for all these processes.
 
         shard: this process's index, and the number of processes.
         rendezvous: a file on this host that does not exist yet, the same for all processes of one

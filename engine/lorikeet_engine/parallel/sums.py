@@ -34,7 +34,7 @@ ONE_SHOT_BYTES = 256 << 10
 The limit was measured on two H200s (docs/benchmarks.md).
 """
 LARGEST_BYTES = 8 << 20
-"""Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger ones."""
+"""Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger tensors."""
 MOST_SENT_BYTES = 1 << 20
 """Limit on the bytes that a rank sends for one row exchange; larger sums use another way.
 
@@ -295,7 +295,9 @@ class RowMemory:
 
 
 def can_map_peers(device: torch.device, world: int) -> bool:
-    """Return whether this GPU can map the memory of all ranks' GPUs, the first `world` ones."""
+    """Return whether this GPU can map the memory of all ranks' GPUs, which are the first `world`
+    GPUs.
+    """
     others = [index for index in range(world) if index != device.index]
     return device.type == "cuda" and all(
         torch.cuda.can_device_access_peer(device, other) for other in others

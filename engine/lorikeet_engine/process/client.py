@@ -59,9 +59,9 @@ class EngineProcessClient:
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.
-        on_status: called with each new status: at once if none came lately, and at most ten times a
-            second. The first status comes before the constructor returns, and names every adapter
-            that is nearer than remote.
+        on_status: called with each new status: at once if there was no status lately, and at most
+            ten times a second. The first status comes before the constructor returns, and names
+            every adapter that is nearer than remote.
         step_timeout_s: time after which a step counts as hanging, and the process ends.
 
         All callbacks are called on a thread of the client's own, and must not block.
@@ -244,7 +244,8 @@ def _notify(callback: Callable[[Any], None], argument: object) -> None:
 
 
 def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
-    """Start the engine's process, pass it its ends of the pipes, and close these ends here.
+    """Start the engine's process, pass its ends of the pipes to it, and close these ends in this
+    process.
 
     multiprocessing is not used: it would import this program's main module in the process.
 

@@ -228,7 +228,8 @@ def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
 def _portable(error: Exception) -> Exception:
     """Return an error that can be pickled and shows the stack.
 
-    This is the error itself with the stack as a note or, if it cannot be pickled, an EngineError.
+    The result is the error itself with the stack as a note, or an EngineError if the error cannot
+    be pickled.
     """
     stack = "".join(traceback.format_exception(error))
     error.add_note(f"In the engine's process:\n{stack}")

@@ -108,7 +108,7 @@ def _threads(size_bytes: int) -> int:
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
     """Return all layers with adapted linears, in the blob's order.
 
-    They include the outer layer: lm_head and embeddings.
+    The result includes the outer layer: lm_head and embeddings.
     """
     table = layout.rows.tolist()
     layers = [
@@ -222,8 +222,8 @@ class _Writer:
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
         """Return, for each of a layer's matrices, the memory to read it into.
 
-        This is the image for an A that the image holds unchanged, and the staging buffer for all
-        other matrices.
+        The memory is the image for an A that the image holds unchanged, and the staging buffer for
+        all other matrices.
 
         row: offset of the layer's part of the staging buffer, in bytes.
         """
@@ -247,7 +247,8 @@ class _Writer:
         """Return one matrix of all layers of a run, from the staging buffer: [layers, experts,
         rows, columns].
 
-        matrix: the matrix of the run's first layer; those of the other layers correspond to it.
+        matrix: the matrix of the run's first layer, which stands for the corresponding matrices of
+            all layers.
         """
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
         at, stride = run[0].places[matrix] // bytes_each, run[0].size // bytes_each
@@ -292,7 +293,7 @@ class _Writer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of one linear's A and transposed B in a span of the image.
 
-        Both cover the layers of a run, and are [layers, experts, rows, columns].
+        Both views cover the layers of a run, and are [layers, experts, rows, columns].
 
         part: the linear of the run's first layer.
         number: index of the span, which is the tensor parallel rank.

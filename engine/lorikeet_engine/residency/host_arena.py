@@ -164,7 +164,7 @@ class HostArena:
     def pin(self, digest: str) -> bool:
         """Keep an image in host memory from now on.
 
-        Returns False if it is not there, or if the memory for pins is used up.
+        Returns False if host memory has no such image, or if the memory for pins is used up.
         """
         with self._lock:
             image = self._images.get(digest)
@@ -179,7 +179,7 @@ class HostArena:
             self.frees += 1
 
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
-        """Evict images until one of this size fits, and allocate a block for it.
+        """Evict images until an image of this size fits, and allocate a block for it.
 
         Returns the block's offset, or None if not enough memory can be freed. Looks at each image
         once: the engine's thread may be waiting for the lock, and there may be thousands of images.

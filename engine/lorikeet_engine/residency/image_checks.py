@@ -128,7 +128,9 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; every EVERY_STEPS, compare the pending checksums and begin further ones."""
+        """Count a step; every EVERY_STEPS steps, compare the pending checksums and begin to compute
+        further checksums.
+        """
         self._steps += 1
         if self._steps % EVERY_STEPS:
             return

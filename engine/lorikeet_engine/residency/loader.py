@@ -60,9 +60,9 @@ class LoadResult:
     """Result of a load that has ended.
 
     residency: HOST if the image is on the host, where it is held until the receiver of this result
-        releases it. DISK without an error if DISK was asked for, or if the host had no memory. In
-        the latter case, try again once the host's `frees` differs from the value here. REMOTE if
-        the load failed.
+        releases it. DISK without an error if DISK was asked for, or if the host had no memory. If
+        the host had no memory, try again once the host's `frees` differs from this result's. REMOTE
+        if the load failed.
     frees: the host arena's counter `frees` before the attempt, if the host had no memory.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
@@ -360,9 +360,10 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve memory on the host and write an image there; return False without free memory.
+        """Reserve memory on the host and write an image into it; return False if too little memory
+        is free.
 
-        write: writes the image into this memory and returns its layers' checksums.
+        write: writes the image into the reserved memory and returns its layers' checksums.
         """
         layout.check_size(self._max_elements)
         digest, frees = task.ref.digest, self._host.frees

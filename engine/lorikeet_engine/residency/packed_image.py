@@ -46,7 +46,7 @@ class PackedLayout:
     head_rank: rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
-    shared_a: (layer, linear) of linears that have the same A as the linear before them.
+    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
     """
 
     rows: torch.Tensor
@@ -98,12 +98,12 @@ class PackedLayout:
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these ranks.
 
-        If lm_head is tied to the embeddings, it gets the embeddings' trained rows as well.
+        If lm_head is tied to the embeddings, lm_head gets the embeddings' trained rows too.
 
         ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; may be
         0.
         world: number of tensor parallel ranks that share the model.
-        shared_a: (layer, linear) of linears that have the same A as the linear before them.
+        shared_a: (layer, linear) of linears that have the same A as the preceding linear.
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """

@@ -52,7 +52,8 @@ class Pins:
         return bool(self._loading)
 
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
-        """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer.
+        """Pin an adapter to a tier: from the next `maintain` on, keep the adapter in this tier or
+        nearer to the GPU.
 
         passing: a temporary pin, for which the adapter's image is not written to the disk. The blob
             on the disk is kept as well: the store may not have it.

@@ -151,8 +151,8 @@ class RequestedAdapters:
     def placed(self, digest: str) -> SlotUser | None:
         """Stop tracking an adapter that has been placed on the GPU.
 
-        Returns the tenant, with the adapter, whose request was first to ask for it; None if no
-        request did.
+        Returns the adapter and the tenant whose request was first to ask for it; None if no request
+        did.
         """
         user = self._waiting.pop(digest, None)
         self._blocked.pop(digest, None)

@@ -237,10 +237,10 @@ class Tiers:
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Load an adapter up to `tier`, without delaying requests and pins.
 
-        No adapter with a higher eviction score is evicted for it. The prefetch is tried once, and
-        forgotten if it fails.
+        No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
+        once, and forgotten if it fails.
 
-        uses: recent uses of the adapter by other replicas, as far as this replica could serve them.
+        uses: recent uses of the adapter on other replicas that this replica could serve instead.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)

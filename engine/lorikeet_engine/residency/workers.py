@@ -24,9 +24,9 @@ class _Priority(IntEnum):
 class Workers:
     """A few daemon threads that do urgent work first, and share time fairly between tenants.
 
-    Fairness uses rounds. New work joins the round after that of its tenant's last work, or the
-    current round if that is later, so a tenant with hundreds of loads delays only its own. Within a
-    round, work is done in the order of arrival. Thread-safe.
+    Fairness uses rounds. New work joins the round after its tenant's last work, or the current
+    round if the current round is later. A tenant with hundreds of loads thus delays only its own
+    work. Within a round, work is done in the order of arrival. Thread-safe.
     """
 
     def __init__(self, count: int, name: str) -> None:

@@ -41,8 +41,9 @@ class Matcher(Protocol):
     def forced_tokens(self) -> Sequence[int]:
         """Return the next tokens for as long as only one token may follow.
 
-        The output cannot end before the last of them. May return fewer tokens than are forced, or
-        none. Called in every step, so implementations cache results that take long to find.
+        The output cannot end before the last returned token. May return fewer tokens than are
+        forced, or none. Called in every step, so implementations cache results that take long to
+        find.
         """
 
     def accept(self, token: int) -> None:

@@ -97,7 +97,8 @@ class Deadlines:
     def next_within_s(self, timeout_s: float | None) -> float | None:
         """Return the seconds until the next deadline, at most timeout_s.
 
-        timeout_s: None for no limit; then the result is None if there is no deadline.
+        timeout_s: maximum result in seconds; None: no maximum, and the result is None if there is
+            no deadline.
         """
         with self._lock:
             if not self._deadlines:

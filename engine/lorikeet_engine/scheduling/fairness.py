@@ -18,10 +18,10 @@ The paper charges a prompt as a whole when it begins, since it is computed in on
 chunk is charged when it is computed: a tenant behind a long prompt waits for one chunk of it.
 
 Absence earns no credit: when a tenant begins to wait, its counter is raised to the smallest counter
-of the waiting tenants or, if none waits, to that of the tenant that waited last. Prompt tokens
-found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving"
-(arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it
-finds. Loads no torch.
+of the waiting tenants or, if no tenant waits, to the counter of the tenant that waited last. Prompt
+tokens found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM
+Serving" (arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix
+it finds. Loads no torch.
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class VirtualCounters:
         return len(self._counters)
 
     def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
-        """Return the tenant's counter, and count one more unfinished sequence in it.
+        """Count one more unfinished sequence of the tenant, and return the tenant's counter.
 
         weight: the tenant's new weight; twice the weight gets twice the service.
         """
@@ -137,24 +137,24 @@ class VirtualCounters:
         return counter
 
     def start_waiting(self, counter: VirtualCounter) -> None:
-        """Add the tenant to the waiting ones. If it did not wait before, raise its counter to
-        `level`.
+        """Add the tenant to the waiting tenants. If the tenant did not wait before, raise its
+        counter to `level`.
         """
         if counter.tenant not in self._waiting:
             counter.value = max(counter.value, self.level)
             self._waiting[counter.tenant] = counter
 
     def stop_waiting(self, counter: VirtualCounter) -> None:
-        """Remove the tenant from the waiting ones."""
+        """Remove the tenant from the waiting tenants."""
         if self._waiting.pop(counter.tenant, None):
             self._last_waiting = counter
 
     @property
     def level(self) -> float:
-        """Smallest counter of the waiting tenants. It never falls.
+        """Smallest counter of the waiting tenants. The level never falls.
 
         The counter of a tenant that begins to wait is raised to this level. Without waiting
-        tenants, it is the counter of the tenant that stopped waiting last.
+        tenants, the level is the counter of the tenant that stopped waiting last.
         """
         values = [counter.value for counter in list(self._waiting.values())]
         return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
@@ -163,7 +163,7 @@ class VirtualCounters:
         """Return the cost of all work that would be done before a request that this tenant sent
         now.
 
-        It is the sum of the tenant's own backlog and, for each other tenant, the part of the
+        The cost is the sum of the tenant's own backlog and, for each other tenant, the part of the
         backlog that is served before the request. Any thread may call this.
 
         weight: the tenant's weight.

@@ -294,8 +294,8 @@ class KVCache(PagePool):
         In groups with a window, only the pages of the prefix's last window must be cached.
 
         keys: keys of the sequence's first pages.
-        most: number of these pages that are cached in the first group; ignored if all groups have
-            windows.
+        most: number of the pages with these keys that are cached in the first group; ignored if all
+            groups have windows.
         """
         end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
         for pages in self._pages_of[1 : self._whole]:

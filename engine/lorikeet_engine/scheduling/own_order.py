@@ -1,8 +1,8 @@
 """Order of one tenant's prompts: half of the work in the order of arrival, half shortest first.
 
-In the order of arrival alone, a short prompt would wait for all of a long one. Shortest first
-alone, a long prompt would wait for ever behind a stream of short ones. So the prompt with the least
-work left may overtake the oldest one, for as much work as the oldest one gets:
+In the order of arrival alone, a short prompt would wait for the whole of a long prompt. Shortest
+first alone, a long prompt would wait forever behind a stream of short prompts. So the prompt with
+the least work left may overtake the oldest prompt, for as much work as the oldest prompt gets:
 
     overtaking += cost of a chunk of the oldest prompt
     overtaking -= cost of a chunk of the shortest prompt, computed while overtaking covers the cost
@@ -31,9 +31,9 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Turn(NamedTuple):
-    """Turn of a sequence to get a chunk, after which `computed` must be called.
+    """Turn of a sequence to get a chunk of its prompt. `computed` must be called after the turn.
 
-    overtakes: whether the sequence goes before an older one of its tenant.
+    overtakes: whether the sequence goes before an older sequence of its tenant.
     overtaken: whether a shorter sequence of the tenant waits for its turn.
     """
 

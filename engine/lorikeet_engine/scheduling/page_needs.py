@@ -32,8 +32,8 @@ class PageNeeds:
         """Maximum number of pages of a sequence, between two steps, in one group of layers with a
         window.
 
-        They are the pages that the token after the last full page attends to, and two that are
-        being filled.
+        These pages are the pages that the token after the last full page attends to, and two pages
+        that are being filled.
         """
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 

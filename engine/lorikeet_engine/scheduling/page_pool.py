@@ -1,8 +1,8 @@
 """KV pages: free list, reference counts, and the keys by which cached pages are found.
 
-A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so
-a page that can still be written has one owner. A page without references keeps its key and its
-contents until it is allocated again, least recently used first.
+A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so a
+page that can still be written has one owner. A page without references keeps its key and its
+contents until it is allocated again; the least recently used page is allocated first.
 """
 
 from collections import OrderedDict

@@ -8,7 +8,7 @@ sequences are preempted for a waiting sequence of another tenant if that tenant
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
 The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn
-preempt to get back what it gave up, and tenants that hold about equally much do not preempt each
+preempt to get back what it gave up, and tenants that hold about equal parts do not preempt each
 other's sequences.
 """
 
@@ -25,8 +25,8 @@ _TIMES_AS_MUCH = 2.0
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
-    It has if a slot is free, or if a running sequence's tenant has a higher virtual counter than
-    the waiting tenant that is served next.
+    True if a slot is free, or if a running sequence's tenant has a higher virtual counter than the
+    waiting tenant that is served next.
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
@@ -40,7 +40,7 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
 def sequences_to_preempt(
     waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
-    """Return the active sequences to preempt for a waiting one; none if too few qualify.
+    """Return the active sequences to preempt for a waiting sequence; none if too few qualify.
 
     waiting: None if no sequence lacks a slot or KV pages.
     active: running sequences that still compute tokens.

@@ -214,7 +214,7 @@ class Scheduler:
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Record that a step with these chunks was launched. The next plan builds on it.
+        """Record that a step with these chunks was launched. The next plan assumes that step.
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
@@ -245,8 +245,8 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has its last token, and free its resources.
 
-        A step in flight may still write to the freed pages. That is safe: their next owner writes
-        in a later step, and the device runs the steps in order.
+        A step in flight may still write to the freed pages. The write is safe: the pages' next
+        owner writes in a later step, and the device runs the steps in order.
         """
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
@@ -311,8 +311,8 @@ class Scheduler:
     ) -> "_Prefills":
         """Return chunks of prompts, and begin waiting sequences.
 
-        If waiting sequences may begin, they and the prefilling ones get chunks in fair order. Then
-        the remaining prefilling sequences get theirs.
+        If waiting sequences may begin, waiting and prefilling sequences get chunks in fair order.
+        Then the remaining prefilling sequences get chunks.
 
         active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.

@@ -57,7 +57,7 @@ class AdapterLease(Protocol):
 
     @property
     def head_rows(self) -> int:
-        """Number of rows of lm_head that the adapter replaces with trained ones."""
+        """Number of rows of lm_head that the adapter replaces with trained rows."""
 
     @property
     def changes_experts(self) -> bool:
@@ -69,7 +69,8 @@ class AdapterLease(Protocol):
 
 @dataclass(slots=True)
 class OvertakeCount:
-    """Number of sequences that have overtaken a waiting one. Only sequences with adapters count.
+    """Number of sequences that have overtaken a waiting sequence. Only sequences with adapters
+    count.
 
     Counting lasts while other adapters keep the sequence waiting.
 
@@ -100,11 +101,12 @@ class SequenceTimings:
     """Times at which a sequence reached each of its phases, by the monotonic clock.
 
     residency: tier that held the adapter when the request came; None without an adapter.
-    requested_s: when the adapter was requested; None if it was on the GPU, or without an adapter.
-    loaded_s: when the adapter was loaded to the GPU.
-    begun_s: when the sequence's first step was planned.
-    first_token_s: when the host read the first token.
-    last_token_s: when the host read the latest token, by perf_counter.
+    requested_s: time at which the adapter was requested; None if it was on the GPU, or without an
+        adapter.
+    loaded_s: time at which the adapter was loaded to the GPU.
+    begun_s: time at which the sequence's first step was planned.
+    first_token_s: time at which the host read the first token.
+    last_token_s: time at which the host read the latest token, by perf_counter.
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
@@ -156,20 +158,20 @@ class Sequence:
     matcher: the sequence's own copy of `compiled`; has accepted every token of the output in
         `tokens`.
     plain_sampling: whether the sequence has no grammar, penalties, biases or log probabilities.
-    tokens: tokens that the host knows. This is the request's own tuple until a token is added, so
-        that a hundred waiting choices share one long prompt.
+    tokens: tokens that the host knows; the request's own tuple until a token is added, so that a
+        hundred waiting choices share one long prompt.
     pending_rows: for each token that was sampled but not read yet, its row in its step's logits.
     forced: forced tokens after the pending token, known before that token is read.
     length: number of tokens, pending and forced ones included.
-    decode_tokens: number of tokens that the next decode computes: the last sampled one and the
-        forced ones.
+    decode_tokens: number of tokens that the next decode computes: the last sampled token and the
+        forced tokens.
     kv: KV pages of the sequence.
     lease: lease of the adapter; None if the sequence holds none.
     penalty_slot: device counters of the sequence's tokens while it runs; None if no penalty or bias
         changes the logits.
     copy_s: seconds that the adapter's copy to the GPU takes; 0 if the adapter was requested before.
-    overtakes: number of sequences with adapters that began before this one, while other adapters
-        kept it waiting.
+    overtakes: number of sequences with adapters that began before this sequence, while other
+        adapters kept this sequence waiting.
     cost: cost charged to the tenant; set when the sequence is added to the scheduler.
     status: changed by the scheduler, and by the request queue before that.
     """

@@ -41,7 +41,7 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
-    seconds: the time.
+    seconds: the expected time.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -171,9 +171,9 @@ class PromptBudget:
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
         """Whether a prompt can get a chunk in this step.
 
-        Under a goal, a chunk of very few tokens does not count unless it is the prompt's last.
-        If the step scores another prompt already, a prompt to be scored gets a chunk only if all
-        its remaining tokens may be scored.
+        Under a goal, a chunk of very few tokens does not count unless it is the prompt's last
+        chunk. If the step scores another prompt already, a prompt to be scored gets a chunk only if
+        all its remaining tokens may be scored.
 
         end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
@@ -215,7 +215,7 @@ class PromptBudget:
     def tokens_within(self, depth: int, most: int) -> int:
         """Return how many more prompt tokens the inter-token goal allows.
 
-        depth: number of tokens before them in their prompt.
+        depth: number of tokens of the prompt before these tokens.
         most: upper bound of the result.
         """
         if (budget := self._budget) is None:

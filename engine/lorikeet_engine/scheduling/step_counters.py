@@ -27,8 +27,8 @@ class StepLaunch(NamedTuple):
 class StepCounters:
     """Counters of requests and steps, which only grow.
 
-    Any thread may read them. Any thread may count in lookups; the engine's thread counts all
-    others.
+    Any thread may read them. Any thread may count in lookups; only the engine's thread counts in
+    all other fields.
 
     lookups: number of requests by the tier that held their adapter.
     seconds: histogram of the time that a step took.

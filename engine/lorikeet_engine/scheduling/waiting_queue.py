@@ -34,7 +34,7 @@ class WaitingQueue:
         return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and the tenant to the waiting ones."""
+        """Add a sequence to its tenant's queue, and the tenant to the waiting tenants."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         queue = self._queues.get(counter) or OwnQueue()
@@ -79,8 +79,8 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Remove tenants that had no sequence to serve from the waiting ones, so that they gain no
-        credit.
+        """Remove tenants that had no sequence to serve from the waiting tenants, so that they gain
+        no credit.
 
         counters: the tenants' counters.
         """

@@ -92,7 +92,7 @@ class LiveStats:
     loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
     free_bytes: unused bytes of the GPU's adapter memory.
     room_bytes: free_bytes plus the bytes that evictions could free now.
-    victim: adapter that would be evicted first; None if none can be.
+    victim: adapter that would be evicted first; None if no adapter can be evicted.
     """
 
     running: int = 0
@@ -132,7 +132,7 @@ class EngineStatus:
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
     step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
-        after the launch, the time starts there.
+        after the launch, the time starts when that step was read.
     step_sequences: numbers of sequences in a step.
     step_adapters: numbers of distinct adapters in a step.
     inter_token_s: seconds between two outputs of a choice, by the tier that held its adapter when
@@ -170,9 +170,9 @@ class AdapterStatus(NamedTuple):
 
     The other fields are about the GPU's adapter memory:
 
-    rank: largest LoRA rank of the adapter; None if the adapter is not there.
+    rank: largest LoRA rank of the adapter; None if the adapter is not on the GPU.
     leases: number of sequences that use the adapter now.
-    kept: whether a pin keeps the adapter there.
+    kept: whether a pin keeps the adapter on the GPU.
     arriving: whether the copy is not finished, so that no request can use the adapter yet.
     pieces: (offset, bytes) of each piece of the image, in order.
     """
@@ -198,7 +198,9 @@ class AdapterStatus(NamedTuple):
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes that the adapter takes in the GPU's adapter memory; 0 if it is not there."""
+        """Bytes that the adapter takes in the GPU's adapter memory; 0 if the adapter is not on the
+        GPU.
+        """
         return sum(size for _, size in self.pieces)
 
 

@@ -51,16 +51,16 @@ class Answer:
     """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
-    stopped: choices that ended at a stop string or after a single tool call while the engine
-        still generates for them; the owner aborts these choices and clears the list.
+    stopped: choices that have ended at a stop string or after a single tool call, and that the
+        engine still generates; the owner aborts these choices and clears the list.
 
     Constructor arguments:
     prompts: token ids of each prompt.
     syntax: the model's syntax for tool calls; None if no tools may be called.
     thinking: whether the model's thinking may come before its answer, or has begun in the
         prompt.
-    echoes: the prompts in the forms in which the answer repeats them; None computes them here,
-        which is slow for long prompts.
+    echoes: the prompts in the forms in which the answer repeats them; None: computed by the
+        constructor, which is slow for long prompts.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ def event_stream(
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
     """Return the JSON body that answers a call without `stream`.
 
-    choices: in order of index.
+    choices: finished choices, in order of index.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:

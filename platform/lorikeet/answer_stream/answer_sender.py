@@ -29,15 +29,15 @@ class AnswerSender:
     """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
-        switches of the event loop would cost more than the work.
+    switches of the event loop would cost more than the work.
 
-    ended: future that is done once the whole answer is sent. It fails if Lorikeet's own code
-        raises an exception.
+    ended: future that is done once the whole answer is sent. The future fails if Lorikeet's own
+        code raises an exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
-    abort: called for choices that have ended, as at a stop string, while the engine still
-        generates for them.
+    abort: called for choices that have ended, as at a stop string, and that the engine still
+        generates.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Send the answer's first header, then the outputs that arrived before it."""
+        """Send the answer's first header, then the outputs that arrived before this call."""
         self._header = header
         self._stream.put(self._request_id, (header,))
         self._work()

@@ -211,7 +211,7 @@ def _input(arguments: str) -> bytes:
     """Return a tool's input as JSON. If the call was cut off, return the part that can be parsed.
 
     Complete input keeps its text, in ASCII: Python may be unable to represent a number that is
-        valid JSON.
+    valid JSON.
     """
     try:
         from_json(arguments, allow_inf_nan=False)

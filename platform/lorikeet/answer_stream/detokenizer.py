@@ -205,7 +205,9 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string in it. No tokens may follow."""
+        """Return the text that was held back, up to a stop string if the text contains one. No
+        tokens may follow.
+        """
         if self.stopped:
             return ""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)

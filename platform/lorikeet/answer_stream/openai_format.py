@@ -146,7 +146,9 @@ class EventStream:
         return events
 
     def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: usage without choices if the client asked for it, then [DONE]."""
+        """Return the last events: an event with the usage if the client asked for usage, then
+        [DONE].
+        """
         if not self._include_usage:
             return DONE
         return self._open + self._close_with(usage, self._adapter) + DONE
@@ -190,7 +192,7 @@ class EventStream:
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
     """Return the JSON body of a chat completion or completion without `stream`.
 
-    choices: in order of index; choice i continues prompt i // n.
+    choices: finished choices, in order of index; choice i continues prompt i // n.
     """
     chat = call.endpoint is Endpoint.CHAT
     head = dump(_head(call, "chat.completion" if chat else "text_completion"))

@@ -25,15 +25,15 @@ A tuple, because tuples pickle fast.
 _MESSAGE_BYTES = 2**18
 """Approximate limit on the bytes of one message; longer items are sent in parts.
 
-A message above RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH makes gRPC end the stream, and with it all
+A message above RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH makes gRPC end the stream, which fails all
 answers in flight to that gateway.
 """
 _OPENING_S = 5.0
 DELTAS_PER_S = 5_000
-"""Deltas a second that one gateway can forward; their size hardly matters.
+"""Number of deltas a second that one gateway can forward, almost regardless of their size.
 
-From `make bench-gateway`: a delta takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
-ms behind Serve's own proxy.
+Measured by `make bench-gateway`: a delta takes 0.12 ms of CPU from replica to client behind
+HAProxy, 0.26 ms behind Serve's own proxy.
 """
 
 
@@ -274,6 +274,6 @@ class ResponseBuffers:
         """Return the shortest interval in seconds between an answer's deltas that this gateway can
         sustain.
 
-        It grows with the number of open calls.
+        The interval grows with the number of open calls.
         """
         return len(self._open) / DELTAS_PER_S

@@ -52,11 +52,11 @@ _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
 
 
 class BodyEnd(Protocol):
-    """Incremental finder of the end of a body of tool calls. It reads each character once."""
+    """Incremental finder of the end of a body of tool calls. Reads each character once."""
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
         text: new characters, which follow the characters of earlier calls.
         """
@@ -71,8 +71,8 @@ class JsonEnd:
         self._in_string = self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
         text: new characters, which follow the characters of earlier calls.
         """
@@ -111,8 +111,8 @@ class PythonEnd:
         self._open, self._items = [_OUTSIDE], [""]  # current item of each open bracket
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
         text: new characters, which follow the characters of earlier calls.
         """
@@ -191,8 +191,8 @@ class GemmaEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the number of new characters up to the end of the body; None if it does not end in
-        them.
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
 
         text: new characters, which follow the characters of earlier calls.
         """
@@ -220,7 +220,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
     """Return a finder of the end of a body of tool calls.
 
     In the JSON style a body ends before the closing mark. In other styles a body may hold several
-    calls and includes the closing mark. It ends early at text that cannot belong to a call.
+    calls and includes the closing mark. A body ends early at text that cannot belong to a call.
     """
     match syntax.style:
         case CallStyle.JSON:

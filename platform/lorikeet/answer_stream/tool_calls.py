@@ -156,8 +156,8 @@ class ToolCallParser:
     def _look_at_text(self) -> bool:
         """Emit all remaining characters as text.
 
-        This state serves syntaxes without an opening mark: their calls must begin the answer, and
-            this answer began with text.
+        This state serves syntaxes without an opening mark, in which calls must begin the answer: an
+        answer that began with text has no calls.
         """
         self._emit_text(self._take_rest(len(self._rest)))
         return False
@@ -179,7 +179,7 @@ class ToolCallParser:
     def _no_call(self) -> None:
         """Emit the held-back text as text: it was no tool call.
 
-        Whitespace after it stays unparsed, since it may precede another call.
+        Whitespace after the text stays unparsed, since another call may follow.
         """
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
@@ -226,7 +226,7 @@ class ForcedCallParser:
     arguments.
 
     A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-        call without arguments.
+    call without arguments.
     """
 
     done = False

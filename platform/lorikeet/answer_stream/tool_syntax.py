@@ -22,8 +22,8 @@ class ToolSyntax:
     """Syntax of one model family's tool calls.
 
     before, between, after: text around calls as the family writes it, for grammars.
-    opens, closes: marks required around calls, for parsers. Without an opening mark, an answer
-        that makes calls must begin with them.
+    opens, closes: marks required around calls, for parsers. Without an opening mark, an answer that
+        makes calls must begin with the calls.
     style: syntax of one call.
     arguments: key of a JSON call's arguments; the key of its function is always "name".
     """

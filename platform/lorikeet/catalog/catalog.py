@@ -75,10 +75,10 @@ class AdapterCatalog:
     """The catalog in one store. Thread-safe; other processes may write to the store too.
 
     Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
-    Conflict if other writers appended first in every attempt, StoreRefused if the store ignores
-    conditional writes. Conditional writes are checked before the first change, and again before a
-    change after ten minutes.
-    clock: Unix seconds.
+    Conflict if other writers appended first in every attempt, and StoreRefused if the store ignores
+    conditional writes. Conditional writes are checked before the first change, and again before
+    changes that come ten minutes or more after a check.
+    clock: function that returns the time in Unix seconds.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:

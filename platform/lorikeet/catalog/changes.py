@@ -1,4 +1,4 @@
-"""Changes of the catalog, and the log entry that commits some of them together.
+"""Changes of the catalog, and the log entry that commits several changes together.
 
 A change holds its author's decision; the entry holds time and author once for all of its changes.
 """

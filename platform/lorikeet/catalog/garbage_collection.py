@@ -168,7 +168,8 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """Return the snapshots to keep: the newest, the young, and a few of the older ones.
+    """Return the snapshots to keep: the newest snapshot, young snapshots, and a few older
+    snapshots.
 
     manifests: newest first.
     before: Unix seconds; snapshots made later are young.

@@ -3,8 +3,8 @@
 All gateways of a machine share the file. Its first line is the number of the newest entry; the rest
 is compressed. The first line of the compressed part is JSON: the entry's time and, for each
 partition, a digest and the number of its bytes after that line. Bytes without a digest are the
-partition (snapshots.py). Bytes with a digest belong to a partition that was not read: they are the
-log entries since the snapshot that holds it under that digest.
+partition (snapshots.py). Bytes with a digest belong to a partition that was not read. These bytes
+are the log entries since the snapshot that names the partition by that digest.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return the digest and the bytes that the file holds of a partition.
+    """Return the digest of a partition and the bytes to write for it.
 
     A partition that was read has no digest and all its bytes; an unread one has its digest in the
     store and the log entries since then.

@@ -209,8 +209,8 @@ class AdapterRecord:
         """Return the usable version that an alias, a version number or a digest selects, or None.
 
         session: key that decides between the two versions of an alias with a share. A session
-            always gets the same version, and keeps the second one while its share grows. None: the
-            version that the alias points to.
+            always gets the same version, and keeps the second version while its share grows. None:
+            the version that the alias points to.
         """
         if is_digest(selector):
             return self.with_digest(selector)
@@ -233,7 +233,7 @@ class AdapterRecord:
         return next(found, None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """Return the aliases that point to this version or give it a share, sorted."""
+        """Return the aliases, sorted, that point to this version or give a share to it."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 

@@ -1,9 +1,9 @@
 """State of the catalog after one log entry: an immutable value that answers every request.
 
-The state consists of partitions. Tenants are spread over PARTITIONS of them by a hash of the name,
-keys by a hash of the id, and the mapping from a secret's SHA-256 to its key's id by a hash of that
-SHA-256. One more partition, COMMON, holds data of all tenants. A snapshot (snapshots.py) stores
-each partition separately, so that a process holds only the partitions it needs.
+The state consists of partitions. Tenants are spread over PARTITIONS partitions by a hash of the
+name, keys by a hash of the id, and the mapping from a secret's SHA-256 to its key's id by a hash of
+that SHA-256. One more partition, COMMON, holds data of all tenants. A snapshot (snapshots.py)
+stores each partition separately, so that a process holds only the partitions it needs.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ class Partition:
     key_ids: ids of keys by SHA-256 of the secret.
     shared: tenant and name of every shared adapter.
     admin_keys: ids of admins' keys that are valid and never expire.
-    digest: SHA-256 of the partition's bytes in the store, None once it differs from them;
-        comparisons ignore it.
+    digest: SHA-256 of the partition's bytes in the store; None once the partition has changed
+        since. Comparisons ignore the digest.
     """
 
     tenants: Mapping[str, TenantState | bytes] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from enum import Enum
 class Severity(Enum):
     """Severity of a finding.
 
-    WARNING: the service starts, but something works worse than it could.
+    WARNING: the service starts, but works worse than possible.
     PROBLEM: the service does not start, or does not work.
     """
 

@@ -20,7 +20,8 @@ class Host:
 
     memory, available: total and available bytes; the container's if it has a lower limit.
     shm: free bytes of /dev/shm; None: there is no /dev/shm.
-    open_files: hard limit of open files for each process; Ray raises its soft limit to it.
+    open_files: hard limit of open files for each process; Ray raises its soft limit to the hard
+        limit.
     """
 
     memory: int

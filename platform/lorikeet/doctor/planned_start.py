@@ -83,7 +83,7 @@ class PlannedStart:
     def device_free(self) -> int | None:
         """Bytes that one engine finds free on its device; None if no GPU is known.
 
-        Of several GPUs the one with the fewest free bytes counts.
+        With several GPUs, returns the free bytes of the GPU that has the fewest.
         """
         if self.device == "cpu":
             return self.host.available

@@ -13,7 +13,7 @@ from lorikeet.errors import StoreError
 _SKEW_S = 5.0
 """Seconds by which the store's clock may differ from this machine's without a warning.
 
-Keys and pins expire by the gateways' clocks, garbage collection goes by the store's.
+Keys and pins expire by the gateways' clocks; garbage collection uses the store's clock.
 """
 _MOST_SKEW_S = 300.0
 _NO_CACHE = "take out the proxy or cache in front of the store that changes answers"

@@ -31,7 +31,7 @@ class ResolvedModel(NamedTuple):
     rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
     image_bytes: the adapter's size on a GPU; 0 for a base model.
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
-    trained_on: as VersionRecord.trained_on; None for a base model.
+    trained_on: value of VersionRecord.trained_on; None for a base model.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
     """
 

@@ -70,8 +70,7 @@ class Body(BaseModel):
         """Return an instance with the given fields, which are not validated, and defaults for all
         others.
 
-        It takes a fifth of the time of pydantic's model_construct, which computes each default
-        again.
+        Takes a fifth of the time of pydantic's model_construct, which computes each default again.
         """
         made: Self = _with_defaults(cls).model_copy(update=fields)
         return made

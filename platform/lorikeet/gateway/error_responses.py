@@ -27,10 +27,11 @@ CREATED = 201
 ACCEPTED = 202
 
 _LONGEST_RETRY_S = 60
-"""Maximum Retry-After, in seconds, that clients should wait out by themselves.
+"""Longest Retry-After, in seconds, after which clients should retry automatically.
 
-With a longer one, x-should-retry: false makes OpenAI's and Anthropic's clients raise the error at
-once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic 2.14).
+With a longer Retry-After, x-should-retry: false makes OpenAI's and Anthropic's clients raise the
+error at once. Anthropic's clients would otherwise sleep for any Retry-After, twice (anthropic
+2.14).
 """
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"

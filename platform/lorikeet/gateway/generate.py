@@ -60,7 +60,7 @@ _TYPICAL_ANSWER_TOKENS = 256
 length.
 """
 _BYTES_OF_READ = 16 * 2**10
-"""Number of body bytes of a token-counting request that count as one more read of its tenant."""
+"""Number of body bytes for which a token-counting request counts as one more read of its tenant."""
 
 
 def generate_routes(
@@ -73,7 +73,7 @@ def generate_routes(
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, bypassing FastAPI.
 
-    FastAPI's resolution of dependencies, though there are none, would take a quarter of the
+    FastAPI would resolve dependencies, though there are none, which would take a quarter of the
     gateway's time on a request.
     """
     bodies = LargeBodies()
@@ -253,8 +253,8 @@ class RateLimitObserver(RequestObserver):
 
 
 class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. It is subject to limits on requests but not on
-    tokens.
+    """Observer of a call that only counts tokens. The call is subject to limits on requests but not
+    on tokens.
     """
 
     def __init__(self, hold: RateLimitHold) -> None:

@@ -1,4 +1,6 @@
-"""Messages that keep an idle stream's connection open: proxies and clients close silent ones."""
+"""Messages that keep an idle stream's connection open: proxies and clients close silent
+connections.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -64,7 +64,7 @@ class LargeBodies:
 
 
 class _ParseLock(asyncio.Lock):
-    """Lock under which one tenant's large bodies are parsed. It counts the bytes that wait for the
+    """Lock under which one tenant's large bodies are parsed. Counts the bytes that wait for the
     lock.
     """
 

@@ -1,7 +1,7 @@
 """Background loops for rate limits and budgets.
 
-One agrees with the other gateways on this gateway's share of each rate limit; one reads recorded
-usage, which budgets limit.
+One loop agrees with the other gateways on this gateway's share of each rate limit. Another loop
+reads recorded usage, which budgets limit.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ _QUESTION = "shares"
 
 
 class LimitSync:
-    """Two background loops. One agrees with the other gateways on each one's share of the rate
-    limits. The other reads the tenants' recorded usage, which is compared with their budgets.
+    """Two background loops. One loop agrees with the other gateways on each gateway's share of the
+    rate limits. The other loop reads the tenants' recorded usage, which is compared with their
+    budgets.
 
     After a failure the last shares and the last usage stay in force.
     """

@@ -213,7 +213,7 @@ class ReplicaResponse(Response):
 def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
     """Return the event that ends a failed stream, in the format of the call's endpoint.
 
-    sent: number of events sent before it.
+    sent: number of events sent before this event.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:

@@ -49,7 +49,7 @@ class EngineClient(Protocol):
         ...
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Let a replica generate with and without an adapter, to test the adapter (smoke test).
+        """Have a replica generate with and without an adapter, to test the adapter (smoke test).
 
         Raises LorikeetError.
         """
@@ -65,8 +65,8 @@ class EngineClient(Protocol):
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Send an adapter to the replicas that lack it.
 
-        Return whether all replicas have it on their hosts. Each keeps the adapter for a minute or
-        until `release`. Call `deliver` again to keep it longer.
+        Return whether all replicas have the adapter on their hosts. Each replica keeps the adapter
+        for a minute or until `release`. Another call of `deliver` prolongs this time.
         """
         ...
 
@@ -125,11 +125,11 @@ async def no_pages() -> Sequence[bytes]:
 class ServedModel:
     """Base model that is served.
 
-    aliases: further names that adapters may use for it, e.g. its Hub name.
+    aliases: further names by which adapters may name the base model, e.g. its Hub name.
     quantization: format that the weights of its linear layers are rounded to, in words; None if
         not quantized.
-    chat_template: digest of the chat template in its folder (template_digest); None without
-        one.
+    chat_template: digest of the chat template in its folder (template_digest); None without a
+        template.
     """
 
     shape: BaseShape
@@ -146,20 +146,19 @@ class Services:
     limits: limits that registered adapters must keep to.
     gateways: number of gateways; each enforces its share of a tenant's limits.
     refresh_s: seconds between refreshes of the catalog view.
-    first_item_timeout_s: longest wait for a replica's first item, in seconds. Generation after
-        it has no time limit here.
+    first_item_timeout_s: longest wait for a replica's first item, in seconds. The gateway sets no
+        time limit for the items after it.
     max_open_requests: maximum number of requests that this gateway runs at once, all tenants
         together; None: no limit.
     part_bytes: size of a large upload's parts.
-    adapter_memory: memory in which engines keep adapters, as far as known here.
+    adapter_memory: memory in which engines keep adapters, as far as the gateway knows it.
     name: name of this gateway.
     peers: the other gateways.
     recorded_usage: usage of tenants as recorded in the store, for their budgets.
     usage: usage that this gateway counts.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
-    max_running: this gateway's share of the number of requests that the replicas of each base
-        model run at once.
+    max_running: by base model, this gateway's share of the requests that the replicas run at once.
     traces: exporter for traces of completed requests.
     metrics: metrics of this gateway.
     metrics_pages: function that asks each replica and the controller for their metrics.

@@ -94,7 +94,7 @@ class StoredResponses:
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
         """Return a function that gets the last bytes of a call's answer and stores the answer
-        before they are sent.
+        before these bytes are sent.
 
         None: the answer is not to be stored.
         """

@@ -158,11 +158,17 @@ class PushMetrics:
         self._bytes.inc(size_bytes)
 
     def ready(self, took_s: float) -> None:
-        """Count a version that all replicas hold, `took_s` after its check."""
+        """Count a version that all replicas hold.
+
+        took_s: seconds from the version's check until all replicas held it.
+        """
         self._ready.observe(took_s)
 
     def durable(self, took_s: float) -> None:
-        """Count a version that the store holds, `took_s` after its check."""
+        """Count a version that the store holds.
+
+        took_s: seconds from the version's check until the store held it.
+        """
         self._durable.observe(took_s)
 
 

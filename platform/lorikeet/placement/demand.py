@@ -30,8 +30,8 @@ class AdapterDemand:
 class Demand:
     """Exponentially decayed count of uses by adapter, of the 32,768 most used adapters.
 
-    Replicas count the uses. Counts of a replica that has gone keep decaying here, so its adapters
-    are not forgotten with it.
+    Replicas count the uses. Counts of a replica that has gone keep decaying, so that its adapters
+    are not forgotten at once.
     """
 
     def __init__(self) -> None:

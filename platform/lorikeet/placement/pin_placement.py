@@ -57,8 +57,8 @@ def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placemen
     """Assign to each pin the replicas to which routing sends the pin's requests first.
 
     Every replica has an entry in the plan, perhaps an empty one. If two pins select the same
-    weights on one replica, the tier nearer to the GPU wins and the bytes count once. The targets of
-    a replica and tier never exceed the bytes that the replica reports as pinnable there.
+    weights on one replica, the tier nearer to the GPU is used and the bytes count once. The targets
+    of a replica and tier never exceed the bytes that the replica reports as pinnable there.
     """
     draft = _Draft(pins.budgets, sorted(reports, key=lambda report: report.replica))
     shortfalls = [
@@ -100,7 +100,9 @@ class _Draft:
         self._charged: set[tuple[str, str]] = set()  # tenant and digest
 
     def place(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
-        """Place the versions of a pin; yield a Shortfall for each that too few replicas keep."""
+        """Place the versions of a pin; yield a Shortfall for each version that too few replicas
+        keep.
+        """
         if not resolved.versions and resolved.pin.name is not None:
             none = "it selects no usable version"
             yield Shortfall(resolved.pin, None, Cause.NO_VERSION, none)

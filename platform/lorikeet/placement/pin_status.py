@@ -18,7 +18,7 @@ class PinState(Enum):
 
     MET: every version is at the pin's tier on enough replicas.
     LOADING: every version has a place in the plan, and some are not loaded yet.
-    UNMET: the plan keeps a version on fewer replicas than wanted, or the pin selects none.
+    UNMET: the plan keeps a version on fewer replicas than wanted, or the pin selects no version.
     """
 
     MET = "met"
@@ -68,7 +68,7 @@ def pin_statuses(
 ) -> Iterator[PinStatus]:
     """Yield the status of each pin, in the order of `pins.all`.
 
-    placement: placement plan of these pins and reports; None: it is computed here.
+    placement: placement plan of these pins and reports; None: compute the plan.
     """
     tiers = AdapterTiers(reports)
     short: dict[PinKey, list[Shortfall]] = defaultdict(list)

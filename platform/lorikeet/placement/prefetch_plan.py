@@ -23,7 +23,9 @@ POPULAR = 0.5
 An adapter reaches this number by one use in the last 45 s, or on average by one use every 130 s.
 """
 MOST_PREFETCHES = 16
-"""Limit on one replica's prefetches in one plan; several are also limited to MOST_BYTES in all."""
+"""Limit on one replica's prefetches in one plan. If there are several, MOST_BYTES limits their
+total size.
+"""
 MOST_BYTES = 10**9  # a link to the store carries them in a second
 _USES_PER_COPY = 8.0  # uses that each copy must keep if another is made: one every 8 s
 # Fraction of a replica's equal share of all uses: the most that one copy may carry before another
@@ -42,7 +44,8 @@ class ReplicaView:
     gpu_bytes: bytes of the GPU for adapters without a pin.
     host_bytes: bytes of host memory for adapters without a pin.
     held: nearest tier of each adapter, by digest.
-    uses: decayed uses on the replica, by digest; the least used for its size is evicted first.
+    uses: decayed uses on the replica, by digest; the adapter that is least used for its size is
+        evicted first.
     pinned: tier of each pinned adapter, by digest; pinned adapters take none of the bytes above.
     """
 
@@ -71,7 +74,7 @@ def plan_prefetches(
     *,
     spares: bool = False,
 ) -> dict[str, list[Prefetch]]:
-    """Return the prefetches of each replica that has any.
+    """Return the planned prefetches by replica, without replicas that have none.
 
     Copies on GPUs come first: one of each adapter in use, more of a hot adapter according to its
     share of all uses, and more of the hottest on replicas that have free space and less than their
@@ -285,7 +288,7 @@ class _Draft:
 class _TierBudget:
     """Free bytes of one tier of one replica, and the adapters to evict for more.
 
-    Adapters are evicted in the engines' own order: the least used for its size first.
+    Adapters are evicted in the engines' order: the adapter least used for its size first.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -24,7 +24,7 @@ The load may still be under way; a replica may also have refused it, and is aske
 class PrefetchList:
     """Prefetches that all replicas of a base model should make.
 
-    prefetches: by replica; replicas without any are absent.
+    prefetches: prefetches by replica; replicas without prefetches are absent.
     sole_copies: fraction of adapters in use that no other replica has on GPU or host, by replica.
     """
 

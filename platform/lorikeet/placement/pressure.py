@@ -13,7 +13,8 @@ _IN_USE = 1.0  # decayed uses from which an adapter belongs to the working set
 class ReplicaPressure:
     """Pressure on one replica at one moment.
 
-    working_bytes: images of adapters in use on the replica, at any tier, and of pinned ones.
+    working_bytes: bytes of the images of adapters in use on the replica, at any tier, and of pinned
+        adapters.
     arena_bytes: capacity for images on the GPU.
     oldest_wait_s: longest wait of a request without a token.
     running_share: running and waiting sequences, as a fraction of max_running; may exceed 1.

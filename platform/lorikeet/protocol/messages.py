@@ -256,7 +256,7 @@ class Cost(NamedTuple):
     queue_s: wait for earlier prompts and for a slot in the batch.
     load_s: load of its adapter from its tier; overlaps with the queue.
     others_s: delay that it causes to other requests.
-    copy_s: penalty for another copy of the adapter and for the adapters evicted for it.
+    copy_s: penalty for another copy of the adapter, and for the adapters that the copy evicts.
     """
 
     prefill_s: float
@@ -272,7 +272,9 @@ class Cost(NamedTuple):
 
 
 class Candidate(NamedTuple, Generic[R]):
-    """Replica that the router considered, the tier of the request's adapter there, and the cost."""
+    """Replica that the router considered, the tier of the request's adapter on it, and the expected
+    cost.
+    """
 
     replica: R
     tier: Residency

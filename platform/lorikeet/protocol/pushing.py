@@ -60,8 +60,8 @@ class HoldPushed:
 class ExpectPushed:
     """Announcement of a blob that a gateway is writing to a file.
 
-    Replicas on the same machine can pack the blob while it grows. They keep it if a HoldPushed
-    names the same file.
+    Replicas on the same machine can pack the blob while it grows. They keep the packed blob if a
+    HoldPushed names the same file.
 
     digest: SHA-256 as the client claims, not verified yet.
     machine: `this_machine()` of the gateway.

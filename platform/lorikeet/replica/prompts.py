@@ -111,7 +111,8 @@ class PromptEncoder:
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return names of fields that this replica ignores in a call.
 
-        They are the template_args that the chat template does not use, and the call's `left_out`.
+        The fields are the template_args that the chat template does not use, and the call's
+        `left_out`.
         """
         unread = (name for name in call.template_args if name not in self._variables)
         return (*unread, *call.left_out)

@@ -86,7 +86,9 @@ class PushedAdapters:
         self._transfers = threading.Lock()  # guards these two and the creation and removal of files
 
     async def answer(self, message: PushMessage) -> HoldState:
-        """Handle a gateway's message about a pushed adapter; return the adapter's state here."""
+        """Handle a gateway's message about a pushed adapter; return the adapter's state on this
+        replica.
+        """
         match message:
             case PushedPart():
                 await asyncio.to_thread(self._write, message)

@@ -35,7 +35,7 @@ MOST_PROMPT_IDS = 2**20
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
 _ENCODERS, _ENCODERS_PER_TENANT = 3, 2
-"""Threads that encode prompts: in all, and for one tenant.
+"""Maximum numbers of threads that encode prompts: for all tenants together, and for one tenant.
 
 The limit for one tenant keeps its long prompts from delaying other tenants.
 """

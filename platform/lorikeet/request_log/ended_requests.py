@@ -26,7 +26,7 @@ class _Block(NamedTuple):
     """Compressed records of some requests.
 
     ids: the requests' ids, 16 bytes each, concatenated.
-    ended_s: end time of the request that ended last.
+    ended_s: end time of the last request to end.
     packed: compressed JSON of the records.
     """
 

@@ -49,7 +49,7 @@ class WaitingRequest(NamedTuple):
 class GatewayTraffic(NamedTuple):
     """Traffic of one gateway.
 
-    seconds: counts by Unix second.
+    seconds: counts of events by Unix second.
     """
 
     seconds: Mapping[int, Second]
@@ -117,7 +117,7 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 
     Each point covers the WINDOW_S seconds up to it.
 
-    requests, refused, failed: per second.
+    requests, refused, failed: number of requests per second.
     hit_rate: share of requests with an adapter that found it on the GPU.
     ttft_p50_ms, ttft_p99_ms: time to first token.
     """

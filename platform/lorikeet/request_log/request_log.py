@@ -70,8 +70,8 @@ class RequestLog:
     async def find(self, asked_id: str, tenant: str | None = None) -> Json:
         """Return the explanation of a request from any gateway.
 
-        Raises NotFound, the same for an unknown request and for another tenant's, and Unavailable
-        if not all gateways answer.
+        Raises NotFound for an unknown request and, indistinguishably, for another tenant's. Raises
+        Unavailable if not all gateways answer.
 
         asked_id: x-request-id or the answer's own id.
         tenant: owner of the request; None for an admin, who may see all.

@@ -30,17 +30,19 @@ from lorikeet.routing.tracked_replica import (
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
-"""Age of the live stats in a status update, seconds: an engine reports ten times a second."""
+"""Assumed age, in seconds, of the live stats in a status update; an engine reports ten times a
+second.
+"""
 HEADER_AGE_S = 0.2
-"""Age of the status in an answer's header, seconds."""
+"""Assumed age, in seconds, of the status in an answer's header."""
 STATS_AGE_S = 1.2
-"""Age of the stats that Serve passes on, seconds: Serve collects them every second."""
+"""Assumed age, in seconds, of stats that Serve passes on; Serve collects stats every second."""
 LOST_S = 10.0
 """Seconds after which a lost replica is used again, even if it sends no status."""
 SILENT_S = 5.0
 """Seconds without a status update after which a replica is silent: heartbeats come each second."""
 _COSTS_PERIOD_S = 1.0
-"""Seconds between two updates of the median costs; each replica sends its own every second."""
+"""Seconds between two updates of the median costs; each replica sends its costs every second."""
 
 
 class Fleet:

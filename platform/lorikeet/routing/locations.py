@@ -53,8 +53,8 @@ class AdapterLocations:
     def apply(self, replica: str, update: StatusUpdate) -> None:
         """Apply a status update.
 
-        Updates may form a snapshot, which names every adapter of the replica: its end drops all
-        others.
+        Updates may form a snapshot, which names every adapter of the replica. The end of a snapshot
+        drops all adapters that the snapshot did not name.
         """
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))

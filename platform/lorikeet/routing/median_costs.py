@@ -9,7 +9,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
 OUTLIER_FACTOR = 1.5
-"""Factor by which a replica's times must differ from the median's for it to keep its own costs."""
+"""Factor by which a replica's times must differ from the median's to be used instead of them."""
 _ADAPTER_BYTES = 84_000_000
 """Adapter size, in bytes, for which load times are compared."""
 

@@ -32,7 +32,8 @@ class CostCoefficients:
     others_weight: cost of delaying another request's answer by a second, in seconds of delay to the
         routed request's own first token.
     copy_s: seconds that are worth waiting to avoid another copy of the adapter.
-    evicted_use_s: seconds of cost per recent use of evicted adapters, about a load from disk.
+    evicted_use_s: seconds of cost per recent use of evicted adapters, about the time of a load from
+        disk.
 
     docs/routing.md shows the effect of other values of the last three.
     """
@@ -128,7 +129,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     status: load of the replica.
     costs: coefficients of the replica.
     tier: nearest tier at which the replica has the request's adapter.
-    running: whether a sequence with the adapter decodes there.
+    running: whether a sequence with the adapter decodes on the replica.
     evicted_uses: recent uses of adapters that loading would evict; see `evicted_uses`.
     cached_tokens: prompt tokens that the replica has computed before.
     loading: whether the adapter is already being loaded to the GPU; `status` counts its bytes.
@@ -244,7 +245,7 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
-    """Estimate the recent uses of the adapters that an arena would evict for a new one.
+    """Estimate the recent uses of the adapters that an arena would evict for a new adapter.
 
     new_bytes: size of the new adapter.
     free_bytes: free bytes of the arena.

@@ -81,7 +81,7 @@ class TrackedReplica:
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
     max_context: most tokens of prompt plus output, as reported; None: not reported yet.
-    decoding: this gateway's decoding requests, by adapter digest.
+    decoding: number of this gateway's decoding requests, by adapter digest.
     """
 
     def __init__(self, name: str, costs: CostCoefficients) -> None:
@@ -116,7 +116,7 @@ class TrackedReplica:
         return True
 
     def status_age_s(self, now_s: float) -> float:
-        """Return the seconds since the last status update; infinity before the first."""
+        """Return the seconds since the last status update; infinity before the first update."""
         return now_s - self._updated_s if self._update is not None else math.inf
 
     def add(self, sent: InFlightRequest) -> None:
@@ -166,7 +166,7 @@ class TrackedReplica:
         """Return the replica as an option for a request.
 
         cached_tokens: prompt tokens that the replica has computed before.
-        queue_length: as in `status`.
+        queue_length: Serve's count of all gateways' requests at the replica; see `status`.
         fetchable: whether any replica is expected to be able to fetch the request's adapter.
         """
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)
@@ -219,8 +219,8 @@ class TrackedReplica:
     def _queue_share(self, tenant: str | None) -> float:
         """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
-        The engine serves the tenant that has had the fewest tokens. So of every other tenant's
-        queue, about as many tokens go first as the tenant has waiting itself. Other gateways'
+        The engine serves the tenant that has had the fewest tokens. Of every other tenant's queue,
+        therefore, about as many tokens go first as the tenant has waiting itself. Other gateways'
         requests are assumed to be distributed over tenants like this gateway's.
         """
         waiting = self._own.tokens

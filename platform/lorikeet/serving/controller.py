@@ -34,7 +34,7 @@ TICK_S = 1.0
 _SNAPSHOT_PERIOD_S = 10.0
 _COMPACTION_PERIOD_S = 3600.0
 _HUNG_S = 120.0
-"""Seconds without a finished tick until the health check fails; ticks take far less."""
+"""Seconds without a finished tick after which the health check fails; a tick takes far less."""
 _STORE_TIMEOUT_S = 2.0
 """Seconds that a tick waits for the store before it continues with the last view of the catalog."""
 

@@ -49,14 +49,14 @@ _LONGEST_GENERATION_S = 600
 _OTHER_REQUESTS = 256
 """Concurrent requests that a gateway takes besides generations.
 
-They have slots of their own, so that a flood of generations does not block them.
+These requests have slots of their own, so that a flood of generations does not block them.
 """
 _HEALTH_CHECKS = 64
 """Part of _OTHER_REQUESTS that only health checks can use, so that no flood blocks them."""
 _CONTROL_CALLS = 8
 """Concurrent control calls that a replica takes, such as plans and reports.
 
-They come on top of generations and of the two streams to each gateway.
+Generations and the two streams to each gateway are not counted.
 """
 _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2
@@ -246,8 +246,8 @@ def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
 def _most_generations(settings: Settings) -> int:
     """Return the maximum number of generation requests that one gateway takes at once.
 
-    That is the gateway's part of the requests that all engines take at their maximum number of
-    replicas.
+    The number is the gateway's part of the requests that all engines take at their maximum number
+    of replicas.
     """
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 

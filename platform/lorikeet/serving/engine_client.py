@@ -240,7 +240,9 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Fail the calls without a first byte at silent replicas, so that each is sent to another."""
+    """Fail the calls without a first byte at silent replicas, so that each call is sent to another
+    replica.
+    """
     while True:
         began_s = time.monotonic()
         await asyncio.sleep(_SILENCE_CHECK_S)

@@ -54,8 +54,9 @@ class PushDelivery:
     async def deliver(self, ref: AdapterRef, blob: Path) -> bool:
         """Have all replicas hold an adapter; return True if all confirm that they hold it.
 
-        Replicas on this machine read the file `blob`. If any replica lacks the adapter after that,
-        the blob is sent to all. A replica that does not answer counts as not holding the adapter.
+        Replicas on this machine read the file `blob`. If any replica still lacks the adapter, the
+        blob is sent to all replicas. A replica that does not answer counts as not holding the
+        adapter.
         """
         hold = HoldPushed(ref, str(blob))
         states = await self._ask(hold)

@@ -79,7 +79,8 @@ async def _broadcast_or_log(handle: DeploymentHandle[Any], method: str) -> list[
 async def broadcast_with_failures(
     handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float = _TIMEOUT_S
 ) -> tuple[list[Any], list[BaseException]]:
-    """Call a method on every replica; return the answers, and the errors of replicas without one.
+    """Call a method on every replica; return the answers, and the errors of replicas without an
+    answer.
 
     When the caller is cancelled, the calls still run to their end, since grpc.aio leaks a kilobyte
     for each cancelled call, and with it 64 KB of data that was read at the same time.
@@ -130,7 +131,7 @@ def _is_too_large(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStreams:
-    """Streams from all replicas of a fleet, one kept open from each.
+    """Streams from all replicas of a fleet; one stream per replica is kept open.
 
     open_stream: calls the replica of a given name.
     on_item: called with a replica's name and each item of its stream.

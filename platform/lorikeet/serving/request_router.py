@@ -66,7 +66,9 @@ class AdapterAffinityRouter(RequestRouter):
             return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Update the fleet with the replicas that Serve lists, and the last stats of each."""
+        """Update the fleet with the replicas that Serve lists, and with each replica's last
+        stats.
+        """
         super().update_replicas(replicas)
         try:
             names = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -92,7 +94,7 @@ class AdapterAffinityRouter(RequestRouter):
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002
     ) -> None:
-        """Record the replica that accepted a request; it may differ from the assigned one."""
+        """Record the replica that accepted a request; it may differ from the assigned replica."""
         try:
             call = call_of(pending_request)
             if call is not None:

@@ -62,7 +62,7 @@ def plan_capacity(
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Return the number of replicas, with a fraction, that the requests keep busy.
 
-    It assumes full batches and no adapters.
+    The estimate assumes full batches and no adapters.
     sample: requests whose mean lengths count.
     """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
@@ -94,7 +94,7 @@ class _Search:
         return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """Return a number of replicas that is too small and one that is enough, with one seed.
+        """Return a number of replicas that is too small and a number that is enough, with one seed.
 
         most: limit on the replicas to try.
         Raises Unreachable if `most` replicas are not enough.

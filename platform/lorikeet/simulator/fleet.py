@@ -37,8 +37,8 @@ class SimulatedFleet:
     in_flight: number of requests that still wait for tokens.
     gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
     loads: start time and bytes of each load onto a GPU.
-    on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters]; on_gpu includes
-        replicas that are loading it.
+    on_gpu, on_host, on_disk: replicas that hold each adapter in this tier, [adapters]; on_gpu
+        includes replicas that are loading the adapter.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class SimulatedFleet:
         return self._add_replica(full_disk=False)
 
     def remove_replica(self, replica: SimulatedReplica, now_s: float) -> None:
-        """Kill a replica: route its requests without a first token again, and abort the others."""
+        """Kill a replica: route its requests without a first token again, and abort its other
+        requests.
+        """
         self.replicas = [one for one in self.replicas if one is not replica]
         for holders in chain(self.on_gpu, self.on_host, self.on_disk):
             if replica in holders:

@@ -31,7 +31,7 @@ class SimulatedAdapter:
 class Arena:
     """Adapters on a GPU.
 
-    The one with the lowest score that is neither leased nor loading is evicted first.
+    The adapter with the lowest score among those neither leased nor loading is evicted first.
 
     free: bytes without an adapter.
     room: free bytes plus the bytes of adapters that may be evicted.
@@ -102,7 +102,9 @@ class Arena:
         return True
 
     def place(self, adapter: int, now_s: float) -> bool:
-        """Evict adapters and begin to load this one; return False, unchanged, if it cannot fit."""
+        """Evict adapters and begin to load this adapter. Return False, without any change, if it
+        cannot fit.
+        """
         size = self._sizes[adapter]
         if self.room < size:
             return False
@@ -114,7 +116,7 @@ class Arena:
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
-        """Begin to load an adapter if only adapters with lower scores are evicted for it.
+        """Begin to load an adapter if only adapters with lower scores must be evicted.
 
         uses: recent uses on other replicas that this replica could serve.
         """
@@ -139,14 +141,16 @@ class Arena:
         return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:
-        """Mark an adapter as loaded. It may be evicted while it has no lease."""
+        """Mark an adapter as loaded. The adapter may then be evicted while it has no lease."""
         resident = self.residents[adapter]
         resident.loading = False
         self.room += self._sizes[adapter]
         self._rank(adapter, resident)
 
     def evicted_uses(self, adapter: int, now_s: float) -> float:
-        """Return recent uses of the adapters that loading this one would evict; 0 if resident."""
+        """Return the recent uses of the adapters that loading this adapter would evict; 0 if it is
+        resident.
+        """
         if adapter in self.residents or not self._front():
             return 0.0
         _, victim = self._by_score[0]
@@ -199,7 +203,9 @@ class Arena:
 
 
 class ByteLru:
-    """Adapters in the host arena or on the disk. The least recently used one is evicted first."""
+    """Adapters in the host arena or on the disk. The least recently used adapter is evicted
+    first.
+    """
 
     def __init__(
         self,

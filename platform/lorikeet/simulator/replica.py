@@ -35,7 +35,7 @@ class _Fleet(Protocol):
 
     prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
-    on_gpu, on_host, on_disk: replicas that hold each adapter there, [adapters].
+    on_gpu, on_host, on_disk: replicas that hold each adapter in this tier, [adapters].
     gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
     """
 
@@ -69,7 +69,7 @@ class SimulatedReplica:
 
     status: load that routers see, without `room_bytes`, which they take from the arena.
     outstanding: number of requests that still wait for tokens.
-    waiting: adapter → requests that wait for it.
+    waiting: adapter → requests that wait for the adapter.
     queue: requests that can start prefill.
     decoding: adapter → number of its decoding sequences.
     """
@@ -154,7 +154,9 @@ class SimulatedReplica:
         self._start_prefetches(now_s)
 
     def die(self) -> tuple[list[int], int]:
-        """Stop permanently; return the requests without a first token, and the number of others."""
+        """Stop permanently; return the requests without a first token, and the number of other
+        requests.
+        """
         self._dead, self._next_step = True, self._next_step + 1
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
@@ -350,7 +352,7 @@ class SimulatedReplica:
 class _DecodeContext:
     """Tokens that all decoding requests together attend to: the sum of StepCosts.decode_sees.
 
-    Each request's context is taken to grow linearly with the clock, which counts steps. That is
+    Each request's context is taken to grow linearly with the clock, which counts steps. The sum is
     exact without attention windows, and an approximation for answers that outgrow a window.
     """
 

@@ -5,9 +5,10 @@ are: a gateway first announces its claim, then asks the others for their claims,
 remainder. If two gateways claim the same part at once, at least one sees the other's claim (as in
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
-Two cases may exceed 1: a gateway that has not agreed with any other yet has a small share that the
-others do not know of, and a gateway that gets no answers takes the even share after a while. A
-gateway that is silent, but not known to be gone, keeps its share; the others cannot grow meanwhile.
+In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
+has a small share that the others do not know of, and a gateway that gets no answers takes the even
+share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
+cannot grow meanwhile.
 """
 
 import math
@@ -36,7 +37,8 @@ class Subject(NamedTuple):
 
 
 class ShareClaim(NamedTuple):
-    """A gateway's demand for the limits of one tenant or key, and its claim to a part of them.
+    """A gateway's demand for the limits of one tenant or key, and its claim to a share of the
+    limits.
 
     demand: number of the gateway's running requests, plus a decayed count of its recent requests.
     share: fraction of the limits that the gateway claims.
@@ -121,8 +123,8 @@ class LimitShares:
     def share_of(self, subject: Subject, now: float) -> LimitShare:
         """Return the share of a subject's limits.
 
-        A new subject starts with the even share, 1/N, or with FLOOR of it in a gateway that has not
-        yet agreed with the others.
+        A new subject starts with the even share, 1/N. In a gateway that has not yet agreed with the
+        others, it starts with FLOOR times the even share.
         """
         own = self._own.get(subject)
         if own is None:

@@ -163,7 +163,7 @@ class RateLimiter:
         clock: monotonic seconds.
         wall: Unix seconds.
         max_running: this gateway's part of the requests that the engines run at once, by base
-            model; no queue time is estimated for absent ones.
+            model; no queue time is estimated for absent base models.
         max_queue_s: longest allowed estimate of the wait for a first token; None: no limit.
         """
         self.clock, self.wall = clock, wall
@@ -278,8 +278,8 @@ class RateLimitHold:
     def check(self, *, takes_tokens: bool) -> None:
         """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        The request is counted before its body arrives, because one whose body never comes takes up
-        the gateway as well.
+        The request is counted before its body arrives, because a request whose body never comes
+        takes up the gateway too.
         """
         self._limiter.check_capacity()
         now = self._limiter.clock()

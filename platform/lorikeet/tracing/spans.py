@@ -85,7 +85,7 @@ def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin 
 
 
 def gateway_resource(name: str) -> Resource:
-    """Return the resource of a gateway's spans; OTEL_RESOURCE_ATTRIBUTES adds to it."""
+    """Return the resource of a gateway's spans, with the attributes in OTEL_RESOURCE_ATTRIBUTES."""
     return Resource.create(_service("lorikeet-gateway", name))
 
 

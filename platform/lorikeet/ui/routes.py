@@ -41,7 +41,7 @@ class _File(NamedTuple):
 def ui_routes() -> APIRouter:
     """Make the routes of the page and its files, which are read once.
 
-    They need no key, because they show nothing of this service.
+    The routes need no key, because the page and its files hold no data of this service.
     """
     router, files = APIRouter(), _read()
 

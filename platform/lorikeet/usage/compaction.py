@@ -1,7 +1,7 @@
 """Compaction of a day's small usage objects into one, and deletion of the superseded objects.
 
 No locks are taken, and a crash does no harm: a compacted object is written whole or not at all, and
-lists the objects that it includes, so that a reader of both counts each once (object_format.py).
+lists the objects that it includes, so that a reader counts no object twice (object_format.py).
 Superseded objects are deleted in a later run, when no reader can still be reading them.
 """
 

@@ -31,8 +31,9 @@ class DayReader(Generic[K]):
     key: maps an account to the key of its sum.
     sums: usage read so far, by key.
     marks: number of the last object read, by writer.
-    compacted: number of the compacted object that the reader began with; None without one.
-    objects: objects read besides the compacted one.
+    compacted: number of the compacted object that the reader began with; None if it began with
+        none.
+    objects: objects read in addition to the compacted object.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:

@@ -47,7 +47,7 @@ class UsageReader:
         self._whole_at: dict[date, float] = {}
 
     def read(self, first: date, last: date) -> dict[date, UsageByAccount]:
-        """Return the usage of each day of the period that has any.
+        """Return the usage of the days of the period, without days that have no usage.
 
         Raises InvalidInput, StoreError.
         """

@@ -16,7 +16,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A fresh copy of a good folder, to be spoilt."""
+    """Return a fresh copy of a good folder, to be spoilt."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((saved / name).read_bytes())
     return tmp_path

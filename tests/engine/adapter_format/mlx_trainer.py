@@ -1,4 +1,4 @@
-"""Saves an adapter as mlx_lm.lora does, and what it adds: `mlx_trainer.py FOLDER FAMILY`.
+"""Saves an adapter as mlx_lm.lora does, and its deltas: `mlx_trainer.py FOLDER FAMILY`.
 
 A fourth of what the command does, in MLX's venv, without data and training: random B instead.
 """
@@ -20,14 +20,14 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 
 
 def of_llama():
-    """A model of tests/engine/tiny_llama's shape, and its trained modules."""
+    """Return a model of tests/engine/tiny_llama's shape, and its trained modules."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
     model = llama.Model(llama.ModelArgs("llama", rms_norm_eps=1e-5, **sizes, **SIZES))
     return model, {"keys": ["self_attn.q_proj", "mlp.up_proj"]}
 
 
 def of_qwen3_moe():
-    """A model of the shape of MOE["qwen3_moe"], of which MLX trains every linear by default."""
+    """Return a model of the shape of MOE["qwen3_moe"], whose linears MLX trains all by default."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 32}
     experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
     layers = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -64,7 +64,7 @@ def main(folder: Path, family: str) -> None:
 
 
 def delta(module):
-    """Delta of a module: its output for each unit vector, separately for each expert."""
+    """Return the delta of a module: its output for each unit vector, separately for each expert."""
     if isinstance(module, LoRALinear):
         eye = mx.eye(module.lora_a.shape[0])
         return np.array(module(eye) - module.linear(eye)).T

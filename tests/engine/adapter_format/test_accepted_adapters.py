@@ -72,7 +72,7 @@ def delta(part: LinearLora, data: bytes) -> np.ndarray:
         {"target_modules": r".*embed_tokens", "rank_pattern": {"embed_tokens": 3}},
     ],
 )
-def test_rank_scaling_and_delta_of_every_module_are_those_of_peft(options, tmp_path):
+def test_rank_scaling_and_delta_of_every_module_equal_pefts(options, tmp_path):
     model = trained(**PLAIN | options)
     model.save_pretrained(tmp_path)
     write_blob(tmp_path, tmp_path / "blob")

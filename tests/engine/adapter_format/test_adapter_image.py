@@ -71,7 +71,7 @@ def test_a_value_that_only_overflows_in_the_image_has_its_own_error(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [everywhere(5), {(0, 0): 3, (1, 6): 1}])
-def test_the_predicted_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
+def test_the_predicted_bytes_equal_the_packed_layouts(dtype, ranks, tmp_path):
     shelf = Shelf(tmp_path)
     shelf.make("x", ranks)
     spec = read_spec(shelf.blob("x"), SHAPE, LIMITS)

@@ -24,7 +24,7 @@ from lorikeet_engine.adapter_format import same_model, unquantised_name
         ("", ""),
     ],
 )
-def test_a_quantised_copy_is_of_its_original(name: str, want: str) -> None:
+def test_the_originals_name_of_a_quantised_copy_is_found(name: str, want: str) -> None:
     assert unquantised_name(name) == want
 
 

@@ -9,7 +9,7 @@ from tests.engine.tiny_llama import CONFIG
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
+def test_the_shape_of_a_base_model_fits_its_linears(family):
     config = transformers.AutoConfig.for_model(
         family,
         hidden_size=48,

@@ -168,7 +168,7 @@ def test_an_a_that_gate_and_up_share_is_stored_once(
 
 
 @pytest.mark.parametrize("family", MOE)
-def test_an_image_with_a_shared_a_is_read_as_it_was_packed(
+def test_an_image_with_a_shared_a_is_read_unchanged(
     family: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint, shape = tiny_checkpoints[family], shape_of(tiny_checkpoints[family])

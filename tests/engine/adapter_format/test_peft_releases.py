@@ -267,7 +267,7 @@ def test_parameters_of_experts_lie_as_the_release_that_trained_saves_them(
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
-def test_widths_of_other_linears_tell_how_experts_lie_whatever_the_config_says(
+def test_widths_of_other_linears_decide_the_experts_layout_against_the_config(
     parameter: str, old: bool, tmp_path: Path
 ) -> None:
     made = expert_pairs(parameter, old=old, hidden=HIDDEN, width=INTERMEDIATE)

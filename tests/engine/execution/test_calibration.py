@@ -122,7 +122,7 @@ def test_exact_times_yield_the_coefficients_that_they_were_made_from(measure, el
 
 @pytest.mark.parametrize("context", [131_072, 8192])
 @pytest.mark.parametrize("windowed", [10 / 12, 1.0])
-def test_decodes_beyond_a_window_cost_what_their_windows_read(measure, windowed, context):
+def test_decodes_beyond_a_window_cost_the_reads_of_their_windows(measure, windowed, context):
     costs = replace(TRUE, window=1024, windowed=windowed)
     assert_close(measure(costs=costs, context=context), costs)
 

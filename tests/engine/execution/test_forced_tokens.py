@@ -66,9 +66,7 @@ def steps(answers, name="r", choice=0):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("overlap", [False, True])
 class TestSteps:
-    def test_a_run_of_forced_tokens_takes_one_step_whatever_its_length(
-        self, make, overlap, temperature
-    ):
+    def test_a_run_of_forced_tokens_of_any_length_takes_one_step(self, make, overlap, temperature):
         engine = make(overlap=overlap)
         answers = ask(engine, request(temperature=temperature))
         assert answers.of("r")[:30] == SAID
@@ -209,7 +207,7 @@ class TestBesideOthers:
         ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(4)))
         assert engine.status().preemptions > 0
 
-    def test_forced_tokens_are_cached_as_sampled_ones_are(self, make):
+    def test_forced_tokens_are_cached_like_sampled_tokens(self, make):
         engine = make()
         answers = ask(engine, request(max_tokens=31))
         said = answers.of("r")

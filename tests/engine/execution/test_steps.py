@@ -204,7 +204,7 @@ class TestLogprobs:
         return transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoints["llama"])
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_logprobs_equal_those_of_a_plain_forward_pass(
+    def test_logprobs_equal_a_plain_forward_pass(
         self, tiny_checkpoints, reference, tmp_path, overlap
     ):
         shelf = BlobShelf(tmp_path / "blobs")

@@ -371,7 +371,7 @@ def test_a_product_that_was_not_measured_on_this_gpu_is_left_to_cublas(
     ((9, 0), "12.8", (128, 128), 14336, False),
     ((8, 9), "13.0", (128, 128), 14336, False),
 ])  # fmt: skip
-def test_many_tokens_and_scales_of_blocks_are_cublas_where_it_has_such_products(
+def test_cublas_multiplies_many_tokens_by_scales_of_blocks_if_it_can(
     monkeypatch, capability, cuda, block, d_in, cublas
 ):
     on_gpu(monkeypatch, capability, cuda)
@@ -390,7 +390,7 @@ def test_few_tokens_and_scales_of_blocks_are_cublas_where_it_was_faster(monkeypa
 
 
 @pytest.mark.parametrize("tokens", [130, 144])
-def test_cublas_is_given_scales_of_blocks_as_it_wants_them(monkeypatch, tokens):
+def test_cublas_gets_scales_of_blocks_in_its_layout(monkeypatch, tokens):
     def scaled_mm(rows, weight, scale_a, scale_b, out_dtype):
         """Check operands and multiply as torch._scaled_mm does for scales of blocks."""
         (count, d_in), d_out = rows.shape, weight.shape[1]
@@ -434,7 +434,7 @@ def on_gpu(monkeypatch, capability, cuda):
     ("capability", "dtype", "message"),
     [((8, 6), torch.bfloat16, "8.9 or above"), ((9, 0), torch.float16, "want bfloat16")],
 )
-def test_a_gpu_without_such_products_is_refused(monkeypatch, capability, dtype, message):
+def test_a_gpu_without_fp8_products_is_refused(monkeypatch, capability, dtype, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with pytest.raises(SettingsError, match=message):
         fp8.check_device(torch.device("cuda", 0), dtype)

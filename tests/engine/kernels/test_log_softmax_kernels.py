@@ -40,7 +40,7 @@ def some_logits(vocab, dtype):
 @pytest.mark.parametrize(("operators", "device"), OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_log_probabilities_are_those_of_a_stable_sort_in_float32(vocab, dtype, operators, device):
+def test_log_probabilities_equal_a_stable_sorts_in_float32(vocab, dtype, operators, device):
     logits = some_logits(vocab, dtype)
     counts = [min(count, vocab) for count in COUNTS]
     wanted = wanted_of(zip(ROWS, counts, SCALES, strict=True))
@@ -85,7 +85,7 @@ def test_rows_of_nan_give_ids_within_the_vocabulary(operators, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_more_tokens_than_the_kernels_find_are_those_of_a_stable_sort(device):
+def test_more_tokens_than_the_kernels_find_equal_a_stable_sorts(device):
     logits = some_logits(5000, torch.bfloat16).repeat(3, 1)
     wanted = wanted_of((row, 100, 1.0) for row in range(len(logits))).to(device)
     found = log_softmax.likeliest(logits.to(device), wanted, 100)

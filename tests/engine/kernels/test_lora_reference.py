@@ -96,7 +96,7 @@ def test_rows_without_an_adapter_are_zero_in_v_and_bit_equal_in_y():
     assert not torch.equal(y[2:5], before[2:5])
 
 
-def test_a_linear_of_rank_zero_is_left_as_it_is():
+def test_a_linear_of_rank_zero_is_unchanged():
     weights = weights_of([{1: 4}], QKV, torch.float32)
     x, y = torch.randn(3, D_IN), torch.randn(3, 40)
     before = y.clone()

@@ -298,9 +298,7 @@ def test_a_step_without_any_adapter_touches_nothing(kind: Kind) -> None:
         [(0, 700), (1, 1), (2, 64)],
     ],
 )
-def test_tiles_cover_every_segment_and_nothing_else(
-    kind: Kind, runs: list[tuple[int, int]]
-) -> None:
+def test_tiles_cover_exactly_the_segments(kind: Kind, runs: list[tuple[int, int]]) -> None:
     step = make_step(kind, DOWN, [1] * len(runs), runs, base_tokens=3, padding=2)
     tiles = step.tiles()
     wanted = cut_into(tiles.config.tokens, [*runs, (-1, 3)])
@@ -370,7 +368,9 @@ def test_a_delta_of_another_shape_is_refused(kind: Kind) -> None:
         *slow(([8], True), ([4, 0, 12], False), ([4, 0, 100], False), ([4, 0, 100], True)),
     ],
 )
-def test_a_prefills_act_expands_by_itself(kind: Kind, ranks: list[int], gelu: bool) -> None:
+def test_the_activation_of_a_prefill_expands_the_lora_delta(
+    kind: Kind, ranks: list[int], gelu: bool
+) -> None:
     tokens = PREFILL_TOKENS // len(ranks)
     runs = [(slot, tokens) for slot in range(len(ranks))]
     step = make_step(kind, GATE_UP, ranks, runs, base_tokens=70)

@@ -50,7 +50,7 @@ def some_draws(seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
-def test_the_kernels_draw_what_the_reference_draws(vocab, dtype, device):
+def test_the_kernels_draw_the_references_tokens(vocab, dtype, device):
     logits, draws = some_logits(vocab, dtype), some_draws(vocab)
     best = logits.amax(-1)
     want, got = torch.full((ROWS,), -7), torch.full((ROWS,), -7, device=device)

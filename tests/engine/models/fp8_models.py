@@ -86,7 +86,9 @@ def set_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor:
-    """The part of a parameter of all experts in which transformers holds a linear of one."""
+    """Return the part of a parameter of all experts in which transformers holds one expert's
+    linear.
+    """
     experts = model.get_submodule(f"{layer}.mlp.experts")
     if linear in ("down_proj", "w2"):
         matrix: torch.Tensor = experts.down_proj.data[int(expert)]

@@ -106,7 +106,7 @@ def test_processes_that_share_columns_have_blocks_of_one_size(tiny_checkpoints, 
     assert first.block == second.block
 
 
-def test_the_stored_tensor_is_checked_whatever_is_kept_of_it(tiny_checkpoints):
+def test_the_whole_stored_tensor_is_checked_even_if_a_part_is_kept(tiny_checkpoints):
     wrong = [Cut((64, 90), range(64), range(30, 78))]
     with pytest.raises(ModelError, match=r"down_proj.weight is F32 \[64, 96\]: want \[64, 90\]"):
         read(tiny_checkpoints["llama"], "floats", DOWN, wrong)

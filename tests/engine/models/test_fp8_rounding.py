@@ -49,7 +49,7 @@ def assert_near(got, want):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MOE, "biased", "tied", "sharded"])
-def test_logits_are_those_of_a_model_of_rounded_numbers(tiny_checkpoints, name):
+def test_logits_equal_a_model_of_rounded_numbers(tiny_checkpoints, name):
     folder = tiny_checkpoints[name]
     model = load(folder)
     with torch.inference_mode():

@@ -112,7 +112,7 @@ def test_the_older_way_to_write_rope_means_the_same(tiny_checkpoints, edited):
         ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(edited, family, changes, field):
+def test_an_unsupported_value_is_refused_by_its_key(edited, family, changes, field):
     with pytest.raises(ModelError) as refused:
         load(edited(family, **changes))
     assert refused.value.field == field

@@ -181,7 +181,7 @@ def test_steps_have_room_for_a_row_of_each_of_a_tokens_experts(tiny_checkpoints)
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(edited, family, changes, field):
+def test_a_feature_that_is_not_computed_is_refused_by_name(edited, family, changes, field):
     with pytest.raises(ModelError) as refused:
         load_model(edited(family, **changes), CPU, torch.float32)
     assert refused.value.field == field

@@ -257,7 +257,7 @@ def test_an_adapter_that_changes_how_images_are_seen_is_refused_by_name(folders,
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(folders, tmp_path, changes, field):
+def test_an_unsupported_value_is_refused_by_its_key(folders, tmp_path, changes, field):
     folder = shutil.copytree(folders["llava"], tmp_path / "copy")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))

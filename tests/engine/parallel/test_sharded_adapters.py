@@ -176,7 +176,7 @@ def alone(cases):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_leaders_logits_under_adapters_are_those_of_one_process(alone, shared, name):
+def test_the_leaders_logits_under_adapters_equal_one_process(alone, shared, name):
     leader, *followers = (rank[name] for rank in shared)
     assert_equal(leader, alone[name])
     assert all(len(logits) == 0 for logits in followers)

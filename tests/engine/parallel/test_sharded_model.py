@@ -66,7 +66,7 @@ def shared(request, folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_leaders_logits_are_those_of_one_process(alone, shared, name):
+def test_the_leaders_logits_equal_one_process(alone, shared, name):
     leader, *followers = (rank[name] for rank in shared)
     assert_equal(leader, alone[name])
     assert all(len(logits) == 0 for logits in followers)

@@ -118,9 +118,7 @@ def gone(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_tokens_equal_those_of_an_engine_in_this_process(
-    client, received, ref, tiny_checkpoints, tmp_path
-):
+def test_tokens_equal_an_engines_in_this_process(client, received, ref, tiny_checkpoints, tmp_path):
     requests = [greedy("base", prompt(20)), greedy("adapted", prompt(20), adapter=ref)]
     apart = client()
     found = [apart.submit(request).result() for request in requests]

@@ -246,7 +246,7 @@ def test_the_process_logs_under_the_packages_name_though_it_runs_as_main():
     assert module.log.name == server.__name__
 
 
-def test_torch_has_no_threads_of_its_own_beside_a_gpu(monkeypatch):
+def test_torch_starts_no_cpu_threads_beside_a_gpu(monkeypatch):
     usual = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -25,7 +25,7 @@ def refs(shelf) -> list[AdapterRef]:
 
 @pytest.fixture
 def cache(shelf, refs, tmp_path):
-    """Makes caches of one folder; room: how many blobs' size the budget is."""
+    """Return a function that makes caches of one folder. room: budget, in sizes of a blob."""
     size = shelf.blob("a").stat().st_size
 
     def make(room: float, fingerprint: str = KIND) -> DiskCache:

@@ -93,7 +93,7 @@ def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, 
     assert not other.holds(refs[0].digest)
 
 
-def test_files_that_others_add_beyond_the_budget_cause_removal_of_older_ones(
+def test_files_that_other_processes_add_beyond_the_budget_evict_older_files(
     cache, refs, shelf, tmp_path
 ):
     disk = cache(room=2)
@@ -171,7 +171,9 @@ def test_a_partial_file_of_a_crash_is_no_image_and_is_removed_once_old(cache, re
 
 
 @pytest.mark.parametrize("kind", ["b", "i"])
-def test_a_process_never_removes_what_another_has_pinned(kind, cache, refs, shelf, tmp_path):
+def test_a_process_never_removes_files_that_another_process_has_pinned(
+    kind, cache, refs, shelf, tmp_path
+):
     one, two = cache(room=1), cache(room=1)
     if kind == "b":
         fetch(one, refs[0])

@@ -129,7 +129,7 @@ def test_adapters_waiting_for_one_slot_all_get_it_in_turn(shelf, bench):
 # Memory of the host.
 
 
-def test_images_wait_on_disk_while_the_host_is_full_of_waiting_ones(shelf, bench):
+def test_images_wait_on_disk_while_the_host_is_full_of_waiting_images(shelf, bench):
     refs = make(shelf, "abcde")
     b = bench(gpu=1, host=2)
     lease = b.lease(refs[0])

@@ -47,6 +47,16 @@ def test_held_and_pinned_images_stay_even_if_nothing_can_be_reserved_then() -> N
     assert arena.reserve("large", image_of(4 * SMALL), for_request=True) is not None
 
 
+def test_a_discarded_image_gives_up_its_reservation_even_while_it_is_held() -> None:
+    arena = filled(3)  # memory for one image is never reserved for pins
+    arena.hold("0")
+    assert arena.pin("0")
+    assert arena.pin("1")
+    assert not arena.pin("2")
+    arena.discard("0")
+    assert arena.pin("2")
+
+
 def test_the_cost_of_eviction_per_image_does_not_grow_with_their_number() -> None:
     took_s = []
     for count in (500, 8000):

@@ -159,7 +159,7 @@ def test_other_metadata_is_read(written):
 
 
 @pytest.mark.parametrize("ranks", [None, "", "3 4", "3 " * 15, "3 " * 13 + "x", "3 " * 13 + "-3"])
-def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
+def test_ranks_that_do_not_fit_the_image_are_refused(written, ranks):
     with pytest.raises(AdapterRejected, match="damaged"):
         ImageFile.of(with_metadata(written, ranks=ranks), SHAPE)
 

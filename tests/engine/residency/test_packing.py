@@ -251,7 +251,7 @@ def test_the_order_of_a_blobs_tensors_and_a_mixture_of_dtypes_do_not_matter(shel
 
 
 @pytest.mark.parametrize("ranks", [ALIKE, ALIKE | {(12, SHAPE.index("lm_head")): 6}])
-def test_an_incoming_blob_is_packed_as_far_as_it_has_come(shelf, monkeypatch, ranks):
+def test_the_arrived_part_of_an_incoming_blob_is_packed(shelf, monkeypatch, ranks):
     monkeypatch.setattr(blob_packing, "_BYTES_TOGETHER", 1)
     ref = shelf.make("x", ranks, shape=TWELVE_LAYERS)
     whole, waits = shelf.blob("x").read_bytes(), []
@@ -350,7 +350,7 @@ def test_finite_values_whose_sum_overflows_are_accepted(shelf):
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
+def test_a_packed_peft_adapter_adds_pefts_delta(tmp_path, use_rslora):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,

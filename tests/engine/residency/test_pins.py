@@ -64,7 +64,7 @@ def test_pins_never_fill_the_arena_against_requests(shelf, bench):
     assert all(pinned for _, _, pinned in (b.report()[ref.name] for ref in refs))
 
 
-def test_pins_can_take_what_the_largest_requested_adapter_leaves(shelf, bench):
+def test_pins_can_take_the_memory_that_the_largest_requested_adapter_leaves(shelf, bench):
     large, *refs = shelf.make("large", everywhere(8)), *make(shelf, "abcd")
     b = bench(gpu=4, host=4)
     assert {tier: pinnable_images(b, tier) for tier in (Residency.GPU, Residency.HOST)} == {

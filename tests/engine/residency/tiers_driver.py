@@ -111,7 +111,7 @@ class TiersDriver:
 
 
 def finish_sums(tiers: Tiers) -> None:
-    """Wait for pending sums; in an engine they are finished before the next check."""
+    """Wait for pending checksums; in an engine, checksums are complete before the next check."""
     under_way = tiers._checks._under_way
     if under_way is not None:
         wait([under_way.totals], 10)

@@ -26,7 +26,7 @@ def sample(logits, rows, penalties=None):
 
 
 def changed(logits, params, prompt, output):
-    """One row's logits after penalties and biases, in plain Python."""
+    """Return one row's logits after penalties and biases, computed in plain Python."""
     wanted = logits.double().tolist()
     for token in {*prompt, *output}:
         r = params.repetition_penalty
@@ -39,7 +39,7 @@ def changed(logits, params, prompt, output):
 
 
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution of one row, token by token, in plain Python."""
+    """Return the distribution of one row, computed token by token in plain Python."""
     scaled = [x / temperature for x in logits.double().tolist()]
     weights = [torch.tensor(x - max(scaled)).exp().item() for x in scaled]
     ranking = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]

@@ -55,7 +55,7 @@ def test_tenants_take_turns_whoever_came_first(worker, work):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's there")
-def test_work_on_grammars_gives_way_to_other_threads_and_so_do_its_processes():
+def test_threads_and_processes_that_compile_grammars_give_way_to_others():
     command = [sys.executable, "-c", "import os; print(os.nice(0))"]
 
     def niceness(_):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
+def test_logprobs_are_computed_from_the_unchanged_logits(dtype, device):
     logits = logits_of(seed=15, rows=6).to(device, dtype)
     want = logits.float().log_softmax(-1)
     params = SamplingParams(top_p=0.5, presence_penalty=2.0, logit_bias=((1, 50.0),))
@@ -53,7 +53,7 @@ def test_of_equally_likely_tokens_the_first_are_told():
 
 
 @pytest.mark.parametrize("vocab", [5, 64, 1000, 1280])
-def test_the_most_likely_tokens_are_those_of_a_stable_sort(vocab):
+def test_the_most_likely_tokens_equal_a_stable_sorts(vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randint(-9, 10, (50, vocab), generator=generator).float()  # mostly equals
     logits[7] = -torch.inf

@@ -101,7 +101,7 @@ class TestPenalties:
         logits = logits_of(seed=11, rows=len(rows)).bfloat16()
         assert sample(logits, rows, penalties) == self.by_hand(logits, rows)
 
-    def test_choices_of_one_request_begin_alike_whatever_comes_between_them(self):
+    def test_choices_of_one_request_begin_alike_despite_requests_between_them(self):
         shared = SamplingParams(repetition_penalty=1.4, logit_bias=((8, 2.5), (3, -1.0)))
         other, prompt = SamplingParams(repetition_penalty=0.7), (8, 21, 8, 5)
         penalties, logits = pool(), logits_of(seed=14, rows=5)
@@ -158,7 +158,7 @@ class TestPenalties:
             assert sample(logits, [row], penalties) == said[-1:]
             again.release()
 
-    def test_a_slot_keeps_nothing_of_its_last_owner(self):
+    def test_a_slot_keeps_no_counts_of_its_last_owner(self):
         penalties = Penalties(len(self.CHOICES), VOCAB, torch.device("cpu"))
         rows = self.rows(penalties, made=tuple(range(VOCAB)))
         logits = logits_of(seed=13, rows=len(rows))

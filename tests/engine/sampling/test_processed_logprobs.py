@@ -34,7 +34,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_processed_logprobs_are_those_after_penalties_temperature_and_filters(dtype, device):
+def test_processed_logprobs_include_penalties_temperature_and_filters(dtype, device):
     logits = logits_of(seed=7, rows=70).to(dtype)
     params = [PARAMS[i % len(PARAMS)] for i in range(70)]
     penalties = pool(device)

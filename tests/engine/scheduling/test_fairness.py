@@ -36,7 +36,7 @@ def spread(differences):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [100, 12])
-def test_two_tenants_that_always_wait_get_equal_service_whatever_they_send(overlap, pages):
+def test_two_tenants_that_always_wait_get_equal_service_for_any_requests(overlap, pages):
     harness, ahead = SchedulerHarness(tokens=24, sequences=6, pages=pages, overlap=overlap), []
     for _ in range(600):
         keep_waiting(harness, A, 40)

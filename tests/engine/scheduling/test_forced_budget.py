@@ -64,7 +64,7 @@ def test_decodes_beyond_all_captured_sizes_leave_no_forced_tokens():
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
-def test_others_lose_no_more_than_the_share_whatever_is_taken(sizes):
+def test_other_tenants_lose_at_most_the_share_for_any_number_of_forced_tokens(sizes):
     budget, dice, more_s, steps_s = ForcedBudget(128, COSTS, sizes), random.Random(0), 0.0, 0.0
     for _ in range(3000):
         decodes = dice.choice((33, 60, 64, 65, 96, 100))

@@ -31,7 +31,7 @@ def test_a_prefix_is_found_page_by_page_up_to_the_first_difference():
     assert cache.find(keys_of([0, 1, 2, 3, 4, 5, 6, 99, 8, 9, 10, 11])) == pages[:1]
 
 
-def test_equal_tokens_behind_different_ones_are_not_the_same_page():
+def test_equal_tokens_after_different_prefixes_are_different_pages():
     cache = KVCache(8, PAGE)
     cache_tokens(cache, [1, 1, 1, 1, 5, 6, 7, 8])
     assert cache.find(keys_of([2, 2, 2, 2, 5, 6, 7, 8])) == []

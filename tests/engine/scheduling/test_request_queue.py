@@ -56,6 +56,16 @@ def request(name, grammar=GRAMMAR, **fields):
     return Request(name, ((1, 7, 9),), SamplingParams(30, seed=5, grammar=grammar), **fields)
 
 
+def test_a_request_that_can_never_run_is_refused_before_it_is_queued(answers):
+    info = answers.engine.info
+    for prompt in ((1,) * info.max_context, (1, info.vocab_size)):
+        with pytest.raises(InvalidRequest):
+            answers.submit(Request("r", (prompt,), SamplingParams(30)))
+    answers.submit(request("r"))  # under the same id, since the refused requests are not in flight
+    answers.all()
+    assert not answers.errors
+
+
 def test_an_adapter_loads_while_a_grammar_is_compiled(answers, may_compile, ref, monkeypatch):
     moved = MovedTime(monkeypatch, deadlines)
     patience = SchedulingParams(max_load_s=60.0)

@@ -293,7 +293,7 @@ def test_forced_tokens_are_computed_as_a_decode_before_all_prompts(overlap):
     assert first.output_length == 9
 
 
-def test_forced_tokens_cost_their_tenant_what_sampled_ones_do():
+def test_forced_tokens_cost_their_tenant_as_much_as_sampled_tokens():
     harness = SchedulerHarness()
     a, b = (harness.add(3, scheduling=SchedulingParams(tenant)) for tenant in "ab")
     harness.forced[a] = (7, 8)

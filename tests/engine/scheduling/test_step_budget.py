@@ -167,7 +167,7 @@ def test_the_cost_of_context_is_not_learned_as_base(device):
     assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
 
 
-def test_decodes_see_no_more_of_layers_with_a_window():
+def test_decodes_attend_to_at_most_the_window_in_layers_with_a_window():
     one = budget(seen_token_s=1e-6, window=100, windowed=0.75)
     long, short = (dummy_chunk(length, 16, None).sequence for length in (500, 80))
     for sequence in (long, short):

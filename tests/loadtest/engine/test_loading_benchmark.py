@@ -103,7 +103,7 @@ def test_streams_are_timed_alone_and_beside_loads(client, adapters, few, capsys)
     assert "\ndisk " in capsys.readouterr().out
 
 
-def test_gaps_are_those_of_each_stream_between_two_moments(client, adapters):
+def test_gaps_are_measured_in_each_stream_between_two_moments(client, adapters):
     with client.streams(adapters[Residency.GPU], 2) as ids:
         begin_s = time.perf_counter()
         had = {i: len(client.came_s[i]) for i in ids}

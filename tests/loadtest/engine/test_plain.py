@@ -85,7 +85,7 @@ def test_one_wrong_token_is_found_and_its_request_named(engine, answers):
         plain.check(engine, [answers[0], spoilt])
 
 
-def test_tokens_of_ranks_equal_the_plain_paths_and_wrong_ones_are_found(shared):
+def test_tokens_of_ranks_equal_the_plain_paths_and_wrong_tokens_are_found(shared):
     answers = answers_of(shared)
     assert plain.check(shared, answers) < 1e-5
     assert shared.status().live.kv_pages_used == 0

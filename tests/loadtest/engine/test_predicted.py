@@ -41,7 +41,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_shapes_are_those_of_the_published_checkpoints(roofline, name):
+def test_the_shapes_equal_the_published_checkpoints(roofline, name):
     elements, norms = PUBLISHED[name]
     model = roofline(name)
     outside = model.head_elements * (1 if model.config.tied_embeddings else 2)
@@ -67,7 +67,7 @@ def test_every_model_has_llamas_share_of_the_roofline(roofline):
     )
 
 
-def test_llamas_bytes_and_operations_are_the_known_ones(roofline):
+def test_llamas_bytes_and_operations_equal_known_numbers(roofline):
     llama = roofline("llama-3.1-8b")
     elements = llama.linear_elements + llama.head_elements
     # docs/benchmarks.md: 3.7 ms for the weights, less the embeddings, and 2.5 of keys and values
@@ -90,7 +90,7 @@ def test_many_sequences_are_bound_by_operations_and_few_by_bytes(roofline):
     assert few == pytest.approx(2 * elements / BYTES_PER_S)
 
 
-def test_windows_bound_what_attention_reads_and_computes(roofline):
+def test_windows_bound_the_reads_and_operations_of_attention(roofline):
     gemma, whole = roofline("gemma-3-12b"), roofline("gemma-3-12b", sliding_window=None)
     token = 2 * 8 * 256 * 2  # a layer's keys and values
     assert gemma.kv_bytes(1024) == whole.kv_bytes(1024) == 48 * 1024 * token

@@ -80,7 +80,7 @@ def test_a_cold_run_begins_with_no_adapter_on_the_device(engine, monkeypatch):
     assert places[5:] == [[Residency.HOST] * 3] * 5
 
 
-def test_greedy_runs_and_sampled_ones_take_turns(engine, monkeypatch):
+def test_greedy_and_sampled_runs_take_turns(engine, monkeypatch):
     temperatures = []
 
     def watched(engine, requests):

@@ -23,7 +23,7 @@ def is_of_experts(module: str) -> bool:
 
 
 def experts_of(module: str) -> str:
-    """Return the path of the module that contains a layer's experts, given a module in it.
+    """Return the path of the module that contains a layer's experts, given one of its submodules.
 
     Any other module is returned unchanged. prime-rl targets the containing module, for which PEFT
     has no LoRA.

@@ -106,8 +106,8 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Allocate the workspace, and start to compile the kernels, which are cached on disk.
 
-        nvcc takes half a minute for each window. It runs in the background; the first plan waits
-        for it.
+        nvcc takes half a minute for each window. The compilation runs in the background; the first
+        plan waits for it.
         """
         self._shape = shape
         self._kv_head_dim = kv_head_dim(shape.head_dim, device.type)

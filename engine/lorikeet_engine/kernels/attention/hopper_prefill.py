@@ -65,8 +65,8 @@ class HopperPrefill:
     def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
         """Return a HopperPrefill, or None if it does not support the model and GPU.
 
-        It needs long contexts, a Hopper GPU, 16-bit KV pages, a page head width of 128, and a model
-        without windows or soft cap.
+        HopperPrefill needs long contexts, a Hopper GPU, 16-bit KV pages, a page head width of 128,
+        and a model without windows or soft cap.
         """
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None
@@ -84,7 +84,8 @@ class HopperPrefill:
             torch.cuda.current_stream().synchronize()  # the plan's pinned buffer is free again
 
     def plan(self, batch: PagedSequences) -> bool:
-        """Plan the attention of a batch. Returns False, without a plan, if FA2 is faster for it.
+        """Plan the attention of a batch. Returns False, without a plan, if FA2 is faster for this
+        batch.
 
         The first call raises errors of compiling the kernels. Before each call, the caller waits
         until the previous plan has been copied to the device.

@@ -21,7 +21,8 @@ def merge(
     own_lse [rows, heads] float32: log2 of the sum of exponentials
     parts [part rows, kv_heads, head_dim], contiguous: a row for each of the query heads that share
       a key head
-    parts_lse [part rows, kv_heads] float32: as own_lse
+    parts_lse [part rows, kv_heads] float32: log2 of the sum of exponentials of each result in
+        `parts`
     places [rows, 3] int32: for each token, the row in `parts` of its first query head in its first
       part; the number of rows from one of its parts to the next; the number of its parts
     out: overwritten entirely, and returned; may be `own`

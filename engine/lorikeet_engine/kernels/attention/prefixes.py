@@ -116,7 +116,7 @@ def seen_by_each(
 
 
 def starts_of(lengths: npt.NDArray[np.integer]) -> Int32s:
-    """Return the start of each of several concatenated runs, and the end of the last.
+    """Return the start of each of several concatenated runs, and the end of the last run.
 
     lengths: length of each run.
     """

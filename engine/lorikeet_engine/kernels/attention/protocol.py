@@ -60,8 +60,9 @@ class PageTable:
 
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
-    kv_lengths [sequences]: tokens in each sequence's pages. These are all cached tokens, or, for
-        layers with a window, the last of them, from the first token of a page on.
+    kv_lengths [sequences]: tokens in each sequence's pages. For layers without a window, these are
+        all cached tokens; for layers with a window, the last cached tokens, from the first token of
+        a page on.
     """
 
     starts: npt.NDArray[np.int32]
@@ -130,7 +131,7 @@ class AttentionBackend(Protocol):
           values, including this step's
         scales: factors that the numbers in FP8 pages are multiplied by; None: pages are in q's
           dtype
-        window: t attends to this many tokens, itself and those right before it; None: all
+        window: number of tokens that t attends to: itself and the tokens right before it; None: all
         group: index of the layer's group, whose page table is read and whose layers all have
           `window`
         → [tokens, heads, head_dim] like q, contiguous

@@ -99,8 +99,8 @@ def kernel_arguments(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
     """Return the operands by which kernels read a weight in floats or FP8.
 
-    These are its elements, its scales (None for floats), and the height and width of the blocks
-    that have scales. The width is 0 if rows have scales, or if the weight has none.
+    The operands are the weight's elements, its scales (None for floats), and the height and width
+    of the blocks that have scales. The width is 0 if rows have scales, or if the weight has none.
     """
     if isinstance(weight, Fp8Rows):
         return weight.rows, weight.scales, *(weight.block or (1, 0))

@@ -29,7 +29,10 @@ from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
-"""Upper limits of a product's tokens; up to each, a weight has its own ProductConfig."""
+"""Limits on the number of tokens of a product; for each limit, a weight has a ProductConfig.
+
+A product uses the smallest limit that is not below its number of tokens.
+"""
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
 _BLOCK_TOKENS = 128  # at most, of one program
 
@@ -86,7 +89,7 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
     """Return whether cuBLASLt can multiply by a weight whose blocks have scales.
 
-    It needs CUDA 12.9, Hopper, and blocks of 128 x 128.
+    cuBLASLt needs CUDA 12.9, Hopper, and blocks of 128 x 128.
     """
     d_out, d_in = weight.rows.shape
     # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks

@@ -142,7 +142,7 @@ def store_rounded(
 
     values: the row, 0 beyond its width.
     inside: mask of the columns that the row has.
-    y, scales: where rows and scales are stored.
+    y, scales: pointers to the stored rows and scales.
     largest: largest FP8 number, to which a row's largest element is scaled.
     """
     scale = scale_of(tl.abs(values), largest, least_scale)

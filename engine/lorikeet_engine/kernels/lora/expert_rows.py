@@ -72,8 +72,8 @@ def _list_owners(
 ) -> None:
     """List adapter slot and expert of a block of routed rows.
 
-    A row's slot is that of the segment with its token; its expert is the number of experts whose
-    rows end before it.
+    A row's slot is the slot of the segment that contains its token. A row's expert is the number of
+    experts whose rows end before the row.
     """
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows

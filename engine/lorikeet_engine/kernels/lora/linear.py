@@ -173,8 +173,8 @@ def linear_with_lora_before_act(
     """Compute linear_with_lora for act_and_mul, which can expand the LoRA delta itself.
 
     In a prefill on CUDA, act_and_mul does so, and the result's delta is an UnexpandedDelta. If gate
-    and up are stored as one linear, the delta is always expanded here, because the kernel that
-    expands in act_and_mul requires two linears.
+    and up are stored as one linear, the delta is always expanded by this function, because the
+    kernel that expands in act_and_mul requires two linears.
     """
     if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
@@ -192,7 +192,7 @@ def linear_and_lora(
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
     """Launch a product on the current stream and its LoRA on the side stream, and join them.
 
-    delta [tokens, sum(d_outs)]: where to write LoRA's delta B·v; None: leave it unexpanded
+    delta [tokens, sum(d_outs)]: output for LoRA's delta B·v; None: the delta stays unexpanded
     → y [tokens, sum(d_outs)], and v = A·x, both ready for use on the current stream
     """
     rows = rows_of(x)
@@ -219,9 +219,9 @@ def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
 
     0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
 
-    Products by our own kernels always get 0, because LoRA's programs run among their many small
-    ones. These are products of a single token (kernels/gemv.py), and of few tokens by FP8
-    (kernels/fp8/few_tokens.py).
+    For products by our own kernels the result is always 0, because LoRA's programs run among the
+    many small programs of these kernels. These are products of a single token (kernels/gemv.py),
+    and of few tokens by FP8 (kernels/fp8/few_tokens.py).
 
     rows: input of the product.
     """

@@ -85,8 +85,8 @@ class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
     tokens: maximum number of tokens of a tile.
-    lora_sms: pairs of a sum of ranks and the number of multiprocessors that LoRA gets from that sum
-        on; see sms_for_lora.
+    lora_sms: pairs (sum of ranks, number of multiprocessors that LoRA gets from this sum on); see
+        sms_for_lora.
     """
 
     tokens: int
@@ -118,7 +118,7 @@ class LaunchConfig:
 
 @cache
 def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
-    """Return the launch parameters for a regime on this GPU, or the default ones."""
+    """Return the launch parameters for a regime on this GPU, or the default parameters."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
     return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])

@@ -35,7 +35,7 @@ def route(
     weights if normalised.
 
     logits [tokens, experts], dense
-    lora: LoRA delta of the logits, added to them; None: no adapter
+    lora: LoRA delta that is added to the logits; None: no adapter
     """
     operator = _operators(logits.device.type).route
     routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)

@@ -75,7 +75,6 @@ def down_of(
     weight: torch.Tensor | Fp8Rows,
     chosen: torch.Tensor,
     shares: torch.Tensor,
-    config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ) over the experts e = chosen[j] of a single token.
 
@@ -83,14 +82,12 @@ def down_of(
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
     shares [1, per_token] float32: weights of the experts
-    config: launch parameters; None: the parameters for the weight's dtype
     → [1, d_out]
 
     Each product is rounded before the sum, as between two launches.
     """
     matrices, scales, high, wide = kernel_arguments(weight)
-    if config is None:
-        config = DOWN if scales is None else FP8_DOWN
+    config = DOWN if scales is None else FP8_DOWN
     _, d_out, d_in = matrices.shape
     y = x.new_empty((1, d_out))
     block = min(config.columns, triton.next_power_of_2(d_in))

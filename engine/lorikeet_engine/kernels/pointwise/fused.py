@@ -132,7 +132,7 @@ def _act_and_mul_fp8(
 ) -> None:
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
-    It is read again because it does not fit in registers.
+    The activation is read again because it does not fit in registers.
     """
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)

@@ -145,9 +145,9 @@ def _list_groups(
 ) -> tuple[tl.tensor, tl.tensor]:
     """List the groups of neighbours that may contain one of the top_k tokens.
 
-    groups: where the list is written.
+    groups: memory to which the list is written.
     low: sort key below which weights are 0.
-    high: sort key above those of all tokens.
+    high: sort key above the sort keys of all tokens.
     → number of listed groups, and a lower bound of the top_k tokens' sort keys, at least `low`
     """
     group = tl.arange(0, block)
@@ -179,7 +179,7 @@ def _last_of_top_k(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the sort key of the last of the top_k tokens, and the end of its ties that are kept.
 
-    That end is a column: of the tokens with this key, those at lower columns are kept.
+    The end is a column: tokens with this key are kept at lower columns only.
 
     groups, listed: list of groups of neighbours, and its length.
     low, high: bounds of the sort key, the lower one inclusive.

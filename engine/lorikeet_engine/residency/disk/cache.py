@@ -147,7 +147,8 @@ class DiskCache:
     def blob(self, digest: str) -> Path:
         """Return the file of an adapter's blob, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(digest)
 
@@ -164,7 +165,8 @@ class DiskCache:
     def image(self, digest: str) -> Path:
         """Return the file of an adapter's packed image, and mark it as used.
 
-        The file can be removed at any time afterwards. Raises FileNotFoundError if it is not there.
+        The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
+        no such file.
         """
         return self._index.use(self.image_name(digest))
 
@@ -205,7 +207,9 @@ class DiskCache:
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock the files of pinned adapters, as far as the folder has any. One thread at a time."""
+        """Lock those files of pinned adapters that are in the folder. Only one thread may call this
+        at a time.
+        """
         self._pins.apply()
 
     def close(self) -> None:

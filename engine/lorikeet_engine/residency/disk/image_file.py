@@ -173,7 +173,8 @@ class ImageWriter:
     def write(self, ref: AdapterRef, *, urgent: bool) -> None:
         """Queue an adapter's image for writing.
 
-        It is skipped if, once its turn comes, the disk has it already or the host no longer has it.
+        The image is skipped if, once its turn comes, the disk has the image already or the host no
+        longer has it.
         urgent: write it before all images that are not urgent.
         """
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)

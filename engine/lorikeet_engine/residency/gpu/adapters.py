@@ -30,7 +30,9 @@ _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
-    """Reason why an image is placed on the GPU, which decides what may be evicted for it."""
+    """Reason why an image is placed on the GPU; it decides which adapters may be evicted for the
+    image.
+    """
 
     REQUEST = auto()  # also revokes pins if nothing else can be evicted
     PIN = auto()
@@ -48,8 +50,8 @@ class PlaceOnGpu(Protocol):
         Returns False if not enough memory can be freed.
 
         image: the adapter packed for the GPU, in host memory.
-        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-            could serve them.
+        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
+            serve instead.
         """
 
 
@@ -61,8 +63,8 @@ class GpuAdapter:
     leases: number of leases.
     guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
         without such a guard.
-    copying: the copy is not complete, so the adapter cannot be leased yet.
-    damaged: the adapter cannot be leased any more.
+    copying: whether the copy is incomplete, so that the adapter cannot be leased yet.
+    damaged: whether the adapter was found damaged, so that it cannot be leased any more.
     """
 
     ref: AdapterRef
@@ -84,7 +86,7 @@ class GpuAdapter:
 
 
 class Lease:
-    """Right of a sequence to use an adapter, which stays on the GPU and in its slot meanwhile.
+    """Right of a sequence to use an adapter. A leased adapter stays on the GPU and in its slot.
 
     Release the lease once done, or use it as a context manager.
 
@@ -134,7 +136,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """The adapters on the GPU: decides which are there, and leases them.
+    """The adapters on the GPU: decides which adapters are on the GPU, and leases them.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
@@ -303,8 +305,8 @@ class GpuAdapters:
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.
 
-        uses: for a prefetch, recent uses of the adapter by other replicas, as far as this replica
-            could serve them.
+        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
+            serve instead.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -439,10 +441,10 @@ class GpuAdapters:
         """Return the eviction score of an adapter that is prefetched, without a request on this
         replica.
 
-        −∞ if the adapter was never used anywhere.
+        The score is −∞ if the adapter was never used anywhere.
 
-        elsewhere: recent uses of the adapter by other replicas, as far as this replica could serve
-        them.
+        elsewhere: recent uses of the adapter on other replicas that this replica could serve
+            instead.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

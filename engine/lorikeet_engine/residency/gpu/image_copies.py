@@ -46,8 +46,8 @@ class ImageCopy(NamedTuple):
     """A copy of an image to the arena, in flight.
 
     total: checksum (word_sum) of the image as it arrives in the arena.
-    event: complete when the copy and its checksum are; None if both are complete already, as on a
-        CPU.
+    event: event that is complete once the copy and its checksum are complete; None if they are
+        complete already, as on a CPU.
     """
 
     total: CopyTotal

@@ -139,7 +139,7 @@ class ObjectStore(Protocol):
         """Create an object: of concurrent writers, exactly one succeeds. Raises ObjectExists.
 
         If the network loses an answer, even the writer that succeeded may get ObjectExists; a
-        caller that needs to know reads the object back.
+        caller that needs certainty reads the object back.
         """
         ...
 

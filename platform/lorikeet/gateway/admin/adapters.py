@@ -79,7 +79,7 @@ def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIR
 class AdapterEndpoints:
     """Endpoints that list, show, promote, roll back and retire adapters.
 
-    Those that change the catalog are synchronous, so FastAPI runs them in threads.
+    Endpoints that change the catalog are synchronous, so FastAPI runs them in threads.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:

@@ -25,11 +25,11 @@ from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Seconds for which one collected JSON document answers all requests, so that ten open pages cost
-as much as one.
+no more than a single page.
 """
 PINS_FRESH_S = 3.0
-"""Seconds between reads of the pins' states. For replicas such a read costs more than the page's
-other data, and states change only when the controller examines the pins.
+"""Seconds between reads of the pins' states. For replicas, a read of the pins' states costs more
+than the page's other data. The states change only when the controller examines the pins.
 """
 MOST_ROWS = 50
 """Maximum number of rows of waiting requests, and of rows of pins. Sums include the rows that are
@@ -125,7 +125,7 @@ class FleetView:
         PINS_FRESH_S.
 
         If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
-            read has succeeded yet, or the last one failed.
+        read has succeeded yet, or the last one failed.
         """
         reading, now_s = self._reading_pins, time.monotonic()
         if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):

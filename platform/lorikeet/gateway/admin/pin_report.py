@@ -38,7 +38,7 @@ class PinReporter:
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
         """Return the status of every pin in force, on the replicas that answer.
 
-        reports: the replicas' reports; None: ask the replicas for them.
+        reports: the replicas' reports; None: ask the replicas for reports.
 
         Raises StoreError if the catalog cannot be read.
         """

@@ -54,8 +54,8 @@ class RegisteredVersion(NamedTuple):
 class Registration:
     """Validator of uploaded blobs, which also records them as versions in the catalog.
 
-    Blocking work runs in a few threads reserved for it. Many concurrent uploads thus delay each
-    other, but not the catalog view, through which gateways learn of revoked keys.
+    Blocking work runs in a few threads reserved for registrations. Many concurrent uploads thus
+    delay each other, but not the catalog view, through which gateways learn of revoked keys.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:

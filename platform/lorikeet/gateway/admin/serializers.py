@@ -33,8 +33,8 @@ _KEY_LIMITS = LimitOptions.__annotations__
 
 
 def list_response(rows: Iterable[Json], **more: Any) -> Response:
-    """Return {"data": rows, …} as a JSON response. Long lists take long: call it in the thread that
-    made the rows.
+    """Return {"data": rows, …} as a JSON response. A long list takes long to serialize: call this
+    function in the thread that made the rows.
 
     more: further members of the JSON.
     """

@@ -79,9 +79,9 @@ async def smoke_test(
 ) -> dict[str, Any]:
     """Generate on a replica with and without an adapter; report how much the answers differ.
 
-    The adapter's blob must be in the store; no version of it needs to exist. Raises Unavailable if
-    no replica answers, and LorikeetError if the replica cannot load the adapter or its weights
-    overflow.
+    The adapter's blob must be in the store; the adapter need not have a version with this blob.
+    Raises Unavailable if no replica answers, and LorikeetError if the replica cannot load the
+    adapter or its weights overflow.
     """
     if base_model not in services.base_models:
         raise Unavailable(

@@ -39,7 +39,8 @@ class BeginUpload(Body):
     """Request to begin or resume the upload of a blob.
 
     digest: SHA-256 of the blob.
-    tenant, base_model: if given, the upload is checked for them in advance.
+    tenant, base_model: tenant and base model of the adapter; if given, they are checked before the
+        upload.
     """
 
     digest: Digest

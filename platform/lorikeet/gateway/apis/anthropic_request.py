@@ -242,7 +242,7 @@ class PromptRequest(ApiRequest):
         Anthropic's search for tools, which is not served, all deferred tools are included.
 
         Raises a validation error: body.misfit for too many tools, body.unsupported if no tool is
-            served.
+        served.
         """
         custom = [tool for tool in self.tools if isinstance(tool, CustomTool)]
         if not custom:
@@ -340,7 +340,9 @@ class CountTokensRequest(PromptRequest):
     """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. It has no adapter, because counting tokens needs none."""
+        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
+        none.
+        """
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

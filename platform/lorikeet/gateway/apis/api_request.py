@@ -59,7 +59,7 @@ class CallContext(NamedTuple):
     def work(self, prompt_tokens: int, sequences: int) -> Work:
         """Return the amount of work that the request makes for a replica.
 
-        sequences: number of sequences to generate for it.
+        sequences: number of sequences to generate.
         """
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
 
@@ -75,8 +75,8 @@ class ApiRequest(Body):
 
     @abstractmethod
     def session(self) -> str | None:
-        """Return the name that the body gives to its session (e.g. its `user`); None if it gives
-        none.
+        """Return the session's name in the body (e.g. its `user`); None if the body names no
+        session.
         """
 
 

@@ -81,10 +81,10 @@ def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
 def parse_arguments(value: object, info: ValidationInfo) -> dict[str, Any] | str:
     """Parse the arguments of a function call in an earlier message.
 
-    They may be any text, as in OpenAI's API. Chat templates want an object: JSON that max_tokens
-    cut off becomes the object that its readable part describes, and empty text becomes {}. Other
-    text stays text. Raises ValueError for values that are not text. Raises RequestTooLarge if all
-    such texts of a request's body together contain too many values.
+    Arguments may be any text, as in OpenAI's API. Chat templates want an object: JSON that
+    max_tokens cut off becomes the object that its readable part describes, and empty text becomes
+    {}. Other text stays text. Raises ValueError for values that are not text. Raises
+    RequestTooLarge if all such texts of a request's body together contain too many values.
     """
     if not isinstance(value, str):
         raise ValueError("want the JSON text of an object")

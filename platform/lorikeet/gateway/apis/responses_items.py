@@ -197,8 +197,8 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Me
     """Return input items as messages of a chat, after a system message of the instructions.
 
     System messages at the beginning are appended to the instructions. A function call is added to
-    the assistant's message before it, as chat templates require. Reasoning is added to the
-    assistant's message or function call after it.
+    the preceding message of the assistant, as chat templates require. Reasoning is added to the
+    following message or function call of the assistant.
     """
     messages: list[dict[str, Any]] = []
     if instructions:

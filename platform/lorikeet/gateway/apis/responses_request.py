@@ -257,7 +257,8 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. It has no adapter, because counting tokens needs none.
+        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
+        none.
 
         Raises InvalidInput as ResponsesRequest.to_call.
         """

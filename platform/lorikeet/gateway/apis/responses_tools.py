@@ -98,9 +98,9 @@ class AllowedTool(TypedDict):
 
 
 class AllowedChoice(TypedDict):
-    """Restriction to some of the request's tools: the model does not get the others.
+    """Restriction to some of the request's tools: the model gets no other tools.
 
-    mode: `required`: the model must call one of them.
+    mode: `required` if the model must call one of these tools.
     """
 
     type: Literal["allowed_tools"]

@@ -49,7 +49,9 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """vLLM's fields that constrain an answer's format. A request may have at most one of them."""
+    """vLLM's fields that constrain an answer's format. A request may have at most one of these
+    fields.
+    """
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None

@@ -48,7 +48,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """Tool that the model may call. It is always a function."""
+    """Tool that the model may call. A tool is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -68,7 +68,7 @@ class OtherTool(Body):
     """Tool that OpenAI or Anthropic defines, such as web_search, and that is not served: the model
     does not get it.
 
-    It is accepted only together with at least one tool that is served.
+    Such a tool is accepted only together with at least one tool that is served.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -105,7 +105,7 @@ class NamedTool(TypedDict):
 
 
 class NamedTools(TypedDict):
-    """Tools that the model may call, and whether the model must call one of them."""
+    """Tools that the model may call, and whether it must call a tool."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
@@ -119,10 +119,10 @@ class AllowedToolsParam(TypedDict):
 
 
 class AllowedTools(NamedTuple):
-    """Restriction to some of the request's tools: the model does not get the others.
+    """Restriction to some of the request's tools: the model gets no other tools.
 
     names: names of the tools that the model gets.
-    required: the model must call one of them.
+    required: whether the model must call one of these tools.
     """
 
     names: tuple[str, ...]
@@ -261,7 +261,7 @@ def tool_use(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None
 
 
 class JsonSchema(Body):
-    """Named JSON schema that the answer is constrained to. It is not part of the prompt."""
+    """Named JSON schema that the answer is constrained to. The schema is not part of the prompt."""
 
     name: FunctionName
     description: str | None = None

@@ -1,9 +1,9 @@
 """Pipeline of pushed versions: delivered to all replicas first, then written to the store.
 
 A push becomes *ready* once all replicas of its base model hold the adapter and all gateways know
-the version. It becomes *durable* once blob and log entry are in the store; an unreachable store is
-retried without end. A push with a lifetime never becomes durable: it stays in the pipeline until it
-expires or newer versions replace it. A version that ends without being durable is kept on the
+the version. A push becomes *durable* once blob and log entry are in the store; an unreachable store
+is retried without end. A push with a lifetime never becomes durable: it stays in the pipeline until
+it expires or newer versions replace it. A version that ends without being durable is kept on the
 replicas until the requests that any gateway accepted for it have ended.
 """
 
@@ -130,7 +130,7 @@ class PushPipeline:
         `begin`.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
-        If the pipeline has this version already, only blobs being received count.
+        For a version that the pipeline has already, only pushes being received count.
         """
         tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)

@@ -39,7 +39,7 @@ class PushedVersion:
         Only for display and comparison: gateways end the lifetime by left_s.
     left_s: seconds of the lifetime left when the version was pushed or announced; None if
         `expires` is None.
-    keep: number of the adapter's expiring versions to keep, newest first, this one included.
+    keep: number of the adapter's expiring versions to keep, newest first, including this version.
     seq: number of the last entry of the catalog's log that the receiving gateway had read when
         the push began; None: not begun.
     """
@@ -70,8 +70,8 @@ class PushedVersion:
     def joined(self, again: "PushedVersion") -> "PushedVersion":
         """Return this version merged with another push of the same blob.
 
-        The longer lifetime counts, with its `keep`. If the later push has another alias, its alias
-        and `created` replace those of this version.
+        The result has the longer lifetime, with its `keep`. If the later push has another alias,
+        its alias and `created` replace those of this version.
         """
         version = self
         if again.alias not in (None, self.alias) and again.created > self.created:
@@ -98,8 +98,8 @@ class _Claim:
 class PushedVersions:
     """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
-    Their version numbers are provisional: another version may be recorded first. If an admin
-        moves an alias meanwhile, the admin's choice counts. For use in one event loop.
+    Their version numbers are provisional: another version may be recorded first. If an admin moves
+    an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,9 +117,9 @@ class PushedVersions:
         return len(self._held)
 
     def add(self, version: PushedVersion) -> None:
-        """Add an announced version, or prolong a known one for another FORGOTTEN_S seconds.
+        """Add an announced version, or prolong a known version for another FORGOTTEN_S seconds.
 
-        If two pushes have the same alias, the later one gets it.
+        If two pushes have the same alias, the later push gets the alias.
         """
         self._until_s[version.key] = self._clock() + FORGOTTEN_S
         known = self._held.get(version.key)
@@ -220,8 +220,8 @@ class PushedVersions:
         """Return the version; without its alias if the catalog's log has meanwhile moved that
         alias.
 
-        landed: digests of earlier pushes that the log contains now; moves of the alias to these do
-            not count.
+        landed: digests of earlier pushes that the log contains now; moves of the alias to these
+            pushes are ignored.
         """
         if version.alias is None:
             return version
@@ -273,7 +273,7 @@ def _without_surplus(
 
     newest: latest announced version, which names the adapter.
 
-    The newest expiring versions stay; their number is the `keep` of the newest of them.
+    The newest expiring versions stay, as many as the `keep` of the newest version.
     """
     passing = [
         each

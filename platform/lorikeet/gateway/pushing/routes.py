@@ -64,7 +64,7 @@ class PushQuery(BaseModel):
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     wait: state that the response waits for, at most timeout_s seconds.
-    lifetime_s: seconds until the version expires; with it, the version never becomes durable.
+    lifetime_s: seconds until the version expires. A version with a lifetime never becomes durable.
     keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     """
 

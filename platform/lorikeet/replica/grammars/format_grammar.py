@@ -50,7 +50,8 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
 
 
 def format_grammar(answer: Format) -> str:
-    """Return the grammar of an answer format. It may still be invalid: sandbox.py checks it.
+    """Return the grammar of an answer format. The grammar may still be invalid: sandbox.py checks
+    it.
 
     Raises InvalidInput as schema_grammar and format_rule.
     """

@@ -49,7 +49,9 @@ _TYPE_OF = {
     "unevaluatedProperties": "object",
     "uniqueItems": "array",
 }
-"""Type of the values that a keyword constrains. It has no effect on values of other types."""
+"""Type of the values that a keyword constrains. The keyword has no effect on values of
+other types.
+"""
 _MOST_STEPS = 20_000
 """Limit on the schemas that negation and proofs visit while one schema is translated: some 50 ms of
 work.
@@ -476,7 +478,7 @@ def path_of(pointer: str) -> tuple[str, ...]:
 def _base_in(schema: Any, base: str) -> str:
     """Return the URI against which relative references in a schema are resolved.
 
-    base: the URI against which relative references around the schema are resolved.
+    base: this URI for the schema that contains `schema`.
     """
     own = schema.get("$id", schema.get("id")) if isinstance(schema, Mapping) else None
     return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base

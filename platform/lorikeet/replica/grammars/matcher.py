@@ -29,8 +29,8 @@ _SLICES = [
 """Sets of tokens, as regular expressions. If a grammar allows every text that an expression
 matches, a mask takes all tokens of its set at once.
 
-Other tokens are matched one by one, which takes a hundred times as long. The lengths 1 to 10 serve
-the last characters before a `maxLength`: llguidance's own sets begin at ten.
+Other tokens are matched one by one, which takes a hundred times as long. The sets for lengths 1 to
+10 serve the last characters before a `maxLength`: llguidance's own sets begin at length ten.
 """
 _MAX_FORCED = 256  # forced tokens returned at once; a step takes fewer
 _LARK_CONTEXT = re.compile(
@@ -68,9 +68,9 @@ class ModelGrammars:
     ) -> list[InvalidRequest | None]:
         """Set the bits of allowed tokens, as the engine's `Grammars` requires.
 
-        A forced token is the only one that its grammar allows; its mask is written here. With
-        hundreds of kilobytes of forced text, llguidance would take tens of milliseconds for each
-        mask.
+        A forced token is the only token that its grammar allows; this method writes its mask
+        itself. With hundreds of kilobytes of forced text, llguidance would take tens of
+        milliseconds for each mask.
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
@@ -129,12 +129,12 @@ class TextMatcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether the choice may end here."""
+        """Whether the choice may end at this point."""
         return self.state.is_accepting()
 
     @property
     def must_end(self) -> bool:
-        """Whether the choice must end here."""
+        """Whether the choice must end at this point."""
         return self.state.is_stopped()
 
     def forced_tokens(self) -> list[int]:

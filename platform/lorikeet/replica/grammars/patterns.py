@@ -66,7 +66,7 @@ def other_texts(texts: Iterable[str]) -> str:
 
 
 def _apart(texts: list[str], *, whole: bool) -> str:
-    """Return a regular expression that matches all texts except some.
+    """Return a regular expression that matches all texts except given ones.
 
     whole: True: the exceptions are `texts`; False: they are all texts that begin with one of
         `texts`.

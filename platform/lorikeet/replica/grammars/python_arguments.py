@@ -101,11 +101,12 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the grammar rules for a Python call's arguments, key=value, with values in JSON.
 
     Arguments come in the order of the schema's properties. Without properties, any arguments are
-    allowed, or none if the schema forbids additional ones. Of the keywords at the top level of the
-    schema that are no properties, $ref, allOf, anyOf, required and boolean additionalProperties are
-    enforced. Raises InvalidInput for unsupported keywords at the top level.
+    allowed, or none if the schema forbids additional properties. Of the keywords at the top level
+    of the schema that are no properties, $ref, allOf, anyOf, required and boolean
+    additionalProperties are enforced. Raises InvalidInput for unsupported keywords at the top
+    level.
 
-    rule: name of the first rule and prefix of the others.
+    rule: name of the first rule, and prefix of the names of the other rules.
     schema: schema of the arguments object.
     """
     alternatives = _alternatives(schema)
@@ -121,7 +122,7 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
-    """Return the alternative constraints of a schema; arguments must meet one of them.
+    """Return the alternative constraints of a schema; arguments must meet one alternative.
 
     Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that none can
     meet.
@@ -185,7 +186,7 @@ def _pairs(
 ) -> list[str]:
     """Return the grammar rules of arguments that meet one alternative.
 
-    rule: name of the first rule and prefix of the others.
+    rule: name of the first rule, and prefix of the names of the other rules.
     asked: the alternative's constraints.
     schema: schema of the arguments object, for `$ref`.
     most_length: limit on the characters of the properties' schemas together.

@@ -84,7 +84,8 @@ class GrammarSandbox:
         )
 
     async def _tried(self, call: Call, text: str) -> str | None:
-        """Return the problem of a grammar, or of a schema after _FIND_FAULT; None if there is none.
+        """Try a grammar, or find the fault of a schema after _FIND_FAULT; return the problem, or
+        None.
 
         Raises EngineOverloaded as `check` does.
         """
@@ -199,8 +200,8 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
-    """Return the place of a schema's fault, and the problem there, as text; None if there is no
-    fault.
+    """Return the place of a schema's fault and the problem at this place, as text; None if there is
+    no fault.
     """
     began_s = time.process_time()
 

@@ -145,8 +145,8 @@ def ignored_keywords(call: Call) -> tuple[str, ...]:
 
 
 def in_own_words(reason: str) -> str:
-    """Return an error message of llguidance in our words, which say what to do; other messages
-    unchanged.
+    """Return an error message of llguidance in our words, which name the remedy. Returns other
+    messages unchanged.
     """
     reason = reason.split("\n  while processing", 1)[0]
     for pattern, words in _WORDS:

@@ -42,7 +42,7 @@ class SchemaLogic:
     def negated(self, schema: Any, depth: int = 0) -> Any:
         """Return a schema that matches exactly the values that `schema` does not match.
 
-        depth: number of schemas around this one.
+        depth: number of schemas that contain this schema.
 
         Raises Inexpressible if no such schema is known or the search takes too long.
         """
@@ -62,7 +62,7 @@ class SchemaLogic:
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Return True if certainly no value matches both schemas, False if one may.
 
-        depth: number of schemas around these.
+        depth: number of schemas that contain these schemas.
 
         Raises Inexpressible if the search takes too long.
         """
@@ -220,7 +220,7 @@ def _type_of(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that `const` or `enum` allows; None if the schema has neither."""
+    """Return the values that `const` or `enum` allows; None if the schema has neither keyword."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 

@@ -126,7 +126,7 @@ def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
 class _BoundedReads:
     """A file that refuses large reads.
 
-    Without it, tarfile would read a header, and zipfile a list of members, of any claimed length.
+    tarfile reads a header, and zipfile a list of members, of whatever length the archive claims.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -142,7 +142,8 @@ class _BoundedReads:
 def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Member]:
     """Check all members, and return the files in the adapter's folder by name.
 
-    The outermost folder counts if such folders are nested, as checkpoints in a trainer's output.
+    If an adapter's folder contains others, as a trainer's output contains checkpoints, the
+    outermost folder counts.
     """
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0
