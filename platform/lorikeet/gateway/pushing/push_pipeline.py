@@ -24,6 +24,7 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import PartitionsNotRead
 from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.body_space import BodySpace
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
 from lorikeet.gateway.services import Services
@@ -110,11 +111,13 @@ class PushPipeline:
 
     pushed: versions that are ready, here or at another gateway, and not durable.
     folders: temporary folders of pushed blobs.
+    space: space on their disk.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services, self._catalog_view = services, catalog_view
         self.pushed, self.folders = PushedVersions(), PushFolders(services.push_folder)
+        self.space = BodySpace(self.folders.free_bytes)
         self._pushes: dict[Key, Push] = {}
         self._receiving = Counter[str]()  # by tenant
         self._ended_in_use: list[Push] = []  # oldest first
