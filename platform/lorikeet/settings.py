@@ -254,6 +254,13 @@ class Settings(BaseModel):
     max_ongoing_requests: int = Field(
         512, ge=1, description="requests that one replica takes at once"
     )
+    max_connections: int = Field(
+        16_384,
+        ge=1,
+        description="connections of clients that each HTTP listener of a process keeps open, fewer "
+        "if its limit on open files (ulimit -n) leaves no more; beyond them the longest idle one "
+        "is closed; more than the requests at once that you expect; read where Ray starts, too",
+    )
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,
         description="address of an OpenTelemetry collector for traces by OTLP/HTTP, such as "
