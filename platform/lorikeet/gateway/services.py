@@ -19,6 +19,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
+from lorikeet.tokenizer_vocabulary import Vocabulary, read_vocabulary
 from lorikeet.usage.ledger import UsageLedger
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
@@ -130,12 +131,14 @@ class ServedModel:
         not quantized.
     chat_template: digest of the chat template in its folder (template_digest); None without a
         template.
+    vocabulary: vocabulary of the tokenizer in its folder; None if unknown.
     """
 
     shape: BaseShape
     aliases: tuple[str, ...] = ()
     quantization: str | None = None
     chat_template: str | None = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +221,5 @@ def _read(folder: Path, weight_dtype: str) -> ServedModel:
         tuple(filter(None, (folder.name, config.get("_name_or_path")))),
         served_quantization(stored, weight_dtype),
         template_digest(folder),
+        read_vocabulary(folder),
     )
