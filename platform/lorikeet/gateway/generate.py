@@ -168,7 +168,9 @@ class GenerateEndpoint:
         model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
         # No await from here until the response enters `using`: a version that ends now is kept.
         stores, now = self._stored.stores(body), int(time.time())
-        context = CallContext(request_id, now, caller, scheduling, model, items, stores)
+        defaults = self._services.base_models[model.base_model].sampling_defaults
+        body = body.with_sampling_defaults(defaults) if defaults else body
+        context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)
         quantization = self._services.base_models[model.base_model].quantization
         trace.set_call(call, model.base_model, quantization, model.trained_on)

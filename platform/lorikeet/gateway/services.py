@@ -12,6 +12,7 @@ from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
@@ -132,6 +133,8 @@ class ServedModel:
     chat_template: digest of the chat template in its folder (template_digest); None without a
         template.
     vocabulary: vocabulary of the tokenizer in its folder; None if unknown.
+    sampling_defaults: values of sampling fields that a request leaves out, by field; fields without
+        a value here have the API's defaults.
     """
 
     shape: BaseShape
@@ -139,6 +142,7 @@ class ServedModel:
     quantization: str | None = None
     chat_template: str | None = None
     vocabulary: Vocabulary | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +202,18 @@ class Services:
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:
-    """Read config.json of every base model's folder.
+    """Read config.json and generation_config.json of every base model's folder.
 
     The aliases of a base model are its folder's name and the name in config.json. Raises
     InvalidSetting, which names the folder, if it cannot be read.
     """
-    models = settings.base_models
-    return {name: _read(models[name], settings.weight_dtype[name]) for name in models}
+    return {
+        name: _read(folder, settings.weight_dtype[name], settings.generation_config[name])
+        for name, folder in settings.base_models.items()
+    }
 
 
-def _read(folder: Path, weight_dtype: str) -> ServedModel:
+def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedModel:
     try:
         config = read_config(folder)
         shape, stored = BaseShape.from_config(config), quantized_linears(config)
@@ -222,4 +228,5 @@ def _read(folder: Path, weight_dtype: str) -> ServedModel:
         served_quantization(stored, weight_dtype),
         template_digest(folder),
         read_vocabulary(folder),
+        read_sampling_defaults(folder) if generation_config == "auto" else {},
     )
