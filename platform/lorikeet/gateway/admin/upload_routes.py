@@ -203,7 +203,7 @@ class UploadEndpoints:
     def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:
         """Return warnings of differences between the trainer's folder and the base model's."""
         served, trained = self._services.base_models[base_model], wanted.vocabulary
-        vocabulary = trained and Vocabulary(trained.trained, trained.added)
+        vocabulary = None if trained is None else Vocabulary(trained.trained, trained.added)
         return {
             "template_warning": template_warning(
                 wanted.chat_template, served.chat_template, base_model
