@@ -9,15 +9,14 @@ with the same signatures; there a single token is multiplied unrounded (kernels/
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.by_device import by_device
 
+_operators = by_device(__name__)
 FIRST_WITH_FP8 = (8, 9)
 """Lowest CUDA compute capability with FP8 products: 8.9, Ada."""
 DTYPE = torch.float8_e4m3fn
@@ -127,10 +126,3 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         )
     if dtype is not torch.bfloat16:  # the only result dtype of torch's product on Ada too
         raise SettingsError(f"dtype={dtype}: FP8 weights want bfloat16 on a GPU")
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.fp8.{name}")

@@ -9,12 +9,12 @@ wanted; `fused` holds Triton kernels with the same signatures.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
+
+_operators = by_device(__name__)
 ROW, COUNT, SCALE, FIELDS = range(4)
 """Columns of `wanted` [n, FIELDS] int64, which selects rows of logits.
 
@@ -86,10 +86,3 @@ def set_rank(
     The arguments are those of `set_given`. All logits of the rows are read.
     """
     _operators(logits.device.type).set_rank(found, logits, wanted, tokens)
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.log_softmax.{name}")

@@ -4,13 +4,13 @@
 same signature.
 """
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
+
 __all__ = ["forbid_others"]
+
+_operators = by_device(__name__)
 
 
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -22,10 +22,3 @@ def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tenso
       8, counted from the lowest, of byte t // 8 is set
     """
     _operators(logits.device.type).forbid_others(logits, rows, allowed)
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.masks.{name}")

@@ -13,17 +13,16 @@ on the order in which programs run.
 `one_token`: a single token's experts in Triton, without sorting.
 """
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"]
+
+_operators = by_device(__name__)
 
 
 def route(
@@ -104,10 +103,3 @@ def experts_of_one(
         x, gate_up, down, logits, lora, per_token, normalised=normalised, gelu=gelu
     )
     return y
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.moe.{name}")

@@ -5,12 +5,12 @@ same signature and bit-equal results.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
+
+_operators = by_device(__name__)
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
 """Columns of PenaltyState.penalties: the repetition, frequency and presence penalty."""
 IN_PROMPT, IN_OUTPUT = 1, 2
@@ -53,10 +53,3 @@ def penalise(
     """
     changed: torch.Tensor = _operators(logits.device.type).penalise(logits, rows, slots, state)
     return changed
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.penalties.{name}")

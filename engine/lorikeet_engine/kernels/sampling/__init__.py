@@ -21,12 +21,11 @@ contains all of them.
 same signature.
 """
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
+
+_operators = by_device(__name__)
 ROW, UNIFORM, SCALE, TOP_K, TOP_P, LEAST, DRAW_FIELDS = range(7)
 """Columns of `draws` [rows, DRAW_FIELDS] int64, one row for each token to draw.
 
@@ -76,10 +75,3 @@ def draw_tokens(
     draws [rows, DRAW_FIELDS] int64: parameters of each draw
     """
     _operators(logits.device.type).draw_tokens(logits, best, tokens, draws)
-
-
-@cache
-def _operators(device_type: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    name = "fused" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.sampling.{name}")

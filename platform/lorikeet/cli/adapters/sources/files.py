@@ -28,7 +28,7 @@ def adapter_files(
     """Return the files to copy: config, weights (in one file or in shards), files of
     chat template and tokenizer.
 
-    source: named in errors.
+    source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
     read: returns the content of a small file.
     Raises InvalidInput.
