@@ -21,7 +21,7 @@ MAX_ADDED = 16_384
 _SHOWN = 3
 
 
-class Vocabulary(NamedTuple):
+class TokenizerVocabulary(NamedTuple):
     """Vocabulary of a tokenizer.
 
     trained: SHA-256 in hex of the vocabulary without added tokens; None if unknown.
@@ -32,7 +32,7 @@ class Vocabulary(NamedTuple):
     added: Mapping[str, int]
 
 
-def read_vocabulary(folder: Path) -> Vocabulary | None:
+def read_vocabulary(folder: Path) -> TokenizerVocabulary | None:
     """Return the vocabulary of a folder's tokenizer; None without a file of one that can be read.
 
     Skips files larger than MAX_TOKENIZER_BYTES and files that are not regular.
@@ -41,16 +41,16 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
         try:
             found = json.loads(bounded_text(folder / name, MAX_TOKENIZER_BYTES))
             if name == "added_tokens.json":
-                return Vocabulary(None, _ids(found))
+                return TokenizerVocabulary(None, _ids(found))
             added = {each["content"]: each["id"] for each in found.get("added_tokens") or ()}
-            return Vocabulary(_digest(found["model"]["vocab"]), _ids(added))
+            return TokenizerVocabulary(_digest(found["model"]["vocab"]), _ids(added))
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
             continue
     return None
 
 
 def vocabulary_warning(
-    trained: Vocabulary | None, served: Vocabulary | None, base_model: str
+    trained: TokenizerVocabulary | None, served: TokenizerVocabulary | None, base_model: str
 ) -> str | None:
     """Return a warning if an adapter's tokenizer has tokens that its base model's reads otherwise.
 

@@ -20,7 +20,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
-from lorikeet.tokenizer_vocabulary import Vocabulary, read_vocabulary
+from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
 from lorikeet.usage.ledger import UsageLedger
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
@@ -141,7 +141,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     quantization: str | None = None
     chat_template: str | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: TokenizerVocabulary | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 

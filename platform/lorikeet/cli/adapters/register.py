@@ -16,7 +16,7 @@ from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet.tokenizer_vocabulary import Vocabulary, read_vocabulary
+from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -99,7 +99,7 @@ def _send(
     about: dict[str, str | None],
     *,
     quiet: bool,
-) -> tuple[str, str | None, Vocabulary | None]:
+) -> tuple[str, str | None, TokenizerVocabulary | None]:
     """Pack a source into one file and upload it.
 
     Returns the SHA-256 of the file, and that of the adapter's chat template or None, and the

@@ -29,7 +29,7 @@ from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
-from lorikeet.tokenizer_vocabulary import MAX_ADDED, Vocabulary, vocabulary_warning
+from lorikeet.tokenizer_vocabulary import MAX_ADDED, TokenizerVocabulary, vocabulary_warning
 from lorikeet_engine.adapter_format import ValueScan
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -51,7 +51,7 @@ class BeginUpload(Body):
 
 
 class TrainedVocabulary(Body):
-    """Vocabulary of the tokenizer in a trainer's folder; see Vocabulary."""
+    """Vocabulary of the tokenizer in a trainer's folder; see TokenizerVocabulary."""
 
     trained: Digest | None = None
     added: Annotated[dict[str, int], Field(max_length=MAX_ADDED)]
@@ -203,12 +203,14 @@ class UploadEndpoints:
     def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:
         """Return warnings of differences between the trainer's folder and the base model's."""
         served, trained = self._services.base_models[base_model], wanted.vocabulary
-        vocabulary = None if trained is None else Vocabulary(trained.trained, trained.added)
+        vocabulary = (
+            None if trained is None else TokenizerVocabulary(trained.trained, trained.added)
+        )
         return {
             "template_warning": template_warning(
                 wanted.chat_template, served.chat_template, base_model
             ),
-            "vocabulary_warning": vocabulary_warning(vocabulary, served.vocabulary, base_model),
+            "vocabulary_warning": vocabulary_warning(trained, served.vocabulary, base_model),
         }
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
