@@ -202,10 +202,8 @@ class UploadEndpoints:
 
     def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:
         """Return warnings of differences between the trainer's folder and the base model's."""
-        served, trained = self._services.base_models[base_model], wanted.vocabulary
-        vocabulary = (
-            None if trained is None else TokenizerVocabulary(trained.trained, trained.added)
-        )
+        served, sent = self._services.base_models[base_model], wanted.vocabulary
+        trained = None if sent is None else TokenizerVocabulary(sent.trained, sent.added)
         return {
             "template_warning": template_warning(
                 wanted.chat_template, served.chat_template, base_model
