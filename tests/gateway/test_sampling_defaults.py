@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from lorikeet.client import Client
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.gateway.services import ServedModel, read_base_models
 from lorikeet.settings import Settings
-from tests.gateway.conftest import SHAPE, Gateway, chat, serving
+from tests.gateway.conftest import SHAPE, Gateway, chat, repeat, serving
+from tests.gateway.scripted_replica import ScriptedReplica
 
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
 DEMO = Path("demo/model")
@@ -132,3 +134,15 @@ def test_the_setting_leaves_out_the_defaults_of_some_base_models(tmp_path: Path)
     assert served["b"].sampling_defaults == {}
     everywhere = read_base_models(Settings(base_models=folders, generation_config="none"))
     assert not any(each.sampling_defaults for each in everywhere.values())
+
+
+def test_a_trainers_samples_are_of_the_whole_distribution(gateway: Gateway, tmp_path: Path) -> None:
+    replica = ScriptedReplica(tmp_path)
+    gateway.engines.replay = replica.writes("fine<|eos|>")
+    try:
+        Client(gateway.url, gateway.keys["acme"]).sample("tiny", (5, 6), top_p=0.5, max_tokens=8)
+    finally:
+        gateway.engines.replay = repeat
+    sampling = gateway.engines.last.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 0.5, 0)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)
