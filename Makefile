@@ -12,6 +12,7 @@ SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loa
 # their halves take about as long.
 ENGINE_TESTS := tests/engine tests/corpus tests/demo tests/gpu tests/cli/test_convert.py \
 	tests/doctor/test_machine.py tests/doctor/test_own_model_page.py \
+	tests/gateway/test_trainer_client.py \
 	tests/loadtest/engine tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py \
 	tests/replica/test_engine_settings.py
 # These hold times to bounds, and run alone.

@@ -8,15 +8,18 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from demo.service_process import STOP_SIGNAL
 from lorikeet.errors import InvalidSetting
 
 KEYS = Path(".lorikeet")
 _RUNNING = KEYS / "serve.pid"
-_STOP_S = 20  # after SIGTERM, on which `make serve` kills its processes after 10
+_STOP_S = 80  # `make serve` kills its processes after 60
 
 
 def hold_pid_file() -> TextIO:
     """Mark this folder's service as running for as long as the returned file is open.
+
+    From then on `make stop` raises KeyboardInterrupt here.
 
     Raises InvalidSetting if the service runs already, or the folder belongs to another user.
     """
@@ -28,6 +31,7 @@ def hold_pid_file() -> TextIO:
         raise InvalidSetting(f"{error}: {KEYS} must be a folder of yours; remove it") from error
     if not _lock(file):
         raise InvalidSetting("the service of this folder runs already: `make stop` stops it")
+    signal.signal(STOP_SIGNAL, signal.default_int_handler)
     file.truncate(0)
     print(os.getpid(), file=file, flush=True)
     return file
@@ -42,7 +46,7 @@ def stop() -> int:
         if _lock(file):
             print("No service of this folder runs.")
             return 0
-        os.kill(int(file.read()), signal.SIGTERM)
+        os.kill(int(file.read()), STOP_SIGNAL)
         deadline = time.monotonic() + _STOP_S
         while time.monotonic() < deadline:
             if _lock(file):

@@ -11,6 +11,11 @@ from types import FrameType
 
 import psutil
 
+STOP_SIGNAL = signal.SIGUSR1
+"""Signal of `make stop`: raises KeyboardInterrupt in `make serve`, where SIGINT may be ignored.
+
+SIGTERM would leave the service less time, as its senders may kill soon after.
+"""
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,7 +48,7 @@ class ServiceProcess:
         heeded = [each for each in _TERMINATING if signal.getsignal(each) is not signal.SIG_IGN]
         before = {
             each: signal.signal(each, lambda number, _: came.append(number))
-            for each in (signal.SIGINT, *heeded)
+            for each in (signal.SIGINT, STOP_SIGNAL, *heeded)
         }
         try:
             self._process = subprocess.Popen(
@@ -67,7 +72,7 @@ class ServiceProcess:
 
     def stop(self, within_s: float) -> int:
         """End the command as Ctrl-C does, or by force after `within_s`; return the exit status."""
-        for late in _TERMINATING:  # make and a shell may both forward them
+        for late in (STOP_SIGNAL, *_TERMINATING):  # make and a shell may both forward them
             signal.signal(late, signal.SIG_IGN)
         if self._process is None:
             return 0

@@ -1,7 +1,7 @@
 """Start of the service with the demo.
 
-Creates the demo's catalog with its tenants and adapters if there is none, runs
-`serve run serve_app:app`, prints the commands to try once the service answers, and stops the
+Creates the demo's catalog with its tenants and adapters if there is none, runs the application
+(serve_on_port.py), prints the commands to try once the service answers, and stops the
 service on Ctrl-C. The environment variable PORT sets the tenants' port.
 """
 
@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 from demo.fill_catalog import ADMIN_KEY, DemoKeys, fill_catalog
 from demo.running import KEYS, hold_pid_file
-from demo.service_process import ServiceProcess, Terminated, raise_when_terminated
+from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
 from demo.tasks import TASKS
-from lorikeet.addresses import SERVES_PORT, public_port
+from lorikeet.addresses import public_port
 from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.errors import InvalidSetting, LorikeetError
 from lorikeet.settings import Settings
@@ -70,6 +70,7 @@ def _run(
     command: list[str], environ: Mapping[str, str], keys: DemoKeys, public: str, admin: str
 ) -> int:
     raise_when_terminated()
+    say("Starting… (half a minute or so)")
     service, stop_s = ServiceProcess(command, environ), _TERMINATE_S
     try:
         service.start()
@@ -82,7 +83,7 @@ def _run(
         else:
             print("The service did not start; its output above says why.", file=sys.stderr)
         service.stop(_TERMINATE_S)
-        return 1  # `serve run` itself exits with 0 after most failures
+        return 1
     except KeyboardInterrupt:
         return service.stop(stop_s)
     except (Terminated, OSError):  # OSError: the output is closed
@@ -90,8 +91,6 @@ def _run(
 
 
 def _command(port: int, host: str) -> list[str]:
-    if port == SERVES_PORT:
-        return [sys.executable, "-m", "demo.serve_run"]
     return [sys.executable, "-m", "demo.serve_on_port", host, str(port)]
 
 
@@ -165,7 +164,8 @@ def _greet(keys: DemoKeys, public: str, admin: str) -> None:
 
 
 def _curl(public: str, key: str, model: str, prompt: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": prompt}]})
+    message = {"role": "user", "content": prompt}
+    body = json.dumps({"model": model, "messages": [message], "temperature": 0})
     quoted = shlex.quote(body)
     return (
         f"  curl {public}/v1/chat/completions -H 'Authorization: Bearer {key}' \\\n"

@@ -3,11 +3,9 @@
 import functools
 import gc
 import os
-import random
 import signal
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx._transports.default as transports
 import pytest
@@ -26,10 +24,6 @@ os.environ.setdefault(
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "lorikeet.serving.proxy_middleware:middlewares"
 )
 
-_ADDITIONS = compile("x = 0\nfor i in range(1_000_000):\n    x += i", __file__, "exec")
-_ADDITIONS_S = 0.085
-_WALK_S = 0.11
-
 # A script's background jobs ignore Ctrl-C, as do their children; tests of Ctrl-C send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,14 +32,13 @@ gc.disable()  # Off until collection ends: a sixth of its time was walks through
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all imported objects from garbage collection, which is a tenth of the run time."""
-    gc.collect()
+    """Exempt all imported objects from garbage collection.
+
+    Walks through imported objects would be a tenth of the run time. Each walk takes 1 to 2 s, and
+    pytest does several when a process ends: the objects stay exempt until then.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,47 +58,6 @@ def _certificates_read_once() -> Iterator[None]:
         once = functools.cache(transports.create_ssl_context)
         patch.setattr(transports, "create_ssl_context", once)
         yield
-
-
-@pytest.fixture
-def slowdown() -> Callable[[], float]:
-    """Factor, at least 1, by which this machine is slower now than the machine on which time bounds
-    were set.
-
-    Tests with an absolute bound on processor time multiply the bound by slowdown(), called
-    after the timed code. A host gives a virtual machine more or less speed from hour to hour,
-    and its processor time counts both alike. Measured: a million additions at a module's level
-    took 0.085 s when the bounds were set, and on another day 0.114 to 0.15 on the same machine
-    with nothing else to do; a scrape of tests/metrics/test_size.py took 0.06 to 0.09 s and then
-    0.113 to 0.123, and a choice of tests/routing/test_choice_time.py 0.3 ms and then 0.34 to
-    0.57.
-
-    On a third day additions took 0.06 s, a scrape 0.107 to 0.136 and a choice 0.33 to 0.50 ms:
-    reads of memory were slow. So a walk over objects is timed as well, which took 0.17 to 0.19
-    s that day; its time when the bounds were set is unknown, and _WALK_S is a guess.
-    """
-    before = _slowness()
-    return lambda: max(1.0, (before + _slowness()) / 2)
-
-
-def _slowness() -> float:
-    """Return the larger ratio of time now to time then, for additions and for a walk over
-    objects.
-    """
-    began_s = time.thread_time()
-    exec(_ADDITIONS, {})
-    added_s = time.thread_time()
-    keys = [str(number) for number in range(200_000)]
-    random.Random(1).shuffle(keys)  # neighbours lie apart in memory
-    walk_s = min(_walk_s(keys) for _ in range(2))  # the first walk also allocates the memory
-    return max((added_s - began_s) / _ADDITIONS_S, walk_s / _WALK_S)
-
-
-def _walk_s(keys: list[str]) -> float:
-    began_s = time.thread_time()
-    objects = {key: (key, 1.0) for key in keys}
-    assert sum(objects[key][1] for key in keys) == len(sorted(keys))
-    return time.thread_time() - began_s
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,8 @@ class AdapterRef:
 class TouchedModules:
     """Modules of the base model that an adapter changes.
 
-    linears: names in the model's order; lm_head and embed_tokens may be among them.
+    linears: names of the adapted linears in the model's order, which may include lm_head and
+        embed_tokens.
     layers: number of decoder layers in which a linear is adapted.
     min_rank: smallest rank of an adapted linear.
     parameters: number of elements of all A and B, and of the rows of trained tokens.

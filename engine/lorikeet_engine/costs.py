@@ -15,15 +15,15 @@ SEEN_IN_PIECES = 1 << 16
 runs the step as several graphs.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, the
-step's decodes cost more on CUDA.
+"""Number of tokens that a step's prompts attend to (Σ seen_tokens) at which the step's decodes
+begin to cost more on CUDA.
 
-The decodes of such a step have attention kernels of their own.
+The decodes of such a step, or of one with a larger number, have attention kernels of their own.
 """
 
 
 class RowsTime(NamedTuple):
-    """Time of a step with this many tokens, without attention and adapters."""
+    """Time of a step by its number of tokens, without attention and adapters."""
 
     tokens: int
     seconds: float

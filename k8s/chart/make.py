@@ -1,7 +1,8 @@
-"""Generator of the chart's files that come from manifests: python -m k8s.chart.make.
+"""Generator of the chart's files that come from elsewhere: python -m k8s.chart.make.
 
 The manifests that kustomize renders become templates, with the chart's values at the paths named
-here. A component's additions become conditional on a value.
+here. A component's additions become conditional on a value. `values.schema.json` gets the names of
+all settings, so that Helm refuses a misspelt one.
 """
 
 import json
@@ -11,13 +12,16 @@ from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from pydantic.fields import FieldInfo
 
 from k8s.chart.template import Manifest, Template
+from lorikeet.settings import PREFIX, Settings
 
 HERE = Path(__file__).parent
+SCHEMA = "values.schema.json"
 # Component → value that enables it.
 COMPONENTS = {
     "autoscaling": ".Values.autoscaling.enabled",
@@ -113,6 +117,27 @@ def made() -> dict[str, str]:
     return files
 
 
+def values_schema() -> str:
+    """Return the text of values.schema.json: the file's own, with the schema of `settings` anew."""
+    schema = json.loads((HERE / SCHEMA).read_text())
+    schema["properties"]["settings"] = {
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {"^(AWS|RAY)_[A-Za-z0-9_]+$": {"type": "string"}},
+        "properties": {
+            PREFIX + name.upper(): _setting(field) for name, field in Settings.model_fields.items()
+        },
+    }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _setting(field: FieldInfo) -> dict[str, Any]:
+    """Return the schema of a setting's value, which is never empty."""
+    if get_origin(field.annotation) is Literal:
+        return {"enum": list(get_args(field.annotation))}
+    return {"type": "string", "pattern": r"\S"}
+
+
 def _note(source: str) -> str:
     return "{{- /* Made of k8s/" + source + " by make.py. */ -}}\n"
 
@@ -171,5 +196,6 @@ def _objects(node: Any) -> Iterator[Manifest]:
 
 
 if __name__ == "__main__":
+    (HERE / SCHEMA).write_text(values_schema())
     for name, text in made().items():
         (HERE / name).write_text(text)

@@ -28,7 +28,7 @@ from lorikeet.addresses import (
 from lorikeet.errors import InvalidSetting
 from lorikeet.sizes import parse_size
 
-_PREFIX = "LORIKEET_"
+PREFIX = "LORIKEET_"
 _CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # only the CLI's
 
 
@@ -282,7 +282,7 @@ class Settings(BaseModel):
         replicas = given.data.get("replicas", {})
         for name, most in value.items():
             if most < replicas.get(name, 1):
-                raise ValueError(f"want at least {_PREFIX}REPLICAS, which is {replicas[name]}")
+                raise ValueError(f"want at least {PREFIX}REPLICAS, which is {replicas[name]}")
         return value
 
     @classmethod
@@ -292,13 +292,13 @@ class Settings(BaseModel):
         Raises InvalidSetting for an invalid or empty value, or an unknown name.
         """
         given = {
-            name.removeprefix(_PREFIX).lower(): value
+            name.removeprefix(PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(_PREFIX) and name not in _CLIENT_VARIABLES
+            if name.startswith(PREFIX) and name not in _CLIENT_VARIABLES
         }
         for name, value in given.items():
             if not value.strip():
-                variable = _PREFIX + name.upper()
+                variable = PREFIX + name.upper()
                 raise InvalidSetting(f"{variable} is set but empty: unset it or give a value")
         try:
             return cls.model_validate(given)
@@ -308,9 +308,9 @@ class Settings(BaseModel):
 
 
 def _describe(problem: Any) -> str:
-    name = _PREFIX + str(problem["loc"][0]).upper()
+    name = PREFIX + str(problem["loc"][0]).upper()
     if problem["type"] == "extra_forbidden":
-        known = sorted(_PREFIX + field.upper() for field in Settings.model_fields)
+        known = sorted(PREFIX + field.upper() for field in Settings.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         meant = f": did you mean {close[0]}?" if close else "."
         return f"{name} is not a setting{meant} There are {', '.join(known)}"

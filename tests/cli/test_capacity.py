@@ -7,13 +7,17 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
+from lorikeet.cli.planning import capacity
 from lorikeet.cli.planning.capacity_file import parse_needs
+from lorikeet.simulator.capacity import Capacity
+from lorikeet.simulator.forecast import CapacityNeeds
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--adapters", "50", "--requests-per-s", "5", "--gpu-memory", "4GiB"]
@@ -39,6 +43,22 @@ gpu = "3GiB"
 host = "1GiB"
 disk = "16GiB"
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_planned_once() -> Iterator[None]:
+    """Simulate equal needs once, because each answer takes seconds."""
+    plan, planned = capacity.plan_capacity, dict[str, Capacity]()
+
+    def plan_once(needs: CapacityNeeds, on_simulation: Callable[[int], None]) -> Capacity:
+        key = repr(needs)
+        if key not in planned:
+            planned[key] = plan(needs, on_simulation)
+        return planned[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity, "plan_capacity", plan_once)
+        yield
 
 
 def run(*arguments: str) -> Result:

@@ -19,7 +19,7 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
     said = doctor(missing)
     assert said.exit_code == 1
     assert f"problem  catalog: there is no catalog at {tmp_path}/catalog" in said.stdout
-    assert "→ lorikeet init" in said.stdout
+    assert "→ correct LORIKEET_CATALOG, or `lorikeet init`" in said.stdout
     assert "It cannot start with these settings. Problems: " in said.stdout
     answer = json.loads(doctor(missing, "--json").stdout)
     assert answer["can_start"] is False
@@ -27,7 +27,7 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
         "check": "catalog",
         "severity": "problem",
         "message": f"there is no catalog at {tmp_path}/catalog",
-        "fix": "lorikeet init",
+        "fix": "correct LORIKEET_CATALOG, or `lorikeet init` for a new one",
     } in answer["findings"]
 
 

@@ -51,6 +51,12 @@ def test_make_stop_stops_the_service_of_this_folder(service, tmp_path):
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
+def test_make_stop_interrupts_the_service_as_ctrl_c_does(service, tmp_path):
+    """And not by SIGTERM, after which the service kills its processes within ten seconds."""
+    stop(tmp_path)
+    assert "KeyboardInterrupt" in service.stderr.read()
+
+
 def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path):
     bin_folder = f"BIN={Path(sys.executable).parent}"
     for said in ("Stopped.", ""):  # the second time nothing runs

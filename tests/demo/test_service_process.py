@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from demo.service_process import STOP_SIGNAL
+
 ROOT = Path(__file__).parents[2]
 
 # Exits on SIGINT with 0, as `serve run` does, and leaves a worker, as a killed one does.
@@ -26,8 +28,10 @@ except KeyboardInterrupt:
 
 # With a third argument the service answers seconds before its start is over.
 RUNNER = """
-import os, subprocess, sys, time
-from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
+import os, signal, subprocess, sys, time
+from demo.service_process import (
+    STOP_SIGNAL, ServiceProcess, Terminated, raise_when_terminated, say,
+)
 
 class SlowlyStarted(subprocess.Popen):
     def __init__(self, *arguments, **options):
@@ -37,6 +41,7 @@ class SlowlyStarted(subprocess.Popen):
 if len(sys.argv) > 3:
     subprocess.Popen = SlowlyStarted
 raise_when_terminated()
+signal.signal(STOP_SIGNAL, signal.default_int_handler)
 service = ServiceProcess([sys.executable, "-c", sys.argv[1]], os.environ)
 try:
     service.start()
@@ -108,6 +113,13 @@ def test_a_signal_ends_the_service_and_its_workers(piped, number):
     assert run.send(number) == 0
     assert is_gone(worker)
     assert b"Stopped." in run.process.stdout.read()
+
+
+def test_make_stop_ends_a_background_service_of_a_script_without_an_error(piped):
+    run, worker = piped(ignored=[signal.SIGINT], stops_s=1)
+    assert run.send(STOP_SIGNAL) == 0
+    assert is_gone(worker)
+    assert run.process.stdout.read().splitlines()[-1] == b"Stopped."
 
 
 def test_a_background_service_of_a_script_ends_on_sigterm(piped):

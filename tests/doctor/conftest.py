@@ -49,22 +49,30 @@ class Patient:
     wait_s: float = 60.0
     more: Mapping[str, str] = field(default_factory=dict)
 
-    def examined(self, *names: str, **changes: object) -> list[Finding]:
-        """Run checks on a changed patient.
+    def planned(self, **changes: object) -> PlannedStart:
+        """Return the start of a changed patient.
 
-        names: names of the checks to run; none: all checks.
         changes: fields of the Patient to replace.
         """
         it = replace(self, **changes)  # type: ignore[arg-type]
-        planned = PlannedStart(
+        return PlannedStart(
             {name: value for name, value in {**it.environ, **it.more}.items() if value},
             it.gpu_memory,
             it.http_port,
             find_gpus=lambda: it.cuda,
             find_host=lambda: it.host,
         )
+
+    def examined(self, *names: str, **changes: object) -> list[Finding]:
+        """Run checks on a changed patient.
+
+        names: names of the checks to run; none: all checks.
+        changes: fields of the Patient to replace.
+        """
+        within_s = replace(self, **changes).wait_s  # type: ignore[arg-type]
         checks = [check for check in CHECKS if not names or check.name in names]
-        return run_checks(planned, [replace(check, within_s=it.wait_s) for check in checks])
+        timed = [replace(check, within_s=within_s) for check in checks]
+        return run_checks(self.planned(**changes), timed)
 
 
 def faults(findings: list[Finding]) -> list[Finding]:

@@ -16,6 +16,7 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError, Unavailable
+from lorikeet.gateway import catalog_view as module
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.catalog_view import MIN_GAP_S, GatewayCatalogView
 from lorikeet.gateway.services import Services
@@ -269,6 +270,29 @@ def test_an_outages_begin_and_end_are_logged_once_each(
         "catalog_unreachable",
         "catalog_reachable",
     ]
+
+
+@pytest.mark.parametrize("has_view", [True, False])
+def test_without_any_view_an_outage_is_logged_again_with_what_is_awaited(
+    reader: CountingReader,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_view: bool,
+) -> None:
+    monkeypatch.setattr(module, "REMINDER_S", 0.0)
+
+    async def live_through() -> None:
+        catalog_view = GatewayCatalogView(reader, HOUR)
+        if has_view:
+            await catalog_view.refresh()
+        reader.fails = True
+        for _ in range(3):
+            await catalog_view.refresh()
+
+    asyncio.run(live_through())
+    logged = [record for record in caplog.records if record.msg == "catalog_unreachable"]
+    assert len(logged) == (1 if has_view else 3)
+    assert all("503 until" in getattr(each, "waits", "") for each in logged) == (not has_view)
 
 
 def test_following_goes_on_after_an_outage(reader: CountingReader) -> None:

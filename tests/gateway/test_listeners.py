@@ -4,8 +4,11 @@ import asyncio
 import http.client
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +18,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from loadtest.ports import free_port
 from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting
+from lorikeet.gateway import listeners
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.listeners import AdminListener, PublicListener
@@ -66,6 +70,30 @@ def gateway(name: str, address: Address) -> Iterator[str]:
     AdminListener(address).open_with(app)
     with listening(PublicListener(app)) as url:
         yield url
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/models", lambda error: error["code"]),
+        ("/v1/messages", lambda error: error["details"]["error_code"]),
+    ],
+)
+def test_a_request_that_the_end_of_its_gateway_cuts_gets_its_apis_error(
+    path: str,
+    code: Callable[[Any], str],
+    address: Address,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listeners, "_LAST_REQUESTS_S", 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        with gateway("a", address):
+            cut = pool.submit(CLIENT.get, f"http://{address}{path}?wait_s=20")
+            time.sleep(0.5)  # until the request has arrived
+        answer = cut.result()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert code(answer.json()["error"]) == "unavailable"
 
 
 @pytest.mark.parametrize("path", PUBLIC)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmValuesError, lint
 
-from k8s.chart.make import COMPONENTS, HERE, made, rendered
+from k8s.chart.make import COMPONENTS, HERE, SCHEMA, made, rendered, values_schema
 from lorikeet.settings import Settings
 from tests.k8s.manifests import Manifest, containers, problems, render
 
@@ -56,6 +56,10 @@ def test_generated_files_of_the_chart_are_up_to_date() -> None:
         assert (HERE / name).read_text() == text, "run python -m k8s.chart.make"
 
 
+def test_the_schema_of_values_lists_every_setting() -> None:
+    assert (HERE / SCHEMA).read_text() == values_schema(), "run python -m k8s.chart.make"
+
+
 @needs_kubectl
 @pytest.mark.parametrize("components", [(), *((each,) for each in COMPONENTS), tuple(COMPONENTS)])
 def test_the_chart_equals_the_overlay_with_the_enabled_components(
@@ -96,6 +100,18 @@ def test_every_object_fits_its_schema() -> None:
 def test_helm_lint_accepts_the_chart() -> None:
     found = lint(HERE, {}, strict=True)["messages"]
     assert [each["error"] for each in found] == ["icon is recommended"]
+
+
+def test_helm_lint_names_a_misspelt_setting() -> None:
+    values = {"settings": {"LORIKEET_MAX_RUNING": "100"}}
+    errors = [each["error"] for each in lint(HERE, values, strict=True)["messages"]]
+    assert any("LORIKEET_MAX_RUNING" in error for error in errors)
+
+
+def test_variables_of_ray_and_aws_are_settings_too() -> None:
+    theirs = {"RAY_worker_niceness": "0", "AWS_MAX_ATTEMPTS": "3"}
+    _, data = settings(chart(settings=theirs))
+    assert data.items() > theirs.items()
 
 
 def test_values_become_settings() -> None:
@@ -267,6 +283,10 @@ def test_monitors_equal_the_kustomization_with_labels() -> None:
         ({"engines": {"replicas": 0}}, "minimum"),
         ({"catalog": {"url": "/var/lib/lorikeet"}}, "catalog"),
         ({"settings": {"LORIKEET_MAX_RUNNING": 100000000}}, "string"),
+        ({"settings": {"LORIKEET_MAX_RUNING": "100"}}, "LORIKEET_MAX_RUNING"),
+        ({"settings": {"MAX_RUNNING": "100"}}, "MAX_RUNNING"),
+        ({"settings": {"LORIKEET_MAX_RUNNING": " "}}, "LORIKEET_MAX_RUNNING"),
+        ({"settings": {"LORIKEET_DEVICE": "gpu"}}, "LORIKEET_DEVICE"),
         ({"image": {"digest": "latest"}}, "digest"),
         ({"head": {"priorityClass": "high"}}, "priorityClass"),
         ({"autoscaling": {"maxReplicas": "4"}}, "maxReplicas"),

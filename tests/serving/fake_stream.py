@@ -22,9 +22,11 @@ class FakeStream:
 
     async def __anext__(self):
         item = await self._said.get()
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         return item
 
     def cancel(self):
+        """End the stream, as gRPC does."""
         self.cancelled = True
+        self.say(asyncio.CancelledError())

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
@@ -77,8 +79,7 @@ def controlled(settings: Settings, watch: Callable[[], Awaitable[None]]) -> None
     async def run() -> None:
         controller = Controller(settings, {"lorikeet-demo": None})  # type: ignore[dict-item]
         await watch()
-        for task in (controller._task, controller._snapshots, controller._compaction):
-            task.cancel()
+        controller.__del__()
 
     asyncio.run(run())
 
@@ -127,3 +128,47 @@ def test_replicas_that_start_during_an_outage_get_their_pins(
         store.answers.set()
 
     controlled(settings, watch)
+
+
+def test_a_controller_that_serve_ends_reads_and_logs_nothing_more(
+    settings: Settings,
+    store: HangingStore,
+    catalog: AdapterCatalog,
+    replicas: Replicas,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> None:
+        controller = Controller(settings, {"lorikeet-demo": None})  # type: ignore[dict-item]
+        await pinned_on(replicas, "p")
+        controller.__del__()
+        await asyncio.sleep(0.2)  # until a read that had begun has ended
+        store.is_away = True
+        asked = len(replicas.received)
+        await asyncio.get_running_loop().shutdown_default_executor()  # as at a process's end
+        await asyncio.sleep(0.1)
+        assert len(replicas.received) == asked
+
+    asyncio.run(run())
+    assert '"level": "error"' not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [RayActorError(), RayServeException("the handle is shut down")])
+def test_a_deployment_that_ends_is_no_failed_tick(
+    settings: Settings,
+    store: HangingStore,
+    catalog: AdapterCatalog,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    class Ending:
+        def broadcast(self, *_: object) -> None:
+            raise error
+
+    async def run() -> None:
+        controller = Controller(settings, {"lorikeet-demo": Ending()})  # type: ignore[dict-item]
+        await asyncio.sleep(0.3)
+        controller.check_health()
+        controller.__del__()
+
+    asyncio.run(run())
+    assert '"level": "error"' not in capfd.readouterr().err

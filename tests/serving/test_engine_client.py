@@ -114,6 +114,27 @@ def test_an_answer_comes_on_the_response_stream_and_its_call_is_not_cancelled():
     run(scenario)
 
 
+@pytest.mark.parametrize("ended_by_serve", [True, False])
+def test_a_cancelled_call_ends_by_itself_and_its_task_is_cancelled_only_if_it_does_not(
+    monkeypatch, ended_by_serve
+):
+    """grpc.aio keeps memory of each call that is cancelled by its task."""
+    monkeypatch.setattr(engines_module, "_CANCEL_S", 20 if ended_by_serve else 0.02)
+    if not ended_by_serve:
+        monkeypatch.setattr(FakeStream, "cancel", lambda _: None)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER, b"a")
+        await asyncio.sleep(0.01)
+        (awaiting,) = [task for task in engines._tasks if "_await_call" in repr(task)]
+        asking.cancel()
+        await until(awaiting.done)
+        assert awaiting.cancelling() == (0 if ended_by_serve else 1)
+
+    run(scenario)
+
+
 def test_closing_the_answer_cancels_the_call():
     async def scenario(engines, handle):
         async with aclosing(engines.stream_answer(BASE, CALL)) as items:

@@ -1,6 +1,7 @@
 """Middleware of Serve's proxy: Serve's own answers, request ids, pacing by key."""
 
 import asyncio
+import json
 import time
 from base64 import b64encode
 from collections.abc import Mapping
@@ -15,10 +16,15 @@ from ray.serve._private.http_util import (
 )
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.testclient import TestClient, WebSocketDenialResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.serving import proxy_middleware
-from lorikeet.serving.proxy_middleware import START_INTERVAL_S, KeyPacingMiddleware, middlewares
+from lorikeet.serving.proxy_middleware import (
+    START_INTERVAL_S,
+    KeyPacingMiddleware,
+    UnavailableMiddleware,
+    middlewares,
+)
 
 
 def answer(
@@ -82,6 +88,51 @@ def test_serves_own_503_becomes_an_anthropic_error_for_anthropic_clients() -> No
     refused = answer(serve_says(503, "…", (b"x-request-id", b"theirs")), "/v1/messages")
     assert (refused.status_code, refused.json()["request_id"]) == (503, "theirs")
     assert refused.json()["error"]["details"] == {"error_code": "unavailable"}
+
+
+def test_serves_own_500_for_a_gateway_that_ended_becomes_a_503_to_send_again() -> None:
+    refused = answer(serve_says(500, "Internal Server Error", (b"x-request-id", b"theirs")))
+    assert (refused.status_code, refused.headers["x-request-id"]) == (503, "theirs")
+    assert refused.json()["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_request_that_the_end_of_the_server_cuts_gets_its_apis_error(path: str) -> None:
+    async def hang(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(60)
+
+    sent = asyncio.run(cut(UnavailableMiddleware(hang), path))
+    assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 503
+    assert ("details" in json.loads(sent[1]["body"])["error"]) == (path == "/v1/messages")
+
+
+def test_a_stream_that_the_end_of_the_server_cuts_gets_no_second_response() -> None:
+    async def begin(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    sent = asyncio.run(cut(UnavailableMiddleware(begin), "/v1/responses"))
+    assert [each["type"] for each in sent] == ["http.response.start"]
+
+
+async def cut(app: ASGIApp, path: str) -> list[Message]:
+    """Cancel a request that runs, as uvicorn does at its end; return the messages sent."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "path": path, "headers": [], "method": "POST"}
+    running = asyncio.ensure_future(app(scope, receive, send))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return sent
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
     In the image, B is multiplied by its scaling.
     dtype: dtype of the image.
-    scan: bounds found while the blob arrived. Tensors that these prove good are not read; the
-        others are, a few megabytes at a time.
+    scan: bounds found while the blob arrived. Tensors that the bounds prove good are not read;
+        other tensors are read, a few megabytes at a time.
     Raises AdapterRejected, whose field is the tensor.
     """
     for name, span, factor in _matrices(spec):

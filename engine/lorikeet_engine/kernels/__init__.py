@@ -3,7 +3,8 @@
 `lora`: linear layers: the base model's matrix product plus the delta of each token's adapter.
 `gemv`: matrix-vector products, for a batch of one token. `fp8`: products with FP8 weights.
 `attention`: back ends of paged attention. `fp8_kv`: format of FP8 keys and values.
-`pointwise`: operators between matrix products: norms, rotary embedding, KV writes, SiLU.
+`delta_net`: gated delta net, the linear attention of hybrid models.
+`pointwise`: operators between matrix products: norms, rotary embedding, KV writes, SiLU, gates.
 `moe`: routing of tokens to experts, and the experts' products. `routed_rows`: the tokens of a
     mixture of experts, sorted by expert: an operand of both `moe` and `lora`.
 `penalties`, `masks`: changes of logits. `sampling`: draws of tokens. `log_softmax`: log

@@ -52,7 +52,7 @@ def stack(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Allocate a tensor for the kept parts of several tensors, stacked by rows.
 
-    Returns it and a view of each part. All parts have the same number of columns.
+    Returns the tensor and a view of each part. All parts have the same number of columns.
     """
     heights = [len(cut.rows) for cut in cuts]
     out = torch.empty(sum(heights), *cuts[0].kept_shape[1:], device=device, dtype=dtype)

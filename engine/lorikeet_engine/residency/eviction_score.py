@@ -15,7 +15,7 @@ class UsageRecord:
     """Adapter's size and usage when it was used, from which its eviction score is computed.
 
     elements: size of the adapter.
-    uses: number of uses up to this one, with each use halved every HALF_LIFE_S.
+    uses: number of uses up to this one; a use's weight halves every HALF_LIFE_S.
     at_s: time of this use.
     """
 
@@ -46,9 +46,9 @@ class LeastRecentlyUsed:
 class LeastUsedForItsSize:
     """Policy that evicts the adapter with the lowest uses / √elements.
 
-    Each use is halved every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses / elements
-    would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the square
-    root is a compromise. docs/eviction.md has the numbers.
+    A use's weight halves every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses /
+    elements would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the
+    square root is a compromise. docs/eviction.md has the numbers.
     """
 
     def score(self, use: UsageRecord) -> float:
@@ -67,7 +67,7 @@ class RecentUses:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def count(self, digest: str, now_s: float) -> float:
-        """Return how often an adapter was used, with each use halved every HALF_LIFE_S."""
+        """Return how often an adapter was used; a use's weight halves every HALF_LIFE_S."""
         uses, last_s = self._counts.get(digest, (0.0, now_s))
         return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
 

@@ -185,7 +185,7 @@ class HostArena:
         once: the engine's thread may be waiting for the lock, and there may be thousands of images.
 
         elements: size of the new image.
-        for_request: a request waits for the image, so pins are revoked if it does not fit
+        for_request: a request waits for the image, so pins are revoked if the image does not fit
             otherwise.
         """
         while True:

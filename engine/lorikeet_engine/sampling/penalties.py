@@ -147,8 +147,8 @@ class Penalties:
 def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]:
     """Group slots whose values are the identical object.
 
-    Returns the value of the first slot of each group, and the group's other slots, both by this
-    first slot.
+    Returns two mappings, both by the first slot of each group: the group's value, and the group's
+    other slots.
     """
     first: dict[int, int] = {}
     own, others = dict[int, V](), dict[int, list[int]]()

@@ -28,7 +28,7 @@ _SCHEMA = 1
 
 
 class KeptState(NamedTuple):
-    """A state read from the file.
+    """A catalog state read from the local file.
 
     age_s: seconds since the store last confirmed that the state was the newest.
     """

@@ -195,7 +195,7 @@ class ResumableUploads:
         return True
 
     def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
-        """Begin an upload, or return the one that a concurrent request of this key has begun."""
+        """Begin an upload, or return the owner's upload that a concurrent request has begun."""
         least = -(-size_bytes // _MOST_PARTS)
         nonce = uuid.uuid4().hex
         folder = _folder(digest, owner)

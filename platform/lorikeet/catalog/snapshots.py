@@ -63,7 +63,7 @@ class Snapshots:
     def newest(self, up_to: int | None = None) -> Manifest | None:
         """Return the newest snapshot, or None if there is none: one LIST and one GET.
 
-        up_to: newest entry whose snapshot is allowed; None: any.
+        up_to: number of the last entry that the snapshot may contain; None: no limit.
         """
         after = "" if up_to is None else _key(up_to + 1)
         key = self._store.first(MANIFESTS, after)

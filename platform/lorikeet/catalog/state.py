@@ -44,8 +44,8 @@ class Partition:
     key_ids: ids of keys by SHA-256 of the secret.
     shared: tenant and name of every shared adapter.
     admin_keys: ids of admins' keys that are valid and never expire.
-    digest: SHA-256 of the partition's bytes in the store; None once the partition has changed
-        since. Comparisons ignore the digest.
+    digest: SHA-256 of the partition's bytes in the store; None if an entry has changed the
+        partition. Comparisons ignore the digest.
     """
 
     tenants: Mapping[str, TenantState | bytes] = field(default_factory=dict)
@@ -168,7 +168,9 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant, decoded or as JSON: the same object until an entry changes it."""
+        """Return a tenant, decoded or as JSON: the same object until an entry changes the
+        tenant.
+        """
         return self._partition(partition_of(tenant)).tenants[tenant]
 
     def tenant(self, name: str) -> TenantRecord:

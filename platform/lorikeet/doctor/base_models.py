@@ -28,11 +28,10 @@ _FIXES = {
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
     """Check the config, weights, tokenizer and chat template of each folder."""
+    yield from check_base_model_folders(planned)
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
-        if isinstance(plan, EngineError) and is_of_base_model(plan):
-            yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
-        elif plan is not None:
+        if plan is not None and not (isinstance(plan, EngineError) and is_of_base_model(plan)):
             yield _check_dtype(check, folder, planned.engine_settings(name))
             if planned.device == "cuda":
                 yield from _check_attention(check, folder, planned.engine_settings(name))
@@ -40,6 +39,15 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
                     yield from _check_fp8(check, planned.engine_settings(name))
         if folder.is_dir():
             yield _check_text(check, folder)
+
+
+def check_base_model_folders(planned: PlannedStart) -> Iterator[Finding]:
+    """Report folders without a model that can be served with these settings."""
+    for name, folder in planned.settings.base_models.items():
+        plan = planned.plans.get(name)
+        if isinstance(plan, EngineError) and is_of_base_model(plan):
+            fix = _fix(folder, str(plan.fields.get("field")))
+            yield problem(f"base model {name}", plan.message, fix)
 
 
 def is_of_base_model(error: EngineError) -> bool:

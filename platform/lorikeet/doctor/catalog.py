@@ -20,22 +20,14 @@ from lorikeet_engine.errors import EngineError
 def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
     """Check the store, the admin keys and the adapters, up to the first one that fails."""
     url = planned.settings.catalog
-    missing = problem("catalog", f"there is no catalog at {url}", "lorikeet init")
-    if "://" not in url and not Path(url).exists():
-        yield missing
+    faults = list(check_presence(planned))
+    if any(fault.check == "store" for fault in faults) or not _is_there(url):
+        yield from faults
         return
-    try:
-        store = open_store(url)
-        empty = store.first("log/") is None
-    except InvalidSetting as error:
-        yield problem("store", error.message, "correct LORIKEET_CATALOG")
-        return
-    except StoreError as error:
-        yield unusable(url, error)
-        return
+    store = open_store(url)
     yield from check_writes(store)
-    if empty:
-        yield missing
+    if faults:
+        yield from faults
         return
     catalog = CatalogReader(store)
     yield ok("catalog", f"at entry {catalog.refresh().seq}")
@@ -44,6 +36,26 @@ def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
     if secret:
         yield catalog.ask(lambda state: _check_secret(state, secret))
     yield from _check_adapters(planned, catalog)
+
+
+def check_presence(planned: PlannedStart) -> Iterator[Finding]:
+    """Report a store that cannot be read, or that holds no catalog."""
+    url = planned.settings.catalog
+    try:
+        missing = not _is_there(url) or open_store(url).first("log/") is None
+    except InvalidSetting as error:
+        yield problem("store", error.message, "correct LORIKEET_CATALOG")
+    except StoreError as error:
+        yield unusable(url, error)
+    else:
+        if missing:
+            fix = "correct LORIKEET_CATALOG, or `lorikeet init` for a new one"
+            yield problem("catalog", f"there is no catalog at {url}", fix)
+
+
+def _is_there(url: str) -> bool:
+    """Whether the catalog's folder exists; True for a bucket."""
+    return "://" in url or Path(url).exists()
 
 
 def _check_keys(state: CatalogState, url: str) -> Finding:

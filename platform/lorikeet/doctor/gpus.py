@@ -54,9 +54,11 @@ def _check_unused(cuda: Cuda, *, asked: bool) -> Iterator[Finding]:
 
 def _fault_of_driver(cuda: Cuda) -> Finding | None:
     if cuda.torch is None:
-        return problem("gpus", "torch is built for the CPU", "install torch's build for CUDA")
+        fix = "install torch's build for CUDA, or set LORIKEET_DEVICE=cpu"
+        return problem("gpus", "torch is built for the CPU", fix)
     if cuda.driver is None:
-        return problem("gpus", "there is no NVIDIA driver", "install it; `nvidia-smi` shows it")
+        fix = "install it (`nvidia-smi` shows it), or set LORIKEET_DEVICE=cpu"
+        return problem("gpus", "there is no NVIDIA driver", fix)
     if cuda.driver[0] < cuda.torch[0]:  # older drivers of the same major version work
         return problem(
             "gpus",

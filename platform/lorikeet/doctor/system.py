@@ -13,15 +13,12 @@ from lorikeet.sizes import show_size
 
 def check_disk(planned: PlannedStart) -> Iterator[Finding]:
     """Check that the disk cache's folder is writable and has LORIKEET_ADAPTER_DISK bytes free."""
+    faults = list(check_cache_folder(planned))
+    if faults:
+        yield from faults
+        return
     folder, wanted = planned.settings.cache_dir, planned.settings.adapter_disk
     there = _existing(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        yield problem(
-            "disk cache",
-            f"{folder} cannot be written: {there} {_owner(there)}",
-            f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
-        )
-        return
     free, used = shutil.disk_usage(there).free, _used(folder)
     found = f"{folder}: {show_size(wanted)} wanted, "
     found += f"{show_size(used)} used and {show_size(free)} free"
@@ -32,6 +29,18 @@ def check_disk(planned: PlannedStart) -> Iterator[Finding]:
         yield problem("disk cache", found, fix)
     else:
         yield ok("disk cache", found)
+
+
+def check_cache_folder(planned: PlannedStart) -> Iterator[Finding]:
+    """Report a disk cache's folder that cannot be written."""
+    folder = planned.settings.cache_dir
+    there = _existing(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield problem(
+            "disk cache",
+            f"{folder} cannot be written: {there} {_owner(there)}",
+            f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
+        )
 
 
 def _existing(folder: Path) -> Path:

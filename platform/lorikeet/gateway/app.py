@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.error_shapes import ClientApi
+from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
@@ -20,6 +21,7 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
     client_api,
+    error_response,
     internal_error_response,
     websocket_refusal,
 )
@@ -190,6 +192,11 @@ class RequestMiddleware:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             return  # the client left before its body was parsed, so no response can be sent
+        except asyncio.CancelledError:  # the server ends, or the client has left
+            if not started:
+                ending = Unavailable("this gateway ends: send it again")
+                await error_response(ending, scope)(scope, receive, send_with_id)
+            raise
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:

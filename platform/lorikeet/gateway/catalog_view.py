@@ -25,6 +25,11 @@ unknown names.
 """
 MISSING_S = 1.0
 """Seconds for which a name that was not found is refused without another lookup."""
+REMINDER_S = 10.0
+"""Seconds between two logs of a failure while there is no view, and so nothing is served."""
+_WAITS = (
+    "this gateway answers 503 until the store does: no view of the catalog is kept on this machine"
+)
 _MOST_MISSING = 4096
 _READERS = 8
 _KEEPING_SHARE = 0.05
@@ -44,7 +49,7 @@ class GatewayCatalogView:
     The methods take questions: functions of a CatalogState (catalog/state.py), called with the
     view's last state. That state nearly always suffices; then the event loop runs no other task
     between question and answer. While the store fails, the last view stays in force; the beginning
-    and the end of the failure are logged once.
+    and the end of the failure are logged once, and without any view every REMINDER_S seconds.
 
     interval_s: seconds between refreshes.
     kept: file in which the last view is saved, to start from while the store is unreachable.
@@ -59,6 +64,7 @@ class GatewayCatalogView:
         self._refreshing = asyncio.Lock()
         self._begun_s = -MIN_GAP_S
         self._failure: Exception | None = None  # of the last refresh
+        self._logged_s = 0.0  # last log of a failure
         self._answered_s = time.monotonic()
         self._partitions: dict[int, asyncio.Task[None]] = {}
         self._missing = _NegativeCache()
@@ -238,8 +244,7 @@ class GatewayCatalogView:
             try:
                 await asyncio.to_thread(self._catalog.refresh)
             except Exception as error:  # on any error the last view stays in force
-                if self._failure is None:
-                    log.warning("catalog_unreachable", extra={"error": repr(error)})
+                self._log_failure(error)
                 self._failure = error
                 return False
             if self._failure is not None:
@@ -247,6 +252,14 @@ class GatewayCatalogView:
             self._failure = None
             self._answered_s = time.monotonic()
             return True
+
+    def _log_failure(self, error: Exception) -> None:
+        """Log the beginning of a failure; without a view, log it again and again."""
+        now_s, has_view = time.monotonic(), self.state.seq > 0
+        if self._failure is None or (not has_view and now_s - self._logged_s >= REMINDER_S):
+            waits = {} if has_view else {"waits": _WAITS}
+            log.warning("catalog_unreachable", extra={"error": repr(error), **waits})
+            self._logged_s = now_s
 
 
 class _NegativeCache:

@@ -59,7 +59,7 @@ _LIKE_IDS = {
     "/v1/responses/compact": ": conversations are not compacted here, send the turns that the model"
     " is to see, or ask the model itself for a summary of earlier ones",
 }
-"""Advice in the 404 for missing endpoints whose path looks like the path of an object, by path."""
+"""Advice, by path, in the 404 for missing endpoints whose path looks like an object's path."""
 
 
 _RESPONSES_PARAMS = {

@@ -94,7 +94,9 @@ def plan_prefetches(
 def sole_copies(
     demand: Mapping[str, float], replicas: Mapping[str, ReplicaView]
 ) -> dict[str, float]:
-    """Return, by replica, the fraction of adapters in use that only it has on GPU or host."""
+    """Return, by replica, the fraction of adapters in use that only this replica has on GPU or
+    host.
+    """
     holder: dict[str, str | None] = {}
     for name, replica in replicas.items():
         for digest, tier in replica.held.items():

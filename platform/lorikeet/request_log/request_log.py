@@ -24,7 +24,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
 class RequestLog:
     """Running and recently ended requests of one gateway. For one event loop.
 
-    An ended request is kept for an hour, or until newer ones need its memory.
+    An ended request is kept for an hour, or until newer requests need its memory.
     """
 
     def __init__(

@@ -19,7 +19,9 @@ MAX_HASHED_BLOCKS = 64
 """Maximum number of a prompt's blocks that are hashed: 4,096 tokens."""
 MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
 _MAX_BLOCKS_KEPT = 1 << 17
-"""Blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a few replicas."""
+"""Maximum number of blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a
+few replicas.
+"""
 _NOWHERE = Residency.REMOTE
 
 PrefixHashes = tuple[int, ...]

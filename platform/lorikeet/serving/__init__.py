@@ -1,5 +1,6 @@
 """Ray Serve deployments of the platform. No other folder imports Ray.
 
+start.py                   checks a start by `serve run`, and gives it an exit status
 deployments.py             defines the three deployments: engines, controller, gateway
 In a gateway:
   engine_client.py         sends calls to replicas and streams their answers

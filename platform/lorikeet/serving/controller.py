@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.catalog.kept_view import KeptView
@@ -23,6 +24,7 @@ from lorikeet.placement.pin_status import pin_statuses
 from lorikeet.placement.pinned_versions import PinResolver, ResolvedPins
 from lorikeet.placement.prefetcher import SURVEY_S
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.serving.replica_calls import REPLICA_LOST
 from lorikeet.serving.replica_reconciler import ReplicaReconciler
 from lorikeet.settings import Settings
 from lorikeet.usage.compaction import compact_recent_days
@@ -73,6 +75,12 @@ class Controller:
         self._snapshots = loop.create_task(self._keep_snapshots())
         self._compaction = loop.create_task(self._compact_usage())
 
+    def __del__(self) -> None:
+        """End all work; Serve calls this in an orderly shutdown."""
+        if hasattr(self, "_compaction"):  # __init__ succeeded
+            for task in (self._task, self._snapshots, self._compaction):
+                task.cancel()
+
     async def metrics(self) -> bytes:
         """Return the controller's part of the metrics page."""
         return await asyncio.to_thread(self._measure)
@@ -95,7 +103,10 @@ class Controller:
             await asyncio.sleep(TICK_S)
 
     def _log_failure(self, error: Exception) -> None:
-        if repr(error) != self._failure:  # log an outage once, not at every tick
+        ends = isinstance(error, (RayError, *REPLICA_LOST))  # Serve has ended the engines, or ends
+        if ends and repr(error) != self._failure:
+            log.warning("deployment_silent", extra={"error": repr(error)})
+        elif repr(error) != self._failure:  # log an outage once, not at every tick
             known = isinstance(error, LorikeetError)
             log.error(
                 "controller_tick_failed",

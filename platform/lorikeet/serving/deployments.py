@@ -76,14 +76,10 @@ def engine(settings: Settings, base_model: str) -> Application:
 
     A replica reserves `tensor_parallel` GPUs, or none on the CPU.
     """
-    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
-
-    # An actor's resources are on one node, so the GPUs of a replica are on one machine.
-    gpus = settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
         max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _CONTROL_CALLS,
-        ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": _gpus(settings, base_model)},
         logging_config=_NO_ACCESS_LOG,
         request_router_config={
             "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter",
@@ -94,6 +90,21 @@ def engine(settings: Settings, base_model: str) -> Application:
         **_replica_options(settings.replicas[base_model], settings.most_replicas(base_model)),
     )(EngineReplica)
     return deployment.bind(base_model, settings)
+
+
+def reserved_resources(settings: Settings) -> dict[str, float]:
+    """Return the CPUs and GPUs that all deployments reserve at the start, by Ray's names."""
+    engines = sum(settings.replicas.values())
+    cpus = _ENGINE_CPUS * engines + _GATEWAY_CPUS * settings.gateways + _CONTROLLER_CPUS
+    gpus = sum(count * _gpus(settings, name) for name, count in settings.replicas.items())
+    return {"CPU": cpus, "GPU": gpus}
+
+
+def _gpus(settings: Settings, base_model: str) -> int:
+    """Return the GPUs that a replica reserves, which are on one machine, as an actor's are."""
+    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
+
+    return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
 
 
 def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
@@ -120,7 +131,7 @@ def gateway(
 
     controller: bound so that Serve deploys the controller too; no request uses it.
     """
-    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in engine
+    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in _gpus
 
     deployment = serve.deployment(
         name="gateway",

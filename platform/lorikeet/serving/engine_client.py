@@ -50,6 +50,9 @@ _LATE_S = 10.0
 _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 
+_CANCEL_S = 1.0
+"""Seconds after which the task of a cancelled call is cancelled too, if Serve did not end it."""
+
 
 class ServeEngineClient:
     """EngineClient of a gateway (gateway/services.py), with one Ray Serve handle per base model.
@@ -209,8 +212,9 @@ class ServeEngineClient:
                 raise Unavailable("the replica cancelled this request") from error
             finally:
                 if not buffer.ended:  # a call whose answer has ended is about to end too
-                    awaiting.cancel()
+                    # Not the task first: grpc.aio keeps memory of a call that its task cancels.
                     sent.cancel()
+                    asyncio.get_running_loop().call_later(_CANCEL_S, awaiting.cancel)
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
         """Receive status updates and answers from all replicas of one deployment, until cancelled.

@@ -249,30 +249,37 @@ class RequestIdMiddleware:
 
 
 class UnavailableMiddleware:
-    """Middleware that turns Serve's own 503 answers into the API's JSON errors.
+    """Middleware that turns Serve's own failures into the API's JSON errors.
 
-    Serve answers 503 in plain text when too many requests wait for a gateway, and when there is no
-    gateway.
+    Serve answers in plain text when too many requests wait for a gateway, when there is no gateway
+    (503), and when the gateway of a request ends (500). A server that ends cancels its requests,
+    and answers those without a response by 500 in plain text.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; replace the answer if it is Serve's own 503."""
-        refused = False
+        """Pass the request on; replace the answer if it is Serve's own failure."""
+        started = refused = False
 
         async def send_or_refuse(message: Message) -> None:
-            nonlocal refused
-            if message["type"] == "http.response.start" and message["status"] == 503:
+            nonlocal started, refused
+            if message["type"] == "http.response.start":
+                started = True
                 headers = MutableHeaders(raw=list(message["headers"]))
-                if headers.get("content-type") != "application/json":
+                if message["status"] >= 500 and headers.get("content-type") != "application/json":
                     refused = True
                     await _refuse(headers, scope, receive, send)
             if not refused:
                 await send(message)
 
-        await self._app(scope, receive, send_or_refuse)
+        try:
+            await self._app(scope, receive, send_or_refuse)
+        except BaseException:  # CancelledError, mostly
+            if scope["type"] == "http" and not started:
+                await _refuse(MutableHeaders(), scope, receive, send)
+            raise
 
 
 class HiddenRoutesMiddleware:

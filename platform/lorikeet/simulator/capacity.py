@@ -149,8 +149,8 @@ class _Search:
 def _cold(found: Forecast) -> list[str]:
     """Return the tenants to pin, or to pin on one more replica; empty if pins alone cannot help.
 
-    Pins may help if all missed goals are of tenants that often meet a cold adapter (one that is not
-    on the GPU), or that are pinned already and need more copies.
+    Pins may help if all missed goals belong to tenants that often meet a cold adapter (one that is
+    not on the GPU), or that are pinned already and need more copies.
     """
     cold = [
         tenant

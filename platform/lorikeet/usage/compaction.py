@@ -92,7 +92,7 @@ def clean_up(
 ) -> Iterator[StoredObject]:
     """Compact finished days and delete superseded objects; yield each deleted object.
 
-    now: clock, Unix seconds.
+    now: clock that returns Unix seconds.
     dry_run: write and delete nothing; yield the objects that would be deleted.
     Raises StoreError.
     """

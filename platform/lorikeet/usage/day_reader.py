@@ -26,7 +26,7 @@ _BACK_S = 120.0
 
 
 class DayReader(Generic[K]):
-    """Sums of one day's usage, which reads each object once. Single thread.
+    """Reader of one day's usage, which reads each object once and keeps sums. Single thread.
 
     key: maps an account to the key of its sum.
     sums: usage read so far, by key.

@@ -1,6 +1,7 @@
 """Cases and casts of kernel tests that Triton's interpreter runs."""
 
 from collections import defaultdict
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,41 @@ from tests.engine.interpreter import INTERPRETED
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Values = tuple[tuple[str, str], ...]  # names and values of a case's parameters
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run each interpreted case in one dtype, by turns, and leave the other to the soak tests."""
+    """Interpret every pair of parameters' values, each in one dtype by turns; soak tests the rest.
+
+    A test of one or two parameters beside the dtype has all their values.
+    """
     if not INTERPRETED:
         return
-    cases: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    tests: dict[str, dict[Values, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if isinstance(item, pytest.Function) and "kind" in getattr(item, "fixturenames", ()):
-            others = item.name.replace("kind0", "").replace("kind1", "")
-            cases[item.nodeid.partition("[")[0]][others].append(item)
-    for of_one_test in cases.values():
-        for turn, kinds in enumerate(of_one_test.values()):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            others = {k: repr(v) for k, v in item.callspec.params.items() if k != "kind"}
+            if item.get_closest_marker("soak") is None:
+                tests[item.nodeid.partition("[")[0]][tuple(others.items())].append(item)
+    for cases in tests.values():
+        chosen = _pairwise(list(cases))
+        for others, kinds in cases.items():
+            turn = chosen.index(others) if others in chosen else None
             for number, item in enumerate(kinds):
-                if number != turn % len(kinds):
+                if turn is None or number != turn % len(kinds):
                     item.add_marker(pytest.mark.soak)
+
+
+def _pairwise(cases: list[Values]) -> list[Values]:
+    """Choose few cases that have every pair of values; greedily, so not always the fewest."""
+    pairs = {case: set(combinations(case, 2)) or {case} for case in cases}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        best = max(cases, key=lambda case: len(pairs[case] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
 
 
 @pytest.fixture

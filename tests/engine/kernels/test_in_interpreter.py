@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 FILES = (
+    "test_delta_net_kernels.py",
     "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",

@@ -21,6 +21,9 @@ from triton.runtime.jit import JITFunction
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills
+from lorikeet_engine.kernels.delta_net import fused_convolution as convolution
+from lorikeet_engine.kernels.delta_net import fused_delta_rule as delta_rule
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
@@ -184,6 +187,47 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
     )
     assert compiled >= {"_add_rms_norm", "_act_and_mul", "_act_and_mul_fp8", "_mean_squares"}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_gates_of_heads(compiled: set[str], adapters: bool) -> None:
+    for heads, dim in ((16, 256), (32, 128)):
+        x, gate = empty(8, heads, dim), empty(8, heads, 2 * dim)[..., dim:]
+        delta = LoraDelta(gate, empty(1, dtype=torch.int32)) if adapters else None
+        fused.sigmoid_gate(x, gate, delta)
+        fused.gated_rms_norm(x, gate, empty(dim, dtype=torch.float32), 1e-6, delta)
+    assert compiled == {"_gate"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype", "adapters"),
+    [
+        (Heads(16, 32, 128, 128), torch.bfloat16, torch.float32, True),
+        (Heads(16, 32, 128, 128), torch.bfloat16, torch.bfloat16, False),
+        (Heads(16, 32, 128, 128), torch.float32, torch.float32, True),
+        (Heads(2, 6, 16, 64), torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_gated_delta_net(
+    compiled: set[str], heads: Heads, dtype: torch.dtype, state_dtype: torch.dtype, adapters: bool
+) -> None:
+    floats, integers = (partial(empty, dtype=each) for each in (torch.float32, torch.int32))
+    channels = sum(heads.widths)
+    qkv, ba = empty(300, channels, dtype=dtype), empty(300, 2 * heads.value_heads, dtype=dtype)
+    weight, inputs = empty(channels, 4, dtype=dtype), empty(9, 3, channels, dtype=dtype)
+    decay = Decay(floats(heads.value_heads), floats(heads.value_heads))
+    states = empty(9, heads.value_heads, heads.value_dim, heads.key_dim, dtype=state_dtype)
+    deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (qkv, ba)]
+    prefills = Prefills(integers(5), integers(4), integers(8, 2), integers(5))
+    for convolve, apply, where in (
+        (convolution.decode_convolution, delta_rule.decode_delta_rule, integers(300)),
+        (convolution.prefill_convolution, delta_rule.prefill_delta_rule, prefills),
+    ):
+        assert convolve(qkv, weight, inputs, where, deltas[0]).shape == qkv.shape
+        o = apply(qkv, ba, decay, states, where, heads, deltas[1])
+        assert o.shape == (300, heads.value_heads, heads.value_dim)
+    rules = {"_decode", "_solve_chunks", "_scan_chunks"}
+    assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
 
 
 def test_adding_lora_to_a_product(compiled: set[str]) -> None:

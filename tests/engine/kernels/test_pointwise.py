@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
@@ -208,6 +209,40 @@ def test_queries_and_keys_are_normed_before_they_turn(
     for turned, filled in ((qkv, kv), (by_reference, reference_kv)):
         assert_close(turned[:, :heads], wide[:, :heads])
         assert_close(filled, wide_kv)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (6, 128), (5, 96), (33, 64)])
+def test_gates_of_heads(kind, heads, dim, sigmoid, adapters, tokens):
+    x, weight = random(kind, tokens, heads, dim), random((kind[0], torch.float32), dim)
+    product = random(kind, tokens, heads, 2 * dim)  # of which each head has a gate behind
+    lora, summed = adapted(kind, product) if adapters else (None, product.float())
+    gate, open_ = product[..., dim:], summed[..., dim:].sigmoid()
+    if lora is not None:
+        lora = LoraDelta(lora.rows.view_as(product)[..., dim:], lora.tokens)
+    want = x.float() * open_
+    if not sigmoid:
+        scale = (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        want *= summed[..., dim:] / scale * weight
+    for operators in (fused, reference):
+        if sigmoid:
+            y = operators.sigmoid_gate(x, gate, lora)
+        else:
+            y = operators.gated_rms_norm(x, gate, weight, 1e-6, lora)
+        assert y.dtype == kind[1]
+        assert_close(y, want)
+
+
+def test_gates_equal_those_of_transformers():
+    norm, x, gate = Qwen3_5RMSNormGated(32, eps=1e-6), *random(("cpu", torch.float32), 2, 3, 4, 32)
+    norm.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        reference.gated_rms_norm(x, gate, norm.weight.data, 1e-6), norm(x, gate).detach()
+    )
+    torch.testing.assert_close(reference.sigmoid_gate(x, gate), x * torch.sigmoid(gate))
 
 
 def side_by_side(kept, heads, kv_heads):

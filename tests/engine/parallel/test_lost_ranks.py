@@ -6,7 +6,6 @@ What they share has no name: memory goes with the last process.
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from functools import partial
@@ -27,6 +26,7 @@ from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 from tests.engine.process_engines import (
     Blobs,
+    close_and_open_others,
     followers,
     has_ended,
     losing_a_rank,
@@ -225,13 +225,7 @@ def test_a_leader_without_memory_to_join_the_others_says_so(
 
 def test_a_process_ends_well_that_has_closed_an_engine_of_ranks(checkpoint, tmp_path):
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_close_and_open_others, args=(checkpoint, tmp_path))
+    process = context.Process(target=close_and_open_others, args=(checkpoint, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == 0
-
-
-def _close_and_open_others(checkpoint, folder):
-    of_two_ranks(checkpoint, folder).close()
-    # they take the numbers of descriptors that are free, and stay open to the process's end
-    globals()["_sockets"] = [socket.socket() for _ in range(100)]

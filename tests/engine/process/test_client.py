@@ -214,6 +214,7 @@ def test_a_prefetched_adapter_is_on_the_gpu_when_requested(client, received, ref
     assert apart.submit(greedy("r", prompt(5), adapter=ref)).result() is Residency.GPU
 
 
+@pytest.mark.usefixtures("forked")
 def test_errors_of_build_are_raised_by_the_constructor(tmp_path, received):
     with pytest.raises(ModelError) as caught:
         start(partial(process_engines.working, tmp_path, tmp_path), received)
@@ -221,7 +222,7 @@ def test_errors_of_build_are_raised_by_the_constructor(tmp_path, received):
     with pytest.raises(TypeError) as unexpected:
         start(partial(process_engines.working, None, tmp_path), received)
     assert "in working" in unexpected.value.__notes__[0]
-    assert not process_engines.processes()
+    assert not forked_engines.processes()
 
 
 def test_closing_fails_open_requests_and_ends_the_process(client, received):

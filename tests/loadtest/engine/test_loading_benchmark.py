@@ -23,6 +23,8 @@ from loadtest.engine.tiered_engine import (
 )
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.process import client as client_module
+from tests.engine import forked_engines
 from tests.engine.tiny_engine import CONFIG, SETTINGS
 
 COUNTS = TierCounts(gpu=4, host=9, disk=10, gpu_spare=4, host_spare=2)
@@ -31,10 +33,10 @@ LONG = {**CONFIG, "max_position_embeddings": 4096}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Give the engine's process one thread: with small tensors, two would mostly wait."""
+def forked_processes():
+    """Fork engines' processes from one that has imported torch, and has one thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(client_module, "_start", forked_engines.start)
         yield
 
 
@@ -60,7 +62,7 @@ def few(monkeypatch):
     for name, value in {
         "ROUNDS": 12,
         "AT_A_TIME": 5,
-        "PHASE_S": 1.0,
+        "PHASE_S": 0.5,
         "PHASES": 2,
         "LOADS": 3,
     }.items():

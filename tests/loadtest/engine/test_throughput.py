@@ -14,7 +14,9 @@ from loadtest.engine.random_engine import random_engine
 from loadtest.engine.random_model import CONFIGS, LLAMA_3_1_8B
 from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.parallel import followers
 from lorikeet_engine.sampling.sampler import Sampler
+from tests.engine import forked_followers
 from tests.engine.engine_driver import RecordingRunner
 from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 
@@ -175,7 +177,10 @@ def test_a_prediction_for_several_gpus_is_refused(tmp_path, monkeypatch, capsys)
     assert "several GPUs" in capsys.readouterr().err
 
 
-def test_adapters_that_the_host_has_no_room_for_are_on_all_gpus_from_the_start(tmp_path):
+def test_adapters_that_the_host_has_no_room_for_are_on_all_gpus_from_the_start(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(followers, "_start", forked_followers.start)
     of_four = replace(SETTINGS, tensor_parallel=4)
     engine = tiny_engine(tmp_path, adapters=5, room=5, on_host=2, settings=of_four)
     one_part = engine._tiers.weights.arena.numel() // 5

@@ -248,9 +248,9 @@ class FlashInferAttention:
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more in total.
+    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more (Σ seen_tokens).
 
-    Counted in the layers that attend to the most tokens.
+    The tokens are counted in the layers that attend to the most tokens.
 
     is_decode [sequences]: whether a sequence decodes; all others are prompts.
     """

@@ -70,8 +70,8 @@ def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
 def _find_slice(block: tl.tensor, widths: tl.constexpr, span: tl.constexpr) -> tl.tuple:
     """Find the slice of a fused linear, such as q in qkv, to which a block of columns belongs.
 
-    Returns (index of the slice, its first column in delta, its width, first column of the block
-    counted from the slice's first).
+    Returns (index of the slice, first column of the slice in delta, width of the slice, first
+    column of the block within the slice).
 
     block: index of the block.
     widths: outputs of each slice.

@@ -26,7 +26,9 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype.
+    """Add LoRA to an expert product: see kernels.lora.experts.
+
+    With 16-bit dtypes, A·x is rounded to the adapter's dtype.
 
     per_run: average number of rows that are neighbours and have the same expert and adapter.
     """

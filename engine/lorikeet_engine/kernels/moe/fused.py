@@ -41,9 +41,10 @@ def expert_products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe. One launch, or torch's grouped product if experts have many rows.
+    """Compute each routed row's product with its expert's weight: see kernels.moe.
 
-    For an FP8 weight, another launch rounds x unless it is rounded already.
+    This takes one launch, or torch's grouped product if experts have many rows. For an FP8 weight,
+    another launch rounds x unless it is rounded already.
     """
     if isinstance(weight, Fp8Rows):
         rounded = x.fp8 if isinstance(x, Activations) else quantize_rows(x)

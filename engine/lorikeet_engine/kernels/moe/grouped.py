@@ -79,7 +79,7 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products.
+    """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
     config: launch parameters; None: tile_config's.
     """
@@ -152,7 +152,7 @@ def tile_at(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return a tile's expert, its first row, and the end of that expert's rows.
 
-    The returned expert is `experts` or more if the rows make fewer tiles.
+    The returned expert is `experts` or more if `tile` is past the last tile with rows.
     """
     each = tl.arange(0, expert_block)
     begins = tl.load(starts + each, mask=each < experts, other=0)

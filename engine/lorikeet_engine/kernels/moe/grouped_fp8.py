@@ -46,7 +46,7 @@ def products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe.expert_products.
+    """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
     weight: rows [experts, d_out, d_in]
     config: launch parameters; None: tile_config's

@@ -1,4 +1,4 @@
-"""Operators between a decoder's matrix products: norms, rotary embedding, KV writes, SiLU.
+"""Operators between a decoder's matrix products: norms, rotary embedding, KV writes, SiLU, gates.
 
 An operator that reads a product takes the product's LoRA delta as `lora` and adds it before
 anything else, in float32 in the kernels. None adds nothing.
@@ -150,6 +150,40 @@ def act_and_mul_fp8(
 ) -> Activations:
     """Compute act_and_mul, and round each row of its result to FP8 as well."""
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
+    return y
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute x / sqrt(mean(x²) + eps) · weight · silu(gate): each head normed, then gated.
+
+    x [tokens, heads, head_dim], dense: output of a gated delta net
+    gate [tokens, heads, head_dim], dense in a head: part of a linear layer's output
+    weight [head_dim], in x's dtype or float32
+    lora: LoRA delta of gate, whose rows have gate's shape and strides; added to gate
+    → [tokens, heads, head_dim] like x
+
+    Computed in float32, and on CUDA rounded once.
+    """
+    y: torch.Tensor = _operators(x.device.type).gated_rms_norm(x, gate, weight, eps, lora)
+    return y
+
+
+def sigmoid_gate(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """Compute x · sigmoid(gate): the output gate of attention.
+
+    x [tokens, heads, head_dim], dense: output of attention
+    gate, lora: as for gated_rms_norm
+    → [tokens, heads, head_dim] like x
+    """
+    y: torch.Tensor = _operators(x.device.type).sigmoid_gate(x, gate, lora)
     return y
 
 

@@ -13,6 +13,7 @@ from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8
+from lorikeet_engine.kernels.pointwise.gates import gated_rms_norm, sigmoid_gate
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
 
@@ -22,8 +23,10 @@ __all__ = [
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "gated_rms_norm",
     "mean_squares",
     "rotary_and_store_kv",
+    "sigmoid_gate",
 ]
 
 COLUMNS = 1024  # of one program of _act_and_mul and _add_delta

@@ -147,6 +147,27 @@ def act_and_mul_fp8(
     return Activations(y, quantize_rows(y))
 
 
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    _add_lora_delta(gate, lora)
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def sigmoid_gate(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    _add_lora_delta(gate, lora)
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """See kernels.pointwise."""
     _add_lora_delta(y, lora)

@@ -128,7 +128,7 @@ def _text(numbers: Iterable[int]) -> str:
 def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
     """Parse the ranks in an image file's metadata: the rank for each (layer, module).
 
-    path: the file, named in errors.
+    path: the file, for errors.
     """
     ranks, width = text.split(), len(shape.modules)
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
@@ -145,7 +145,7 @@ def _shared(
     The result is that of PackedLayout.shared_a.
 
     ranks: the ranks in the same file; each sharing linear must have a preceding linear among them.
-    path: the file, named in errors.
+    path: the file, for errors.
     """
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):

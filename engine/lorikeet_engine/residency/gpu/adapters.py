@@ -204,7 +204,7 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return how often an adapter was used, with each use halved every HALF_LIFE_S.
+        """Return how often an adapter was used; a use's weight halves every HALF_LIFE_S.
 
         The adapter may be in any tier.
         """

@@ -22,7 +22,7 @@ class _Leased:
     """Leases of one adapter, by the tenants that hold them.
 
     since_s: time up to which leased time is credited already.
-    leases: number of leases that each user holds.
+    leases: number of leases of each SlotUser.
     """
 
     since_s: float

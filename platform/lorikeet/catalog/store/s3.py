@@ -55,6 +55,7 @@ from lorikeet.catalog.store.object_store import (
     check_key,
     check_prefix,
 )
+from lorikeet.catalog.store.timed_session import TimedSession
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
 
 _ATTEMPTS = 8
@@ -67,7 +68,10 @@ _TRANSFER = TransferConfig(
     preferred_transfer_client="classic",  # the default depends on the instance type
 )
 _STALL_TIMEOUT_S = 5.0
-"""Seconds without a byte after which a request is tried again on another connection."""
+"""Seconds without a byte after which a request is tried again on another connection.
+
+timed_session.py gives up connections that send a byte now and then.
+"""
 _RETRY_WINDOW_S = 6.0
 """Seconds without success after which no request is retried: an unanswered call fails in 11 s."""
 _CONFIG = Config(
@@ -121,6 +125,9 @@ class S3Store:
             session = boto3.session.Session()
             self._client = session.client("s3", config=_CONFIG)
             self._long_timeout_client = session.client("s3", config=_CONFIG.merge(_LONG_TIMEOUT))
+        # Not of the other client: S3 sends spaces for as long as a copy or join takes.
+        own = self._client._endpoint  # type: ignore[attr-defined]
+        self._http = own.http_session = TimedSession(own.http_session)
         for client in (self._client, self._long_timeout_client):
             client.meta.events.register("before-call.s3", _record_start)
             client.meta.events.register_first("needs-retry.s3", _stop_late_retry)
@@ -253,12 +260,11 @@ class S3Store:
         wanted: value of the Range header.
         """
         request = AWSRequest("GET", url, headers={"Range": wanted}, stream_output=True)
-        http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # has proxies, TLS
         with suppress(HTTPClientError, HTTPConnectionError):
-            got = http.send(request.prepare())
+            got = self._http.send(request.prepare())
             if got.status_code == HTTPStatus.PARTIAL_CONTENT:
                 return StreamingBody(got.raw, got.headers["Content-Length"])
-            got.raw.drain_conn()
+            got.raw.read()  # so that the connection can be used again
         return self._client.get_object(**self._address(key), Range=wanted)["Body"]
 
     def _address(self, key: str) -> _Address:

@@ -9,10 +9,9 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line
-from lorikeet.settings import Bytes, Memory, Settings
+from lorikeet.settings import PREFIX, Bytes, Memory, Settings
 from lorikeet.sizes import write_size
 
-_PREFIX = "LORIKEET_"
 _SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
 _PAGE = """\
 # Settings
@@ -51,7 +50,7 @@ def settings(
     parsed = Settings.from_env()
     rows = [
         {
-            "variable": _PREFIX + name.upper(),
+            "variable": PREFIX + name.upper(),
             "value": as_written(field, getattr(parsed, name)),
             "default": as_written(field, field.default),
             "given": name in parsed.model_fields_set,
@@ -69,7 +68,7 @@ def settings(
 def page() -> str:
     """Return the text of docs/settings.md."""
     rows = (
-        f"| `{_PREFIX}{name.upper()}` | {_quoted(as_written(field, field.default))} "
+        f"| `{PREFIX}{name.upper()}` | {_quoted(as_written(field, field.default))} "
         f"| {field.description} |"
         for name, field in Settings.model_fields.items()
     )

@@ -46,9 +46,7 @@ def _parse_kind(value: object) -> object:
 
 
 def _parse_content(value: object) -> object:
-    """Parse an item's content, a string or a list of text parts, into one string, the joined
-    parts.
-    """
+    """Return an item's content as one string; the content may also be a list of text parts."""
     if not isinstance(value, list):
         return value
     texts = []

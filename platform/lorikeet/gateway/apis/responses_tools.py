@@ -179,7 +179,7 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
 def chat_choice(
     choice: str | FunctionChoice | AllowedChoice | None, functions: Sequence[Tool]
 ) -> Choice | None:
-    """Return the value of tool_choice in a chat request of OpenAI's API.
+    """Convert the Responses API's tool_choice to the value that it has in a chat request.
 
     functions: the functions among the tools, as chat_tools returns them.
     """

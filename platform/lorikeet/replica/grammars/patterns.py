@@ -38,7 +38,7 @@ def without_lookaheads(pattern: str) -> list[str]:
     """Return patterns without look-ahead. A text matches all of them exactly if it matches
     `pattern`.
 
-    The result is `pattern` alone if it has no look-ahead, or one that cannot be replaced.
+    The result is `pattern` alone if it has no look-ahead, or a look-ahead that cannot be replaced.
     """
     if len(pattern) > _LONGEST_PATTERN or not _LOOK_AROUND.search(pattern):
         return [pattern]

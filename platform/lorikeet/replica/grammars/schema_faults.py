@@ -194,12 +194,12 @@ def _parts(
 ) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:
     """Yield the subschemas that a schema has both before and after its translation by held_schema.
 
-    Each comes as its JSON pointer in the translation, its JSON path in the original, itself and its
-    translation. For the target of a `$ref`, pointer and path begin at the root; for others, at the
-    given schema.
+    Each result is (JSON pointer in the translation, JSON path in the original, subschema,
+    translated subschema). For the target of a `$ref`, pointer and path begin at the root; for other
+    subschemas, at the given schema.
 
     here, there: the schema before and after its translation.
-    schema, held: its root before and after.
+    schema, held: the root before and after its translation.
     """
     for path, part in subschemas(here):
         if path[0] in ("$defs", "definitions") or not isinstance(part, Mapping):

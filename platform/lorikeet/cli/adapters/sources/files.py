@@ -26,7 +26,7 @@ def adapter_files(
 ) -> tuple[str, ...]:
     """Return the files to copy: config, weights (in one file or in shards), chat template files.
 
-    source: named in errors.
+    source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
     read: returns the content of a small file.
     Raises InvalidInput.

@@ -1,0 +1,202 @@
+"""Gated delta net: the linear attention of Qwen 3.5, with a causal convolution before it.
+
+The convolution is depthwise and causal, with SiLU: y[t] = silu(Σ_j w[j] · x[t − width + 1 + j]).
+
+The gated delta rule keeps a state S [value_dim, key_dim] for each value head. A token with query q,
+key k and value v, both q and k divided by their length, computes
+    S ← exp(g) · S
+    S ← S + β (v − S k) kᵀ
+    o = S q / √key_dim
+where g = −exp(a_log) · softplus(a + dt_bias) and β = sigmoid(b). This is the rule of Gated Delta
+Networks (arXiv 2412.06464, section 3.1); prompts compute it in chunks of CHUNK tokens (section
+3.3), to the same result. Each key head serves value_heads / key_heads neighbouring value heads.
+
+A decode is one token of each of several sequences; a prefill has several tokens of each. Both
+update states in place: a pool has a slot for each sequence, which a caller sets to zeros, or to a
+copied state, before the sequence's first token. Slots of one call differ.
+
+`reference` holds the equations in torch and runs on the CPU; on CUDA `fused_convolution` and
+`fused_delta_rule` hold Triton kernels with the same signatures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
+from types import ModuleType
+
+import torch
+
+from lorikeet_engine.kernels.lora.types import LoraDelta
+
+CHUNK = 64
+"""Tokens that a prefill computes together with matrix products."""
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys, as by flash-linear-attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a gated delta net.
+
+    value_heads: a multiple of key_heads; also the number of states.
+    key_dim, value_dim: size of a key (and query) head and of a value head; on CUDA powers of two,
+        at least 16.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Widths of all queries, all keys and all values of a token."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """Weights of the decay g of states.
+
+    a_log [value_heads], dt_bias [value_heads]: float32
+    """
+
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills:
+    """Sequences of a prefill, whose tokens follow one another.
+
+    starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
+    slots [sequences] int32: slot of each sequence in the pools of states
+    chunks [chunks, 2] int32: for each chunk, its sequence and its first token. A sequence's first
+      chunk begins at its first token; all its chunks but the last have CHUNK tokens
+    first_chunks [sequences + 1] int32: first chunk of each sequence, and the number of all chunks
+
+    All tensors are dense, on the device that runs the step.
+    """
+
+    starts: torch.Tensor
+    slots: torch.Tensor
+    chunks: torch.Tensor
+    first_chunks: torch.Tensor
+
+    @staticmethod
+    def of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> "Prefills":
+        """Lay out sequences of `lengths` tokens, each at least 1, whose states are in `slots`."""
+        starts = list(accumulate(lengths, initial=0))
+        counts = [-(-length // CHUNK) for length in lengths]
+        chunks = [
+            (sequence, starts[sequence] + chunk * CHUNK)
+            for sequence, count in enumerate(counts)
+            for chunk in range(count)
+        ]
+        lists = (starts, list(slots), chunks, list(accumulate(counts, initial=0)))
+        return Prefills(*(torch.tensor(each, dtype=torch.int32, device=device) for each in lists))
+
+
+def decode_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute the convolution of one token of each sequence, and update its state in place.
+
+    x [sequences, channels], dense in a token: output of a linear layer
+    weight [channels, width], dense: w
+    states [slots, width − 1, channels] like x, dense in a slot: the sequence's last inputs, in
+      order; zeros before its first token
+    slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
+    lora: LoRA delta of x, whose rows have x's strides; added to x, and rounded to x's dtype
+    → [sequences, channels] like x, dense
+
+    Sums are float32, rounded once.
+    """
+    operator = _operators(x.device.type, "convolution").decode_convolution
+    y: torch.Tensor = operator(x, weight, states, slots, lora)
+    return y
+
+
+def prefill_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    prefills: Prefills,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute the convolution of several tokens of each sequence, and update states in place.
+
+    Equal to decode_convolution of one token after the other, whatever the division into prefills.
+
+    x [tokens, channels], dense in a token
+    weight, states, lora: as for decode_convolution
+    → [tokens, channels] like x, dense
+    """
+    operator = _operators(x.device.type, "convolution").prefill_convolution
+    y: torch.Tensor = operator(x, weight, states, prefills, lora)
+    return y
+
+
+def decode_delta_rule(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    decay: Decay,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute the gated delta rule of one token of each sequence, and update its state in place.
+
+    qkv [sequences, sum(heads.widths)], dense in a token: queries, keys and values, as the
+      convolution returns them
+    ba [sequences, 2 · value_heads], dense in a token: b of each value head, then a
+    states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, dense in a slot: S of each
+      value head, the transpose of the state that transformers and flash-linear-attention keep;
+      zeros before the first token
+    slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
+    lora: LoRA delta of ba, whose rows have ba's strides; added to ba
+    → [sequences, value_heads, value_dim] like qkv, dense
+
+    Computed in float32, and rounded once.
+    """
+    operator = _operators(qkv.device.type, "delta_rule").decode_delta_rule
+    o: torch.Tensor = operator(qkv, ba, decay, states, slots, heads, lora)
+    return o
+
+
+def prefill_delta_rule(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    decay: Decay,
+    states: torch.Tensor,
+    prefills: Prefills,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute the gated delta rule of several tokens of each sequence; update states in place.
+
+    Equal to decode_delta_rule of one token after the other, but for rounding: sums are float32,
+    and on CUDA factors of matrix products, among them states, are rounded to qkv's dtype.
+
+    qkv [tokens, sum(heads.widths)], ba [tokens, 2 · value_heads]: dense in a token
+    decay, states, heads, lora: as for decode_delta_rule
+    → [tokens, value_heads, value_dim] like qkv, dense
+    """
+    operator = _operators(qkv.device.type, "delta_rule").prefill_delta_rule
+    o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora)
+    return o
+
+
+@cache
+def _operators(device_type: str, name: str) -> ModuleType:
+    # Triton is imported only here: a machine without a GPU may have none.
+    module = f"fused_{name}" if device_type == "cuda" else "reference"
+    return import_module(f"lorikeet_engine.kernels.delta_net.{module}")

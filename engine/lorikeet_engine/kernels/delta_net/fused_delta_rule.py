@@ -1,0 +1,325 @@
+"""Gated delta rule in Triton: one launch for decodes, two for prefills.
+
+kernels/delta_net/__init__.py calls this module on CUDA, and defines shapes and dtypes.
+
+A prefill's first launch solves each chunk's triangular system, for all chunks at once; the second
+passes each state through the chunks of its sequence. With keys k as rows of length 1 and queries q
+of length 1/√key_dim, γ the sum of g since the chunk's start, S the state before the chunk, and
+D[i, j] = exp(γ[i] − γ[j]) for j ≤ i, else 0:
+    T = (1 + tril(β kkᵀ D, −1))⁻¹ β      the system's inverse, with columns multiplied by β
+    r = v − exp(γ) k Sᵀ                  part of the values that the state does not predict
+    o = exp(γ) q Sᵀ + (qkᵀ D) T r
+    S = exp(γ[last]) S + (exp(γ[last] − γ) T r)ᵀ k
+The first launch returns T, (qkᵀ D) T, and factors of rows, so that the second multiplies the
+tokens as they are in memory: lengths and decays are factors of the products' rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
+
+_CHUNK = tl.constexpr(delta_net.CHUNK)
+_EPS = tl.constexpr(delta_net.NORM_EPS)
+_PREDICTED, _READ, _LEFT, _FACTORS = (tl.constexpr(n) for n in range(4))
+"""Factors of each row of a chunk: of k Sᵀ, of q Sᵀ, and of its correction in the next state."""
+_VALUES = 32  # of one program, which has these rows of a state
+
+
+def decode_delta_rule(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    decay: Decay,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """See kernels.delta_net."""
+    _check(qkv, ba, states, heads, lora)
+    o = qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
+    values = min(_VALUES, heads.value_dim)
+    _decode[(heads.value_dim // values, heads.value_heads, len(qkv))](
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, slots, o,
+        qkv.stride(0), ba.stride(0), states.stride(0), *_sizes(heads), values,
+    )  # fmt: skip
+    return o
+
+
+def prefill_delta_rule(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    decay: Decay,
+    states: torch.Tensor,
+    prefills: Prefills,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """See kernels.delta_net."""
+    _check(qkv, ba, states, heads, lora)
+    o = qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
+    tiles = (len(prefills.chunks), heads.value_heads)
+    solved, mixed = (qkv.new_empty((*tiles, *2 * (delta_net.CHUNK,))) for _ in range(2))
+    factors = qkv.new_empty((*tiles, _FACTORS.value, delta_net.CHUNK), dtype=torch.float32)
+    faded = qkv.new_empty(tiles, dtype=torch.float32)
+    wide = qkv.dtype == torch.float32
+    precision = "tf32x3" if wide else "tf32"  # of float32 factors
+    _solve_chunks[tiles](
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, prefills.starts, prefills.chunks,
+        solved, mixed, factors, faded, qkv.stride(0), ba.stride(0), *_sizes(heads)[:3], precision,
+    )  # fmt: skip
+    values = min(_VALUES, heads.value_dim)
+    _scan_chunks[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
+        qkv, solved, mixed, factors, faded, states, prefills.slots, prefills.starts,
+        prefills.first_chunks, o, qkv.stride(0), states.stride(0), *_sizes(heads), values,
+        1 if wide else 2, precision,
+    )  # fmt: skip
+    return o
+
+
+def _check(
+    qkv: torch.Tensor, ba: torch.Tensor, states: torch.Tensor, heads: Heads, lora: LoraDelta | None
+) -> None:
+    for dim in (heads.key_dim, heads.value_dim):
+        assert dim == max(16, triton.next_power_of_2(dim)), dim
+    assert qkv.shape[1] == sum(heads.widths), qkv.shape
+    assert (qkv.stride(1), ba.stride(1)) == (1, 1), (qkv.stride(), ba.stride())
+    assert states.shape[1:] == (heads.value_heads, heads.value_dim, heads.key_dim), states.shape
+    assert states[0].is_contiguous(), states.stride()
+    assert lora is None or lora.rows.stride() == ba.stride(), lora.rows.stride()
+
+
+def _sizes(heads: Heads) -> tuple[int, int, int, int]:
+    return heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gates(
+    ba: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    stride: tl.tensor,
+    inside: tl.tensor,
+    value_heads: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Compute g and β of one head of some tokens; 0 outside."""
+    at = token * stride + head
+    b = tl.load(ba + at, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(ba + at + value_heads, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        b += lora_at(lora, adapted, token, at, inside)
+        a += lora_at(lora, adapted, token, at + value_heads, inside)
+    a += tl.load(dt_bias + head).to(tl.float32)
+    y = tl.exp(tl.minimum(a, 20.0))
+    u = 1.0 + y
+    softplus = tl.log(u) + (y - (u - 1.0)) / u  # with the digits of a small y that u has lost
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * tl.where(a > 20.0, a, softplus)
+    return tl.where(inside, g, 0.0), tl.where(inside, tl.sigmoid(b), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(
+    qkv: tl.tensor,
+    ba: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    states: tl.tensor,
+    slots: tl.tensor,
+    o: tl.tensor,
+    stride: tl.tensor,
+    ba_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    values: tl.constexpr,
+) -> None:
+    """Compute some values of one head of one sequence's token."""
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, key_dim)
+        value = tl.program_id(0) * values + tl.arange(0, values)
+        places = slot * slot_stride + (head * value_dim + value)[:, None] * key_dim
+        state = states + places + column[None, :]
+        s = tl.load(state).to(tl.float32)
+        query = qkv + row * stride + head // (value_heads // key_heads) * key_dim + column
+        q = tl.load(query).to(tl.float32)
+        k = tl.load(query + key_heads * key_dim).to(tl.float32)
+        values_at = qkv + row * stride + 2 * key_heads * key_dim
+        v = tl.load(values_at + head * value_dim + value).to(tl.float32)
+        q = q / (tl.sqrt(tl.sum(q * q, 0) + _EPS) * (key_dim**0.5))
+        k = k / tl.sqrt(tl.sum(k * k, 0) + _EPS)
+        g, beta = _gates(
+            ba, lora, adapted, a_log, dt_bias, row, head, ba_stride, row >= 0, value_heads
+        )
+        s *= tl.exp(g)
+        correction = beta * (v - tl.sum(s * k[None, :], 1))
+        s += correction[:, None] * k[None, :]
+        tl.store(state, s.to(states.dtype.element_ty))
+        out = tl.sum(s * q[None, :], 1).to(o.dtype.element_ty)
+        tl.store(o + (row * value_heads + head) * value_dim + value, out)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse(system: tl.tensor, precision: tl.constexpr) -> tl.tensor:
+    """Return (1 + system)⁻¹ of a strictly lower triangular matrix [_CHUNK, _CHUNK].
+
+    Blocks on the diagonal of twice the size follow from those of one size, whose inverses x are
+    known: [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]. That is substitution by blocks: as
+    exact, also where powers of the system are large, as for repeated keys without decay.
+    """
+    row, column = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
+    x = tl.where(row == column, 1.0, 0.0)
+    for level in tl.static_range(6):  # 2⁶ is _CHUNK
+        below = (row >> level) == (column >> level) + 1
+        c = tl.where(below & ((row >> level + 1) == (column >> level + 1)), system, 0.0)
+        if level == 0:
+            x -= c
+        else:
+            cx = tl.dot(c, x, input_precision=precision)
+            x -= tl.dot(x, cx, input_precision=precision)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _solve_chunks(
+    qkv: tl.tensor,
+    ba: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    starts: tl.tensor,
+    chunks: tl.tensor,
+    solved: tl.tensor,
+    mixed: tl.tensor,
+    factors: tl.tensor,
+    faded: tl.tensor,
+    stride: tl.tensor,
+    ba_stride: tl.tensor,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    """Compute what one head of one chunk needs besides the state: see the module's docstring.
+
+    solved: T. mixed: scores times T. factors: of rows. faded: exp(γ[last]).
+    """
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = tl.load(chunks + 2 * chunk)
+    first = tl.load(chunks + 2 * chunk + 1).to(tl.int64)
+    place = tl.arange(0, _CHUNK)
+    token = first + place
+    inside = token < tl.load(starts + sequence + 1)
+    column = tl.arange(0, key_dim)
+    key_head = head // (value_heads // key_heads)
+    query = qkv + token[:, None] * stride + key_head * key_dim + column[None, :]
+    q = tl.load(query, mask=inside[:, None], other=0.0)
+    k = tl.load(query + key_heads * key_dim, mask=inside[:, None], other=0.0)
+    of_q, of_k = _inverse_length(q) * (1.0 / key_dim**0.5), _inverse_length(k)
+    g, beta = _gates(ba, lora, adapted, a_log, dt_bias, token, head, ba_stride, inside, value_heads)
+    total = tl.cumsum(g, 0)
+    row, other = place[:, None], place[None, :]
+    since = tl.where(row >= other, total[:, None] - total[None, :], float("-inf"))
+    decays = tl.exp(since) * of_k[None, :]
+    similar = tl.dot(k, tl.trans(k), input_precision=precision) * decays
+    system = tl.where(row > other, similar * (beta * of_k)[:, None], 0.0)
+    inverse = _inverse(system, precision) * beta[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=precision) * decays * of_q[:, None]
+    product = tl.dot(scores, inverse, input_precision=precision)
+
+    index = chunk * value_heads + head
+    tile = index * (_CHUNK * _CHUNK) + row * _CHUNK + other
+    tl.store(solved + tile, inverse.to(solved.dtype.element_ty))
+    tl.store(mixed + tile, product.to(mixed.dtype.element_ty))
+    at = factors + index * (_FACTORS * _CHUNK) + place
+    last = tl.min(total, 0)  # the last of total: g is never above 0, and tl.sum rounds otherwise
+    tl.store(at + _PREDICTED * _CHUNK, tl.exp(total) * of_k)
+    tl.store(at + _READ * _CHUNK, tl.exp(total) * of_q)
+    tl.store(at + _LEFT * _CHUNK, tl.exp(last - total) * of_k)
+    tl.store(faded + index, tl.exp(last))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse_length(x: tl.tensor) -> tl.tensor:
+    wide = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + _EPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scan_chunks(
+    qkv: tl.tensor,
+    solved: tl.tensor,
+    mixed: tl.tensor,
+    factors: tl.tensor,
+    faded: tl.tensor,
+    states: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    first_chunks: tl.tensor,
+    o: tl.tensor,
+    stride: tl.tensor,
+    slot_stride: tl.tensor,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    values: tl.constexpr,
+    stages: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    """Compute some values of one head of all tokens of one sequence, chunk after chunk."""
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    start = tl.load(starts + sequence).to(tl.int64)
+    end = tl.load(starts + sequence + 1)
+    first_chunk = tl.load(first_chunks + sequence)
+    chunks = tl.load(first_chunks + sequence + 1) - first_chunk
+    first_tile = first_chunk.to(tl.int64) * value_heads + head
+    place, column = tl.arange(0, _CHUNK), tl.arange(0, key_dim)
+    value = tl.program_id(0) * values + tl.arange(0, values)
+    places = slot * slot_stride + (head * value_dim + value)[:, None] * key_dim
+    state = states + places + column[None, :]
+    s = tl.load(state).to(tl.float32)
+    queries = qkv + head // (value_heads // key_heads) * key_dim + column[None, :]
+    values_at = qkv + 2 * key_heads * key_dim + head * value_dim + value[None, :]
+    square = place[:, None] * _CHUNK + place[None, :]
+    dtype = qkv.dtype.element_ty
+    for chunk in tl.range(0, chunks, num_stages=stages):
+        token = start + chunk * _CHUNK + place
+        inside = (token < end)[:, None]
+        at = token[:, None] * stride
+        q = tl.load(queries + at, mask=inside, other=0.0)
+        k = tl.load(queries + key_heads * key_dim + at, mask=inside, other=0.0)
+        v = tl.load(values_at + at, mask=inside, other=0.0)
+        index = first_tile + chunk * value_heads
+        tile = index * (_CHUNK * _CHUNK) + square
+        factor = factors + index * (_FACTORS * _CHUNK) + place
+        predicted = tl.load(factor + _PREDICTED * _CHUNK)[:, None]
+        read = tl.load(factor + _READ * _CHUNK)[:, None]
+        left = tl.load(factor + _LEFT * _CHUNK)[:, None]
+        before = tl.trans(s.to(dtype))  # [key_dim, values]
+        known = tl.dot(k, before, input_precision=precision)
+        missing = (v.to(tl.float32) - predicted * known).to(dtype)
+        out = read * tl.dot(q, before, input_precision=precision)
+        out += tl.dot(tl.load(mixed + tile), missing, input_precision=precision)
+        correction = tl.dot(tl.load(solved + tile), missing, input_precision=precision)
+        added = tl.dot(tl.trans((left * correction).to(dtype)), k, input_precision=precision)
+        s = s * tl.load(faded + index) + added
+        row = o + (token[:, None] * value_heads + head) * value_dim
+        tl.store(row + value[None, :], out.to(dtype), mask=inside)
+    tl.store(state, s.to(states.dtype.element_ty))
