@@ -1,13 +1,16 @@
 """A replica with a scripted model. Templates, grammars and answers are real."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammars.schema_check import broken_keyword
+from lorikeet.replica.grammars.schema_faults import AnswerSchema
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import encode_call
 from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens
@@ -60,7 +63,7 @@ class ScriptedReplica:
                 self.check(grammar, tokens)
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
             known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
-            answer = Answer(call, prompts, *known)
+            answer = Answer(call, prompts, *known, checked=bool(encoded.checked))
             yield AnswerHeader("replica-7", None, None, ignored=encoded.ignored)
             if call.sampling.prompt_logprobs is not None:
                 for index, ids in enumerate(prompts):
@@ -75,6 +78,9 @@ class ScriptedReplica:
                     written = Tokens(call.request_id, choice, (token,), end, certain)
                     for item in answer.take([written]):
                         yield item
+            if answer.awaits_checks:
+                for item in answer.end(_checks(encoded.checked, answer.said())):
+                    yield item
 
         return replay
 
@@ -84,3 +90,14 @@ class ScriptedReplica:
         for token in tokens:
             matcher.accept(token)
         assert matcher.may_end
+
+
+def _checks(schemas: Sequence[AnswerSchema], said: Sequence[SaidChoice]) -> list[SchemaCheck]:
+    """Check the text, or else the first call, of each choice, as a replica does in its sandbox."""
+    by_tool = {each.tool: each.schema for each in schemas}
+    found = [broken_keyword(by_tool[tool], text) for tool, text in map(_said, said)]
+    return [SchemaCheck(index, broken is None, broken) for index, broken in enumerate(found)]
+
+
+def _said(choice: SaidChoice) -> tuple[str | None, str]:
+    return choice.calls[0] if choice.calls else (None, choice.text)

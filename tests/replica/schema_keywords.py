@@ -9,11 +9,13 @@ from typing import Any
 
 
 class Fate(Enum):
-    """Effect of a keyword on an answer."""
+    """Effect of a keyword on an answer: usually, and with `strict: false`."""
 
-    HELD = "held"
-    IGNORED = "ignored and named"
-    REFUSED = "refused"
+    HELD = "held", "held"
+    IGNORED = "ignored and named", "ignored and named"
+    CHECKED = "refused", "named, and checked afterwards"
+    WHOLE = "refused", "named with its whole schema, which is checked afterwards"
+    REFUSED = "refused", "refused"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,18 @@ HELD = (
         {"type": "array", "prefixItems": [{"type": "string"}], "items": False, "minItems": 1},
         (["a"],),
         ([], [1], ["a", "b"]),
+    ),
+    Keyword(
+        "`uniqueItems` of up to 5 listed values, or of one item",
+        Fate.HELD,
+        {
+            "items": {"$ref": "#/$defs/color"},
+            "minItems": 1,
+            "uniqueItems": True,
+            "$defs": {"color": {"title": "Color", "enum": ["red", "green", "blue"]}},
+        },
+        (["red"], ["blue", "red"], ["green", "blue", "red"], "red"),
+        ([], ["red", "red"], ["black"], ["red", "green", "blue", "red"]),
     ),
     Keyword(
         "`minLength`, `maxLength`",
@@ -192,54 +206,84 @@ IGNORED = (
         ("ab", "ABC"),
     ),
 )
-REFUSED = (
-    Keyword("`uniqueItems: true`", Fate.REFUSED, {"type": "array", "uniqueItems": True}),
-    Keyword("`contains`", Fate.REFUSED, {"contains": {"type": "integer"}}),
+CHECKED = (
+    Keyword(
+        "`uniqueItems: true` of other items",
+        Fate.CHECKED,
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        (["a", "b"],),
+        (["a", "a"],),
+    ),
+    Keyword("`contains`", Fate.CHECKED, {"contains": {"type": "integer"}}, ([1],), (["a"], [])),
     Keyword(
         "`oneOf` with options that may overlap otherwise",
-        Fate.REFUSED,
+        Fate.CHECKED,
         {"type": "string", "oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
+        ("a", "b"),
+        ("ab",),
     ),
-    Keyword("`not`, `if` of anything else", Fate.REFUSED, {"not": {"pattern": "a"}}),
+    Keyword(
+        "`not`, `if` of anything else", Fate.CHECKED, {"not": {"pattern": "a"}}, ("b",), ("a",)
+    ),
     Keyword(
         "`propertyNames` of anything else",
-        Fate.REFUSED,
+        Fate.CHECKED,
         _object(propertyNames={"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}]}),
-    ),
-    Keyword(
-        "`patternProperties` that one name may match twice",
-        Fate.REFUSED,
-        _object(patternProperties={"^a": True, "b$": True}),
+        ({"a": 1, "cb": 2},),
+        ({"c": 1},),
     ),
     Keyword(
         "`minProperties`, `maxProperties` otherwise",
-        Fate.REFUSED,
+        Fate.CHECKED,
         _object(properties=_AB, minProperties=2),
+        ({"a": 1, "b": 2},),
+        ({"a": 1},),
     ),
     Keyword(
         "`unevaluatedProperties` otherwise, `unevaluatedItems`",
-        Fate.REFUSED,
+        Fate.CHECKED,
         _object(anyOf=[{"properties": _AB}], unevaluatedProperties=False),
+        ({"a": 1},),
+        ({"c": 1},),
     ),
     Keyword(
         "`pattern` with other look-ahead, look-behind, or references back",
-        Fate.REFUSED,
+        Fate.CHECKED,
         {"type": "string", "pattern": "^a(?!b)c?$|d"},
+        ("ac", "d"),
+        ("ab",),
     ),
-    Keyword("`$ref` out of the schema", Fate.REFUSED, {"$ref": "https://example.com/place"}),
     Keyword(
         "`$dynamicRef`, `$recursiveRef`",
-        Fate.REFUSED,
-        {"$dynamicAnchor": "node", "items": {"$dynamicRef": "#node"}},
+        Fate.CHECKED,
+        {
+            "$dynamicAnchor": "node",
+            "type": ["integer", "array"],
+            "items": {"$dynamicRef": "#node"},
+        },
+        (1, [1, [2]]),
+        (["a"],),
     ),
 )
-KEYWORDS = (*HELD, *IGNORED, *REFUSED)
+WHOLE = (
+    Keyword(
+        "`patternProperties` that one name may match twice",
+        Fate.WHOLE,
+        _object(patternProperties={"^a": {"type": "integer"}, "b$": True}),
+        ({"ab": 1},),
+        ({"ab": "x"},),
+    ),
+)
+REFUSED = (
+    Keyword("`$ref` out of the schema", Fate.REFUSED, {"$ref": "https://example.com/place"}),
+)
+KEYWORDS = (*HELD, *IGNORED, *CHECKED, *WHOLE, *REFUSED)
 
 
 def table() -> str:
     """Return the table of keywords in Markdown."""
-    rows = [f"| {keyword.name} | {keyword.fate.value} |" for keyword in KEYWORDS]
-    return "\n".join(["| keyword | fate |", "|---|---|", *rows])
+    rows = [f"| {keyword.name} | {' | '.join(keyword.fate.value)} |" for keyword in KEYWORDS]
+    return "\n".join(["| keyword | fate | with `strict: false` |", "|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

@@ -20,9 +20,18 @@ from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.grammars.patterns import other_texts, without_lookaheads
 from lorikeet.replica.grammars.sandbox import GrammarSandbox
+from lorikeet.replica.grammars.schema_check import broken_keyword
 from lorikeet.replica.grammars.schema_faults import ignored_keywords
 from lorikeet_engine.errors import InvalidRequest
-from tests.replica.schema_keywords import HELD, IGNORED, KEYWORDS, REFUSED, table
+from tests.replica.schema_keywords import (
+    CHECKED,
+    HELD,
+    IGNORED,
+    KEYWORDS,
+    REFUSED,
+    WHOLE,
+    table,
+)
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "model"
@@ -50,8 +59,8 @@ def tokenizer():
 def says(grammars, tokenizer):
     """Return a function that tells if a JSON value is a whole allowed answer."""
 
-    def says(schema, value):
-        matcher = grammars.compile(schema_grammar(json.dumps(schema)))
+    def says(schema, value, **options):
+        matcher = grammars.compile(schema_grammar(json.dumps(schema), **options))
         try:
             for token in tokenizer.encode(json.dumps(value), add_special_tokens=False).ids:
                 matcher.accept(token)
@@ -88,12 +97,23 @@ class TestKeywords:
         call = replace(CALL, format=Format(json.dumps(keyword.schema)))
         assert bool(ignored_keywords(call)) == (keyword in IGNORED)
 
-    @pytest.mark.parametrize("keyword", REFUSED, ids=lambda keyword: keyword.name)
+    @pytest.mark.parametrize("keyword", CHECKED, ids=lambda keyword: keyword.name)
+    def test_keywords_that_are_let_go_are_named_and_checked(self, says, keyword):
+        assert held_schema(keyword.schema, lets_go=True).let_go
+        for value in (*keyword.right, *keyword.wrong):
+            assert says(keyword.schema, value, lets_go=True), value
+            found = broken_keyword(keyword.schema, json.dumps(value))
+            assert (found is None) == (value in keyword.right), (value, found)
+
+    @pytest.mark.parametrize(
+        "keyword", [*CHECKED, *WHOLE, *REFUSED], ids=lambda keyword: keyword.name
+    )
     def test_a_refusal_names_the_place_and_the_remedy(self, sandbox, keyword):
         schema = {"$defs": {"it": keyword.schema}, "properties": {"a b": {"$ref": "#/$defs/it"}}}
         message = refusal_of(sandbox, schema)
         assert "the JSON schema of response_format cannot be followed: at $" in message
         assert "$.$defs.it" in message
+        assert ("With strict: false the" in message) == (keyword not in REFUSED)
         assert re.search(r": (use|write|remove|let|copy|leave|want) \S", message), message
         for word in ("coerce", "lenient", "Unimplemented", "whole"):
             assert word not in message
@@ -250,6 +270,11 @@ def _schemas(part):
         "type": st.sampled_from(TYPES),
         "required": st.lists(NAMES, max_size=2, unique=True),
         "minProperties": st.integers(0, 2),
+        "maxProperties": st.integers(0, 2),
+        "items": part,
+        "minItems": st.integers(0, 2),
+        "maxItems": st.integers(0, 3),
+        "uniqueItems": st.booleans(),
     }
     return st.fixed_dictionaries({}, optional=keywords)
 
@@ -265,6 +290,22 @@ def test_a_held_schema_matches_the_values_that_the_schema_matches(schema, defini
     asked, kept = map(jsonschema.Draft202012Validator, (whole, held))
     for value in values:
         assert kept.is_valid(value) == asked.is_valid(value), (value, held)
+
+
+@given(
+    st.recursive(LEAVES, _schemas, max_leaves=6).filter(lambda part: isinstance(part, dict)),
+    LEAVES.filter(lambda part: part != {"$ref": "#/$defs/x"}),
+    st.lists(VALUES, min_size=5, max_size=20),
+)
+def test_a_schema_without_what_is_let_go_matches_all_values_of_the_schema(
+    schema, definition, values
+):
+    whole = {**schema, "$defs": {"x": definition}}
+    held = held_schema(whole, lets_go=True)
+    asked, kept = map(jsonschema.Draft202012Validator, (whole, held.schema))
+    for value in values:
+        if asked.is_valid(value) or not held.let_go:
+            assert kept.is_valid(value) == asked.is_valid(value), (value, held)
 
 
 TEXTS = st.text("ab.-\n 1", max_size=6)

@@ -14,8 +14,11 @@ from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import (
     Choice,
     EventStream,
+    SaidChoice,
+    SchemaCheck,
     ToolCallPart,
     json_body,
+    whole_calls,
 )
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
@@ -51,6 +54,8 @@ class Answer:
     """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
+    awaits_checks: True once all choices have ended, if the answer is to be checked: `end` returns
+        its last items.
     stopped: choices that have ended at a stop string or after a single tool call, and that the
         engine still generates; the owner aborts these choices and clears the list.
 
@@ -61,6 +66,7 @@ class Answer:
         prompt.
     echoes: the prompts in the forms in which the answer repeats them; None: computed by the
         constructor, which is slow for long prompts.
+    checked: the finished answer is to be checked against JSON schemas.
     """
 
     def __init__(
@@ -71,6 +77,8 @@ class Answer:
         syntax: ToolSyntax | None = None,
         thinking: Thinking = Thinking.NEVER,
         echoes: PromptEchoes | None = None,
+        *,
+        checked: bool = False,
     ) -> None:
         self._call = call
         self._prompts = prompts
@@ -94,6 +102,7 @@ class Answer:
             ]
         self._logprobs_bytes = 0  # of logprobs that the body or the last events will have
         self._unfinished = len(self._choices)
+        self._checked, self.awaits_checks = checked, False
         self._cached: dict[int, int] = {}
         self._timings: dict[int, EngineTimings] = {}
         self.stopped: list[int] = []
@@ -112,10 +121,27 @@ class Answer:
             elif self._add_prompt_logprobs(output) > MOST_LOGPROBS_BYTES:
                 return [self._refuse_prompt_logprobs()]
         if self._unfinished == 0:
-            self.ended = True
-            usage = self.usage()
-            return [usage, chunk + self._end(usage)]
+            if not self._checked:
+                return self.end(last=chunk)
+            self.awaits_checks = True
         return [chunk] if chunk else []
+
+    def said(self) -> list[SaidChoice]:
+        """Return the text and calls of each choice, for their checks."""
+        return [
+            SaidChoice("".join(texts), whole_calls(calls))
+            for texts, calls in zip(self._texts, self._calls, strict=True)
+        ]
+
+    def end(self, checks: Sequence[SchemaCheck] = (), last: bytes = b"") -> list[StreamItem]:
+        """Return the answer's last items.
+
+        checks: of each choice, if the answer is checked.
+        last: bytes that come before.
+        """
+        self.ended = True
+        usage = self.usage()
+        return [usage, last + self._end(usage, checks)]
 
     def usage(self) -> FinalUsage:
         """Return the number of tokens of all prompts and choices so far."""
@@ -180,10 +206,11 @@ class Answer:
             self._unfinished -= 1
             if output.finish is None:
                 self.stopped.append(index)
-        if not self._call.stream:
-            self._thoughts[index].append(delta.reasoning)
+        if not self._call.stream or self._checked:
             self._texts[index].append(delta.text)
             self._calls[index] += delta.calls
+        if not self._call.stream:
+            self._thoughts[index].append(delta.reasoning)
             self._logprobs_bytes += self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
@@ -203,10 +230,11 @@ class Answer:
             self._logprobs_bytes += RESPONSE_COPIES * len(events)
         return events
 
-    def _end(self, usage: FinalUsage) -> bytes:
+    def _end(self, usage: FinalUsage, checks: Sequence[SchemaCheck]) -> bytes:
         if self._call.stream:
-            return self._events.end(usage)
-        return whole_answer(self._call, [self._choice(i) for i in range(len(self._choices))], usage)
+            return self._events.end(usage, checks)
+        choices = [self._choice(i) for i in range(len(self._choices))]
+        return whole_answer(self._call, choices, usage, checks)
 
     def _choice(self, index: int) -> Choice:
         finish = self._choices[index].finish
@@ -241,17 +269,23 @@ def event_stream(
     return EventStream(call, usage, echoes.token_ids)
 
 
-def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
+def whole_answer(
+    call: Call,
+    choices: Sequence[Choice],
+    usage: FinalUsage,
+    checks: Sequence[SchemaCheck] = (),
+) -> bytes:
     """Return the JSON body that answers a call without `stream`.
 
     choices: finished choices, in order of index.
+    checks: of each choice, if the answer is checked.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:
-            return response_body(call, choices[0], usage)
+            return response_body(call, choices[0], usage, checks)
         case Endpoint.MESSAGES:
-            return message_body(call, choices[0], usage)
-    return json_body(call, choices, usage)
+            return message_body(call, choices[0], usage, checks)
+    return json_body(call, choices, usage, checks)
 
 
 def token_count_body(endpoint: Endpoint, tokens: int) -> bytes:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.billed_tokens import BilledTokens
+from lorikeet.answer_stream.openai_format import SchemaCheck
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
@@ -31,8 +32,9 @@ class AnswerSender:
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
     switches of the event loop would cost more than the work.
 
-    ended: future that is done once the whole answer is sent. The future fails if Lorikeet's own
-        code raises an exception.
+    ended: future that is done once the whole answer is sent, or all of it up to the checks of its
+        choices, with which `end` sends the rest. The future fails if Lorikeet's own code raises an
+        exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
@@ -63,6 +65,13 @@ class AnswerSender:
         self._waiting.extend(_split(output))
         if self._header is not None and not self._is_scheduled:
             self._work()
+
+    def end(self, checks: Sequence[SchemaCheck]) -> None:
+        """Send the rest of an answer that awaits the checks of its choices."""
+        items = self._answer.end(checks)
+        for item in items:
+            self._meter.on_item(item)
+        self._stream.put(self._request_id, items, ended=True)
 
     def _work(self) -> None:
         """Send waiting outputs. Long log probabilities of prompts are sent in parts; between two
@@ -101,7 +110,7 @@ class AnswerSender:
         ended = self._answer.ended
         if items or ended:
             self._stream.put(self._request_id, items, ended=ended)
-        if ended:
+        if ended or self._answer.awaits_checks:
             self.ended.set_result(None)
 
 

@@ -23,7 +23,13 @@ from pydantic_core import from_json
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import SampledToken
-from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
+from lorikeet.answer_stream.openai_format import (
+    Choice,
+    Ending,
+    SchemaCheck,
+    ToolCallPart,
+    schema_check_member,
+)
 from lorikeet.error_shapes import anthropic_error_body
 from lorikeet.protocol.messages import Call, FinalUsage
 
@@ -99,12 +105,13 @@ class MessageEventStream:
             self._close()
         return self._take()
 
-    def end(self, usage: FinalUsage) -> bytes:
+    def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
         """Return the last events: message_delta with stop reason and usage, then message_stop."""
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
-        delta = dump(_stop_fields(reason, stop)), dump(_usage(usage))
-        self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
+        checked = schema_check_member(checks)
+        delta = dump(_stop_fields(reason, stop)), dump(_usage(usage)), checked
+        self._events.append(_event("message_delta", b'"delta":%s,"usage":%s%s' % delta))
         self._events.append(_event("message_stop"))
         return self._take()
 
@@ -140,7 +147,9 @@ class MessageEventStream:
         return events
 
 
-def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
+def message_body(
+    call: Call, choice: Choice, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()
+) -> bytes:
     """Return the JSON body of a Messages API call without `stream`: thinking, text, tool calls."""
     blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
     if choice.text:
@@ -151,7 +160,8 @@ def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
     reason = _stop_reason(call, choice.finish, choice.stop, usage)
     content = b"[%s]" % b",".join(blocks)
     used = _usage(usage) | {"service_tier": "standard"}
-    return _message(call, content, reason, choice.stop, used)
+    whole = _message(call, content, reason, choice.stop, used)
+    return whole[:-1] + schema_check_member(checks) + b"}"
 
 
 def failed_message_event(call: Call, code: str, message: str) -> bytes:

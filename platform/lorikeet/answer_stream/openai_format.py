@@ -5,10 +5,10 @@ a raw U+2028.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
@@ -70,6 +70,35 @@ class Choice:
     prompt_logprobs: bytes | None = None
     token_ids: Sequence[int] | None = None
     prompt_token_ids: bytes | None = None
+
+
+class SaidChoice(NamedTuple):
+    """Text and tool calls of one finished choice.
+
+    calls: name and arguments of each call.
+    """
+
+    text: str
+    calls: Sequence[tuple[str | None, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaCheck:
+    """Check of one finished choice against the schemas that its grammar does not enforce whole.
+
+    index: index of the choice.
+    valid: None if the choice could not be checked.
+    error: place in the choice and keyword that it breaks, or why it could not be checked.
+    """
+
+    index: int
+    valid: bool | None
+    error: str | None = None
+
+
+def schema_check_member(checks: Sequence[SchemaCheck]) -> bytes:
+    """Return an answer's JSON member `schema_check`, with a comma before; b"" without checks."""
+    return b',"schema_check":' + dump(list(map(asdict, checks))) if checks else b""
 
 
 class EventStream:
@@ -145,13 +174,14 @@ class EventStream:
             events += self._event(choice, b"{}", finish)
         return events
 
-    def end(self, usage: FinalUsage) -> bytes:
-        """Return the last events: an event with the usage if the client asked for usage, then
-        [DONE].
+    def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
+        """Return the last events: an event without choices, with the usage if the client asked for
+        it and with the checks if there are any, then [DONE].
         """
-        if not self._include_usage:
-            return DONE
-        return self._open + self._close_with(usage, self._adapter) + DONE
+        checked = schema_check_member(checks)
+        if self._include_usage:
+            return self._open + self._close_with(usage, self._adapter + checked) + DONE
+        return self._open + b"]" + checked + b"}\n\n" + DONE if checked else DONE
 
     def _event(
         self,
@@ -189,7 +219,12 @@ class EventStream:
         return b"]" + adapter + b',"usage":' + dump(_usage(usage, chat=self._chat)) + b"}\n\n"
 
 
-def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
+def json_body(
+    call: Call,
+    choices: Sequence[Choice],
+    usage: FinalUsage,
+    checks: Sequence[SchemaCheck] = (),
+) -> bytes:
     """Return the JSON body of a chat completion or completion without `stream`.
 
     choices: finished choices, in order of index; choice i continues prompt i // n.
@@ -200,7 +235,8 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = dump(_usage(usage, chat=chat))
     prompt = _prompt_members(choices[0]) if chat else b""
-    known = (head[:-1], b",".join(bodies), prompt, _adapter(call), used)
+    more = _adapter(call) + schema_check_member(checks)
+    known = (head[:-1], b",".join(bodies), prompt, more, used)
     return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
 
 
@@ -271,6 +307,12 @@ def _message(choice: Choice, functions: bool) -> dict[str, Any]:
         calls = groupby(choice.calls, lambda delta: delta.index)
         message["tool_calls"] = [_whole_call(list(deltas)) for _, deltas in calls]
     return message
+
+
+def whole_calls(parts: Sequence[ToolCallPart]) -> list[tuple[str | None, str]]:
+    """Return the name and arguments of each call of a choice."""
+    calls = [list(deltas) for _, deltas in groupby(parts, lambda delta: delta.index)]
+    return [(each[0].name, "".join(delta.arguments for delta in each)) for each in calls]
 
 
 def _whole_call(deltas: Sequence[ToolCallPart]) -> dict[str, Any]:

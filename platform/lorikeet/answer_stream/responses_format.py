@@ -25,7 +25,13 @@ from typing import NamedTuple
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
-from lorikeet.answer_stream.openai_format import Choice, Ending, ToolCallPart
+from lorikeet.answer_stream.openai_format import (
+    Choice,
+    Ending,
+    SchemaCheck,
+    ToolCallPart,
+    schema_check_member,
+)
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 
@@ -222,10 +228,11 @@ class ResponseEventStream:
             self._close_item(self._status)
         return self._take()
 
-    def end(self, usage: FinalUsage) -> bytes:
+    def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
         """Return the stream's last event, which holds the whole response."""
         status = self._status.value
-        self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
+        whole = _response(self._call, status, self._output, usage, checks=checks)
+        self._add(status, b'"response":' + whole)
         return self._take()
 
     def _add_reasoning(self, text: str) -> None:
@@ -286,7 +293,9 @@ class ResponseEventStream:
         return events
 
 
-def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
+def response_body(
+    call: Call, choice: Choice, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()
+) -> bytes:
     """Return the body of a Responses API call without `stream`: reasoning, text, function calls."""
     items = list[OutputItem]()
     if choice.reasoning:
@@ -300,7 +309,7 @@ def response_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
     status = _STATUS[choice.finish]
     output = [item.end(ItemStatus.COMPLETED).json for item in items[:-1]]
     output.append(items[-1].end(status).json)
-    return _response(call, status.value, output, usage)
+    return _response(call, status.value, output, usage, checks=checks)
 
 
 def failed_response_event(
@@ -321,6 +330,7 @@ def _response(
     output: Sequence[bytes],
     usage: FinalUsage | None = None,
     error: bytes = b"null",
+    checks: Sequence[SchemaCheck] = (),
 ) -> bytes:
     cut_off = {"reason": "max_output_tokens"} if status == ItemStatus.INCOMPLETE.value else None
     head = {
@@ -332,8 +342,9 @@ def _response(
         "model": call.model,
         "usage": None if usage is None else _usage(usage),
     }
-    members = (dump(head)[:-1], error, b",".join(output), call.request_fields)
-    return b'%s,"error":%s,"output":[%s],%s}' % members
+    checked = schema_check_member(checks)
+    members = (dump(head)[:-1], error, b",".join(output), checked, call.request_fields)
+    return b'%s,"error":%s,"output":[%s]%s,%s}' % members
 
 
 def _usage(usage: FinalUsage) -> dict[str, object]:

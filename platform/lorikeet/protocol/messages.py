@@ -52,11 +52,14 @@ class Format:
         list of allowed answers.
     kind: language of `text`.
     param: field of the request that holds the format.
+    strict: False: keywords of the schema that a grammar cannot enforce are let go, and the answer
+        is checked against them.
     """
 
     text: str
     kind: FormatKind = FormatKind.JSON_SCHEMA
     param: str = "response_format"
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)

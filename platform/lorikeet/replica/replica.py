@@ -123,7 +123,8 @@ class Replica:
             with self._metering.metered(call, request.prompts) as meter:
                 encoder = self._encoder
                 known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
-                answer = Answer(call, request.prompts, *known)
+                checked = bool(encoded.checked)
+                answer = Answer(call, request.prompts, *known, checked=checked)
                 sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
@@ -131,6 +132,9 @@ class Replica:
                     ignored, status = encoded.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
+                if answer.awaits_checks:
+                    said = answer.said()
+                    sender.end(await self._requests.check(call, encoded.checked, said))
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)

@@ -12,13 +12,20 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
+from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.reasoning import CLOSES, Thinking
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
-from lorikeet.replica.grammars.sandbox import GrammarSandbox
-from lorikeet.replica.grammars.schema_faults import ignored_keywords
+from lorikeet.replica.grammars.sandbox import GrammarSandbox, SchemasRefused, Unchecked
+from lorikeet.replica.grammars.schema_faults import (
+    AnswerSchema,
+    checked_schemas,
+    ignored_keywords,
+    whole_schema,
+    without_schemas,
+)
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
@@ -55,6 +62,8 @@ class EncodedCall:
         a grammar's cost does not show at once. None if the answer is unconstrained.
     echoes: the prompts as the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
+    checked: schemas that the finished answer is checked against, because the grammar enforces only
+        a part of them.
     """
 
     request: Request
@@ -62,6 +71,7 @@ class EncodedCall:
     tried_grammar: str | None
     echoes: PromptEchoes
     ignored: tuple[str, ...]
+    checked: tuple[AnswerSchema, ...] = ()
 
 
 class RequestBuilder:
@@ -91,8 +101,50 @@ class RequestBuilder:
         encoded = await self._run(encode, call)
         if encoded.tried_grammar is None:
             return encoded
-        tried = await self._try_grammar(call, encoded.request, encoded.tried_grammar)
-        return replace(encoded, request=tried)
+        try:
+            return await self._tried(call, encoded)
+        except SchemasRefused as error:
+            refused = error.schemas
+        loose = without_schemas(call, refused)
+        held = await self._run(partial(with_grammar, encoded, encoder=self._encoder), loose)
+        ignored = (*held.ignored, *map(whole_schema, refused))
+        held = replace(held, ignored=ignored, checked=(*held.checked, *refused))
+        return await self._tried(loose, held)
+
+    async def check(
+        self, call: Call, schemas: Sequence[AnswerSchema], said: Sequence[SaidChoice]
+    ) -> list[SchemaCheck]:
+        """Check the finished choices of an answer against its schemas. Raises EngineClosed.
+
+        schemas: schemas of the call that its grammar does not enforce whole.
+        said: the choices.
+        """
+        checks = list[SchemaCheck]()
+        failure: str | None = None
+        for index, choice in enumerate(said):
+            if failure is not None:  # the other choices would take as long
+                checks.append(SchemaCheck(index, None, failure))
+                continue
+            try:
+                found = await self._broken(call, schemas, choice)
+                checks.append(SchemaCheck(index, found is None, found))
+            except Unchecked as error:
+                failure = str(error)
+                checks.append(SchemaCheck(index, None, failure))
+        return checks
+
+    async def _broken(
+        self, call: Call, schemas: Sequence[AnswerSchema], said: SaidChoice
+    ) -> str | None:
+        """Return what a choice breaks of its schemas; None if nothing. Raises Unchecked."""
+        by_tool = {each.tool: each.schema for each in schemas}
+        for tool, text in said.calls or [(None, said.text)]:
+            if tool not in by_tool:
+                continue
+            found = await self._grammars.broken(call, by_tool[tool], text)
+            if found is not None:
+                return found if tool is None else f"{tool}: {found}"
+        return None
 
     async def count_tokens(self, call: Call) -> int:
         """Return the number of tokens in a call's prompts. Raises InvalidInput."""
@@ -116,18 +168,20 @@ class RequestBuilder:
         working.add_done_callback(done)
         return await asyncio.wrap_future(working)
 
-    async def _try_grammar(self, call: Call, request: Request, grammar: str) -> Request:
-        """Try a grammar in the sandbox; return the request with the queue time that remains.
+    async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
+        """Try a grammar in the sandbox; return the encoded call with the queue time that remains.
 
         Raises the errors of GrammarSandbox.check.
         """
         began_s = time.monotonic()
-        await self._grammars.check(call, grammar)
-        scheduling = request.scheduling
+        assert encoded.tried_grammar is not None
+        await self._grammars.check(call, encoded.tried_grammar)
+        request, scheduling = encoded.request, encoded.request.scheduling
         if scheduling.max_queue_s is None:
-            return request
+            return encoded
         left_s = round(scheduling.max_queue_s - (time.monotonic() - began_s), 1)
-        return replace(request, scheduling=replace(scheduling, max_queue_s=max(0.1, left_s)))
+        scheduling = replace(scheduling, max_queue_s=max(0.1, left_s))
+        return replace(encoded, request=replace(request, scheduling=scheduling))
 
 
 def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
@@ -144,14 +198,10 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
     check_begun_answer(call, thinking)
-    tried_grammar = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
-    if grammar is not None and thinking is not Thinking.NEVER:
-        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, thinking)
     sampling = replace(
         call.sampling,
         max_tokens=limit if call.max_tokens is None else min(max(call.max_tokens, 1), limit),
         min_tokens=min(call.min_tokens, limit),
-        grammar=grammar,
     )
     request = Request(
         call.request_id,
@@ -162,10 +212,25 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    ignored = encoder.ignored(call)
-    if grammar is not None:
-        ignored += ignored_keywords(call)
-    return EncodedCall(request, thinking, tried_grammar, echoes, ignored)
+    encoded = EncodedCall(request, thinking, None, echoes, encoder.ignored(call))
+    return with_grammar(encoded, call, encoder)
+
+
+def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> EncodedCall:
+    """Return an encoded call with the grammar of `call`. Raises InvalidInput."""
+    tried = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
+    if grammar is None:
+        return encoded
+    if encoded.thinking is not Thinking.NEVER:
+        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, encoded.thinking)
+    sampling = replace(encoded.request.sampling, grammar=grammar)
+    return replace(
+        encoded,
+        request=replace(encoded.request, sampling=sampling),
+        tried_grammar=tried,
+        ignored=(*encoder.ignored(call), *ignored_keywords(call)),
+        checked=tuple(checked_schemas(call)),
+    )
 
 
 def check_begun_answer(call: Call, thinking: Thinking) -> None:

@@ -113,14 +113,18 @@ class MessageToolChoice(Body):
 
 
 class JsonFormat(Body):
-    """Answer format: JSON constrained to a schema."""
+    """Answer format: JSON constrained to a schema.
+
+    strict: as in a chat's response_format of OpenAI's API; Anthropic's has no such field.
+    """
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], BeforeValidator(refuse_long_json)] = Field(alias="schema")
+    strict: bool | None = None
 
     def for_chat(self) -> ResponseFormat:
         """Return the value of response_format in a chat request of OpenAI's API."""
-        schema = JsonSchema.unchecked(name="answer", schema_=self.schema_)
+        schema = JsonSchema.unchecked(name="answer", schema_=self.schema_, strict=self.strict)
         return ResponseFormat.unchecked(type="json_schema", json_schema=schema)
 
 

@@ -46,7 +46,7 @@ _LOGPROBS = "message.output_text.logprobs"
 class TextFormat(Body):
     """Answer format: text, any JSON object, or JSON constrained to a schema.
 
-    strict: no effect: a schema is always enforced.
+    strict: as in a chat's response_format.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -70,7 +70,7 @@ class TextFormat(Body):
             return None
         schema = None
         if self.schema_ is not None:
-            schema = JsonSchema.unchecked(name=self.name, schema_=self.schema_)
+            schema = JsonSchema.unchecked(name=self.name, schema_=self.schema_, strict=self.strict)
         return ResponseFormat.unchecked(type=self.type, json_schema=schema)
 
 

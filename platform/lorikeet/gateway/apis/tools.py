@@ -274,7 +274,8 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """Answer format: text, any JSON object, or JSON constrained to a schema.
 
-    A schema is always enforced, whether `strict` or not.
+    A schema is always enforced. With `strict: false`, keywords that cannot be enforced are let go
+    instead of refused, and the answer is checked.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -293,5 +294,7 @@ class ResponseFormat(Body):
         """
         if self.type == "text":
             return None
-        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return Format(json.dumps(schema), param=param)
+        if self.json_schema is None:
+            return Format(json.dumps({"type": "object"}), param=param)
+        strict = self.json_schema.strict is not False
+        return Format(json.dumps(self.json_schema.schema_), param=param, strict=strict)

@@ -8,7 +8,8 @@ held_schema.py       JSON schemas in keywords that grammars hold
 ├── schema_logic.py     negation, and proofs that options exclude each other
 └── patterns.py         patterns without look-ahead
 sandbox.py           a child process that compiles each grammar before the engine does
-└── schema_faults.py    the place of a schema's fault, in words
+├── schema_faults.py    the place of a schema's fault, in words
+└── schema_check.py     check of a finished answer against a schema
 matcher.py           ModelGrammars, which compiles a grammar and masks tokens in the engine
 
 A grammar is text in llguidance's variant of Lark, or llguidance's JSON for a schema.

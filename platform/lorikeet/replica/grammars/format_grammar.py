@@ -25,12 +25,13 @@ _ANY_OBJECT = {"type": "object"}
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
-def schema_grammar(schema: str, param: str = "response_format") -> str:
+def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool = False) -> str:
     """Return the grammar of a JSON schema; {} allows any object. The grammar may still be invalid:
     sandbox.py checks it.
 
     schema: the schema as JSON text.
     param: the request's field that holds the schema, for errors.
+    lets_go: as in held_schema.
 
     Raises InvalidInput if the text is too long, too deeply nested or no JSON schema.
     """
@@ -41,7 +42,7 @@ def schema_grammar(schema: str, param: str = "response_format") -> str:
         if not isinstance(parsed, dict):
             raise ValueError("want an object")
         # last, so that it replaces the schema's own layout, which might not be JSON's
-        held = {**held_schema(parsed or _ANY_OBJECT).schema, "x-guidance": LAYOUT}
+        held = {**held_schema(parsed or _ANY_OBJECT, lets_go=lets_go).schema, "x-guidance": LAYOUT}
         return LLMatcher.grammar_from_json_schema(json.dumps(held))
     except RecursionError as error:
         raise _too_deep(param) from error
@@ -56,7 +57,7 @@ def format_grammar(answer: Format) -> str:
     Raises InvalidInput as schema_grammar and format_rule.
     """
     if answer.kind is FormatKind.JSON_SCHEMA:
-        return schema_grammar(answer.text, answer.param)
+        return schema_grammar(answer.text, answer.param, lets_go=not answer.strict)
     return f"start: {format_rule(answer)}"
 
 
@@ -69,7 +70,8 @@ def format_rule(answer: Format) -> str:
     match answer.kind:
         case FormatKind.JSON_SCHEMA:
             try:
-                schema = held_schema(json.loads(answer.text) or _ANY_OBJECT).schema
+                asked = json.loads(answer.text) or _ANY_OBJECT
+                schema = held_schema(asked, lets_go=not answer.strict).schema
             except RecursionError as error:
                 raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"

@@ -2,19 +2,27 @@
 
 A keyword that llguidance refuses is removed if it has no effect, or replaced by other keywords with
 the same meaning. Formats that llguidance does not know are removed and reported: in JSON schema,
-`format` only describes.
+`format` only describes. On request, keywords that nothing can replace are let go: removed and
+reported, too.
 """
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 import regex
 
-from lorikeet.replica.grammars.patterns import implied_by_format, without_lookaheads
-from lorikeet.replica.grammars.schema_logic import Inexpressible, SchemaLogic
+from lorikeet.replica.grammars.patterns import (
+    implied_by_format,
+    needs_context,
+    without_lookaheads,
+)
+from lorikeet.replica.grammars.schema_logic import Inexpressible, SchemaLogic, listed_values
 
 _SCHEMAS = frozenset(
     {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"}
@@ -57,8 +65,16 @@ _MOST_STEPS = 20_000
 work.
 """
 _MOST_REFERENCES = 8
+_MOST_ORDERS = 120
+"""Limit on the orders of an array's items that replace its uniqueItems."""
+_MOST_ORDERED_ITEMS = 3000
+"""Limit on the items in all such orders of one schema: some 0.15 s of llguidance's time."""
 _MOST_OPTIONAL = 16
 """Limit on the properties of an object whose minProperties of 1 is rewritten as alternatives."""
+_PLAIN_NAME = regex.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
+_LONGEST_STEP = 64
+_OLDER_DRAFT = regex.compile(r"draft-0\d|2019-09")
+"""Beginning of the drafts in which `prefixItems` was an array as `items`."""
 _ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
 _MALFORMED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 """Errors raised by keywords whose values have a wrong type. The keywords stay, so that llguidance
@@ -66,32 +82,39 @@ refuses them.
 """
 
 
+_Path = tuple[str | int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
     """Schema rewritten, as far as possible, into keywords that grammars enforce.
 
-    ignored: names of removed keywords that say more than the grammar enforces.
+    ignored: names of removed keywords that only describe.
+    let_go: keywords that were let go, each with the JSON path of its schema.
     """
 
     schema: dict[str, Any]
     ignored: tuple[str, ...] = ()
+    let_go: tuple[tuple[str, str], ...] = ()
 
 
-def held_schema(schema: Mapping[str, Any]) -> HeldSchema:
+def held_schema(schema: Mapping[str, Any], *, lets_go: bool = False) -> HeldSchema:
     """Return an equivalent schema in keywords that grammars enforce.
 
-    Keywords that nothing can replace stay. Raises RecursionError if the schema is nested too
-    deeply, also through its references.
+    Raises RecursionError if the schema is nested too deeply, also through its references.
+
+    lets_go: let go keywords that nothing can replace, instead of keeping them. The result then
+        also matches values that only those keywords exclude.
     """
-    held = _Translation(schema)
+    held = _Translation(schema, lets_go)
     try:
         translated = held.translated()
     except Inexpressible as error:
         raise RecursionError("its references lead to too many schemas") from error
-    return HeldSchema(translated, tuple(held.ignored)[:_MOST_IGNORED])
+    return HeldSchema(translated, tuple(held.ignored)[:_MOST_IGNORED], tuple(held.let_go))
 
 
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
     """Yield the direct subschemas of a schema, each after its path."""
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
@@ -120,21 +143,30 @@ class _Translation:
     """Translation of one schema into keywords that grammars enforce.
 
     root: the schema to translate.
+    lets_go: keywords that nothing can replace are let go. False within a schema that is negated:
+        without them it would match more values, and its negation fewer.
     ignored: names of the removed keywords.
+    let_go: keywords that were let go, with the JSON path of their schema.
     hoisted: `$ref` of each copy that is put into `$defs`, by the JSON pointer to its original.
     originals: the reverse of `hoisted`.
     targets: translated targets by `$ref`; None while one is being translated.
     repeats: number of schemas that may still be translated a second time, for copies and
         targets.
+    orderable: number of items that orders of unique items may still have.
     """
 
     root: Mapping[str, Any]
+    lets_go: bool = False
+    let_go: dict[tuple[str, str], None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
     hoisted: dict[str, str] = field(default_factory=dict)
     originals: dict[str, str] = field(default_factory=dict)
     targets: dict[str, Any] = field(default_factory=dict)
     repeats: int = _MOST_STEPS
+    orderable: int = _MOST_ORDERED_ITEMS
     _repeating: bool = False
+    _removals: int = 0
+    _loosened: list[Any] = field(default_factory=list)  # oneOf with options that let go
     _uris: dict[str, str] | None = None
     _logic: SchemaLogic = field(init=False)
 
@@ -143,19 +175,20 @@ class _Translation:
 
     def translated(self) -> dict[str, Any]:
         """Return the translated root, with the copies that its references need in `$defs`."""
-        schema: dict[str, Any] = self._schema(self.root, "")
+        schema: dict[str, Any] = self._schema(self.root, "", ())
         copies = dict[str, Any]()
         while len(copies) < len(self.hoisted):  # a copy may need further ones
             for pointer, ref in list(self.hoisted.items())[len(copies) :]:
-                copies[ref.rpartition("/")[2]] = self._translated_again(pointer)
+                copies[ref.rpartition("/")[2]] = self._translated_again(pointer, self.lets_go)
         if copies:
             schema["$defs"] = {**schema.get("$defs", {}), **copies}
         return schema
 
-    def _schema(self, schema: Any, base: str) -> Any:
+    def _schema(self, schema: Any, base: str, path: _Path) -> Any:
         """Translate a schema; return booleans and other values unchanged.
 
         base: URI against which relative references are resolved.
+        path: place of the schema in the root.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -165,7 +198,7 @@ class _Translation:
                 raise Inexpressible
         base = _base_in(schema, base)
         parts = {
-            key: self._part(key, value, base)
+            key: self._part(key, value, base, path)
             for key, value in schema.items()
             if key not in _IDENTIFIERS or not isinstance(value, str)
         }
@@ -178,21 +211,48 @@ class _Translation:
         }
         held = list[Any]()  # schemas that replace keywords
         for keyword, replace in _REPLACEMENTS.items():
-            if keyword in parts:
-                with suppress(Inexpressible, *_MALFORMED):  # llguidance takes or refuses it
+            if keyword not in parts:
+                continue
+            with suppress(*_MALFORMED):  # llguidance takes or refuses it
+                try:
                     held += replace(self, parts)
+                except Inexpressible:
+                    if self.lets_go:
+                        self._removals += 1
+                        self.let_go[keyword, json_path(path)] = None
+                        held += self._remove(keyword, parts)
         if held and isinstance(parts.setdefault("allOf", []), list):
             parts["allOf"] = [*parts["allOf"], *held]
         return parts
 
-    def _part(self, key: str, value: Any, base: str) -> Any:
+    def _part(self, key: str, value: Any, base: str, path: _Path) -> Any:
         if key == "$ref" and isinstance(value, str):
             return self._reference(value, base)
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            return {name: self._schema(part, base) for name, part in value.items()}
+            return {
+                name: self._schema(part, base, (*path, key, name)) for name, part in value.items()
+            }
         if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            return [self._schema(part, base) for part in value]
-        return self._schema(value, base) if key in _SCHEMAS else value
+            before = self._removals
+            held = [self._schema(part, base, (*path, key, at)) for at, part in enumerate(value)]
+            if key == "oneOf" and self._removals > before:
+                self._loosened.append(held)
+            return held
+        if key not in _SCHEMAS:
+            return value
+        before, self.lets_go = self.lets_go, self.lets_go and key not in ("if", "not")
+        try:
+            return self._schema(value, base, (*path, key))
+        finally:
+            self.lets_go = before
+
+    def _remove(self, keyword: str, parts: dict[str, Any]) -> list[Any]:
+        """Let go of a keyword; return schemas that hold a part of its meaning."""
+        if keyword == "oneOf":
+            return self._any_of(parts, parts["oneOf"])
+        for each in (keyword, *_REMOVED_WITH.get(keyword, ())):
+            parts.pop(each, None)
+        return []
 
     # References
 
@@ -241,7 +301,7 @@ class _Translation:
                 base = _base_in(schema, base)
                 for key in _IDENTIFIERS:
                     if isinstance(name := schema.get(key), str):
-                        uri = f"{base}#{name}" if key == "$anchor" else urljoin(base, name)
+                        uri = f"{base}#{name}" if key in _ANCHORS else urljoin(base, name)
                         self._uris.setdefault(uri.removesuffix("#"), pointer)
                 for path, part in subschemas(schema):
                     unread.append((pointer + pointer_of(path), base, part))
@@ -274,21 +334,23 @@ class _Translation:
             if not ref.startswith("#"):
                 raise LookupError("it leads out of the schema")
             self.targets[ref] = None
-            self.targets[ref] = self._translated_again(self.originals.get(ref, ref))
+            self.targets[ref] = self._translated_again(self.originals.get(ref, ref), False)
         if self.targets[ref] is None:
             raise LookupError("it refers to itself")
         return self.targets[ref]
 
-    def _translated_again(self, pointer: str) -> Any:
+    def _translated_again(self, pointer: str, lets_go: bool) -> Any:
         """Translate the target of a JSON pointer once more. Raises Inexpressible after too many
         repeats.
+
+        lets_go: as in the class.
         """
-        place, before = self._place(pointer), self._repeating
-        self._repeating = True
+        place, before = self._place(pointer), (self._repeating, self.lets_go)
+        self._repeating, self.lets_go = True, lets_go
         try:
-            return self._schema(place.schema, place.base)
+            return self._schema(place.schema, place.base, path_of(pointer))
         finally:
-            self._repeating = before
+            self._repeating, self.lets_go = before
 
     # Replacements: each takes a keyword out of `parts` and returns schemas that hold it.
     # It changes nothing if it raises an error.
@@ -306,13 +368,47 @@ class _Translation:
 
     def _pattern(self, parts: dict[str, Any]) -> list[Any]:
         first, *rest = without_lookaheads(parts["pattern"])
+        if needs_context(first):
+            raise Inexpressible
         parts["pattern"] = first
         return [{"pattern": pattern} for pattern in rest]
 
+    def _unheld(self, _: dict[str, Any]) -> list[Any]:
+        raise Inexpressible
+
     def _unique_items(self, parts: dict[str, Any]) -> list[Any]:
-        if parts["uniqueItems"] is True and parts.get("maxItems", 2) <= 1:
+        if parts["uniqueItems"] is not True:
+            raise ValueError("want a boolean")
+        least, most = parts.get("minItems", 0), parts.get("maxItems", math.inf)
+        if most <= 1:
             del parts["uniqueItems"]
-        return []
+            return []
+        if "prefixItems" in parts or "additionalItems" in parts:
+            raise Inexpressible
+        values = self._listed(parts.get("items"))
+        most = min(len(values), most)
+        orders = math.perm(len(values), most)
+        if least > most or orders > _MOST_ORDERS or orders * most > self.orderable:
+            raise Inexpressible
+        self.orderable -= orders * most
+        older = _OLDER_DRAFT.search(str(self.root.get("$schema")))
+        first, more = ("items", "additionalItems") if older else ("prefixItems", "items")
+        for keyword in ("items", "maxItems", "uniqueItems"):
+            parts.pop(keyword, None)
+        ordered = permutations([{"enum": [value]} for value in values], most)
+        return [{"anyOf": [{first: list(order), more: False} for order in ordered]}]
+
+    def _listed(self, items: Any) -> list[Any]:
+        """Return the distinct values that items may have. Raises Inexpressible if the schema does
+        not list them.
+        """
+        for _ in range(_MOST_REFERENCES):
+            if isinstance(items, Mapping) and items.keys() - _ANNOTATIONS == {"$ref"}:
+                items = self._target(items["$ref"])
+        values = listed_values(items, _ANNOTATIONS)
+        if not values or len(values) > _MOST_ORDERS:
+            raise Inexpressible
+        return values
 
     def _unevaluated_properties(self, parts: dict[str, Any]) -> list[Any]:
         closed = list[Any]()
@@ -404,24 +500,36 @@ class _Translation:
         match.
         """
         options, logic = parts["oneOf"], self._logic
+        loosened = any(options is each for each in self._loosened)
         typed = {"type": parts["type"]} if "type" in parts else {}
         known = [{**typed, "allOf": [option]} for option in options]
         overlaps: list[list[Any]] = [[] for _ in options]
         for at, option in enumerate(options):
             for before in range(at):
                 if not logic.are_disjoint(known[before], known[at]):
+                    if loosened:
+                        raise Inexpressible
                     overlaps[before].append(option)
                     overlaps[at].append(options[before])
         apart = [
             _all_of([option, *map(logic.negated, others)])
             for option, others in zip(options, overlaps, strict=True)
         ]
+        return self._any_of(parts, apart)
+
+    def _any_of(self, parts: dict[str, Any], options: list[Any]) -> list[Any]:
+        """Replace `oneOf` by `anyOf` with these options."""
         if "anyOf" in parts:
             del parts["oneOf"]
-            return [{"anyOf": apart}]
+            return [{"anyOf": options}]
         kept = {("anyOf" if key == "oneOf" else key): value for key, value in parts.items()}
         parts.clear()  # in the same order, which is the order of properties in answers
-        parts.update(kept, anyOf=apart)
+        parts.update(kept, anyOf=options)
+        return []
+
+    def _max_properties(self, parts: dict[str, Any]) -> list[Any]:
+        if not _can_be_counted(parts):
+            raise Inexpressible
         return []
 
     def _min_properties(self, parts: dict[str, Any]) -> list[Any]:
@@ -429,10 +537,12 @@ class _Translation:
         if parts["minProperties"] <= len(set(required)):
             del parts["minProperties"]
             return []
+        if _can_be_counted(parts):
+            return []
         if parts["minProperties"] != 1 or not 0 < len(names) <= _MOST_OPTIONAL:
             raise Inexpressible
-        if parts.get("additionalProperties") is False or "maxProperties" in parts:
-            return []  # which llguidance can do
+        if "maxProperties" in parts:
+            raise Inexpressible
         del parts["minProperties"]
         # the first of the named properties that is there, or none of them
         missing = [dict.fromkeys(names[:at], False) for at in range(len(names) + 1)]
@@ -444,12 +554,17 @@ class _Translation:
 
 
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
-_IDENTIFIERS = ("$id", "id", "$anchor")
+_IDENTIFIERS = ("$id", "id", "$anchor", "$dynamicAnchor")
+_ANCHORS = ("$anchor", "$dynamicAnchor")
 _SAFE = "~$!&'()*+,;=:@"
 """Characters that may stay unescaped in a step of a JSON pointer that is a URI fragment."""
 _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]] = {
     "format": _Translation._format,
     "pattern": _Translation._pattern,
+    "contains": _Translation._unheld,
+    "$dynamicRef": _Translation._unheld,
+    "$recursiveRef": _Translation._unheld,
+    "unevaluatedItems": _Translation._unheld,
     "uniqueItems": _Translation._unique_items,
     "unevaluatedProperties": _Translation._unevaluated_properties,
     "propertyNames": _Translation._property_names,
@@ -459,11 +574,14 @@ _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]]
     "not": _Translation._not,
     "if": _Translation._if,
     "oneOf": _Translation._one_of,
+    "maxProperties": _Translation._max_properties,
     "minProperties": _Translation._min_properties,
 }
+_REMOVED_WITH = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}
+"""Keywords that mean nothing without another one, by the latter."""
 
 
-def pointer_of(path: tuple[str | int, ...]) -> str:
+def pointer_of(path: _Path) -> str:
     """Return a path in a schema as a JSON pointer, written as a URI fragment."""
     escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in path)
     return "".join(f"/{quote(step, safe=_SAFE)}" for step in escaped)
@@ -473,6 +591,19 @@ def path_of(pointer: str) -> tuple[str, ...]:
     """Return the path that a JSON pointer, written as a URI fragment, names."""
     steps = filter(None, pointer.removeprefix("#").split("/"))
     return tuple(unquote(step).replace("~1", "/").replace("~0", "~") for step in steps)
+
+
+def json_path(path: _Path) -> str:
+    """Return a path in a schema as a JSON path in ASCII, with long names cut off."""
+    steps = ["$"]
+    for step in path:
+        if isinstance(step, int) or step.isdecimal():
+            steps.append(f"[{step}]")
+        elif _PLAIN_NAME.fullmatch(step) and len(step) <= _LONGEST_STEP:
+            steps.append(f".{step}")
+        else:
+            steps.append(f"[{json.dumps(step[:_LONGEST_STEP])}]")
+    return "".join(steps)
 
 
 def _base_in(schema: Any, base: str) -> str:
@@ -488,6 +619,17 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema's `type` lists; an empty set if it lists none."""
     types = schema.get("type", [])
     return {types} if isinstance(types, str) else {*filter(_is_text, _list(types))}
+
+
+def _can_be_counted(parts: Mapping[str, Any]) -> bool:
+    """Return True if llguidance enforces an object's minProperties and maxProperties."""
+    required = set(parts.get("required", ()))
+    if not parts.get("properties", {}).keys() - required:
+        return True
+    least = parts.get("minProperties", 0) - len(required)
+    most = parts.get("maxProperties", len(required) + 1) - len(required)
+    closed = parts.get("additionalProperties") is False and not _patterns(parts)
+    return bool(closed and least <= 1 and most == 1)
 
 
 def _is_text(value: Any) -> bool:
@@ -543,6 +685,7 @@ _NOOP_IF: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "dependencies": _each_allows_all,
     "dependentRequired": _each_allows_all,
     "dependentSchemas": _each_allows_all,
+    "$recursiveAnchor": lambda value, _: isinstance(value, bool),
     "else": lambda value, schema: "if" not in schema or _allows_all(value),
     "if": lambda _, schema: all(_allows_all(schema.get(key, True)) for key in ("then", "else")),
     "maxContains": lambda _, schema: "contains" not in schema,

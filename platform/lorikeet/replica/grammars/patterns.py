@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import regex
 
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_BACKREFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[1-9]|k<)")
 _ANCHORED = regex.compile(r"\^(?P<before>(?:\\[^A-Za-z0-9]|[^\\\[\](){}.*+?|^$])*)(?=\(\?[=!])")
 """Beginning of a pattern up to its first look-ahead, with only literal characters before that."""
 _ONE = r"\\[^A-Za-z0-9]|[^\\\[\](){}.*+?|^$]"
@@ -55,6 +56,13 @@ def without_lookaheads(pattern: str) -> list[str]:
         found.append(f"^{before}{asked}")
     found.insert(0, f"^{before}{rest}")
     return [pattern] if any(map(_LOOK_AROUND.search, found)) else found
+
+
+def needs_context(pattern: str) -> bool:
+    """Return True if a pattern seems to have look-around or references back, which no grammar can
+    enforce.
+    """
+    return bool(_LOOK_AROUND.search(pattern) or _BACKREFERENCE.search(pattern))
 
 
 def other_texts(texts: Iterable[str]) -> str:

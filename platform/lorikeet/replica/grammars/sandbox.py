@@ -1,4 +1,5 @@
-"""Sandbox that compiles each grammar in a child process before the engine does.
+"""Sandbox that compiles each grammar in a child process before the engine does, and checks answers
+against schemas there.
 
 A schema of a few bytes can take minutes, gigabytes, or overflow the stack; the child process then
 dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.grammars.sandbox.
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,13 +27,21 @@ from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Format
 from lorikeet.replica.grammars.format_grammar import LAYOUT
 from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.grammars.schema_faults import answer_schemas, find_fault, in_own_words
+from lorikeet.replica.grammars.schema_check import NO_JSON, broken_keyword
+from lorikeet.replica.grammars.schema_faults import (
+    AnswerSchema,
+    answer_schemas,
+    find_fault,
+    in_own_words,
+    may_be_checked,
+)
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
 _CPU_S = 0.5
 _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of the engine thread's stack
+_CHECK_WALL_S = 5.0
 _WALL_S = 15.0  # for a machine too busy to run the child
 _TRIED_TOKENS = 2
 """Number of tokens sampled to try a compiled grammar.
@@ -45,9 +54,31 @@ _FIND_FAULT = "\0"
 
 The message is then a schema, not a grammar to try.
 """
+_FIND_LOOSE_FAULT = "\2"
+"""Prefix of the same message for a schema that lets go."""
+_CHECK = "\1"
+"""Prefix of a message to the child process that is a JSON schema and a text to check against it."""
 _FIND_CPU_S = 0.3
 """Seconds of CPU time after which the search for the exact place of a fault ends."""
-_TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
+TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
+_HAS_STRICT = ("tools", "response_format", "text.format", "output_config.format", "output_format")
+"""Fields of requests whose schemas may be sent with `strict`."""
+_OR_CHECKED = ". With strict: false the answer is checked instead"
+
+
+class SchemasRefused(InvalidInput):
+    """Refusal of a grammar because of schemas that let go what grammars cannot follow.
+
+    schemas: these schemas. No other schema of the call is at fault.
+    """
+
+    def __init__(self, message: str, schemas: Sequence[AnswerSchema]) -> None:
+        super().__init__(message, param=schemas[0].param)
+        self.schemas = tuple(schemas)
+
+
+class Unchecked(Exception):
+    """Raised if an answer cannot be checked against a schema; the message says why."""
 
 
 class GrammarSandbox:
@@ -65,23 +96,48 @@ class GrammarSandbox:
         """Raise InvalidInput if a call's grammar is invalid or too complex; the error names the
         fault.
 
-        Raises EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
+        The error is SchemasRefused if only schemas that let go are at fault. Raises
+        EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
         waited longer than the call allows, or if the machine is too busy to try it.
         """
         problem = await self._tried(call, grammar)
         if problem is None:
             return
+        loose = list[AnswerSchema]()
+        message = ""
         for each in answer_schemas(call):  # which of them, and where in it
-            if found := await self._tried(call, _FIND_FAULT + json.dumps(each.schema)):
-                raise InvalidInput(
-                    f"the JSON schema of {each.place} cannot be followed: {found}", param=each.param
-                )
+            kind = _FIND_LOOSE_FAULT if each.lets_go else _FIND_FAULT
+            if not (found := await self._tried(call, kind + json.dumps(each.schema))):
+                continue
+            message = f"the JSON schema of {each.place} cannot be followed: {found}"
+            if not may_be_checked(found) or not each.lets_go:
+                may_let_go = may_be_checked(found) and each.param in _HAS_STRICT
+                raise InvalidInput(message + _OR_CHECKED * may_let_go, param=each.param)
+            loose.append(each)
+        if loose:
+            raise SchemasRefused(message, loose)
         of_tools = call.tools is not None and (call.tools.forced or call.format is None)
         answer = Format("", param="tools") if of_tools else call.format or Format("")
         raise InvalidInput(
             f"the {answer.kind.value} of {answer.param} cannot be followed: {problem}",
             param=answer.param,
         )
+
+    async def broken(self, call: Call, schema: Any, text: str) -> str | None:
+        """Return what a text breaks of a JSON schema, in words; None if it is JSON that matches.
+
+        Raises Unchecked if the check takes too much time or memory, if the schema cannot be used,
+        or if the replica is too busy.
+        """
+        message = _CHECK + json.dumps([schema, text])
+        try:
+            async with asyncio.timeout(_CHECK_WALL_S):
+                found = await asyncio.wrap_future(self._trials.result(message, call.tenant))
+        except (TimeoutError, EngineOverloaded):
+            raise Unchecked("the replica is too busy to check it") from None
+        if found is None or found.startswith(("at $", NO_JSON)):
+            return found
+        raise Unchecked(found)
 
     async def _tried(self, call: Call, text: str) -> str | None:
         """Try a grammar, or find the fault of a schema after _FIND_FAULT; return the problem, or
@@ -114,7 +170,7 @@ class GrammarSandbox:
             problem: str | None = self._connection.recv() if tried else None
         except (EOFError, OSError):  # the grammar has killed the process
             self._end()
-            return _TOO_COMPLEX
+            return TOO_COMPLEX
         if not tried:
             self._end()
             raise EngineOverloaded(
@@ -171,8 +227,11 @@ def _serve(connection_fd: int, model: Path) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # CPU time; the signal kills this process
-        if grammar.startswith(_FIND_FAULT):
-            problem = _fault(grammars, json.loads(grammar.removeprefix(_FIND_FAULT)))
+        if grammar.startswith(_CHECK):
+            problem = broken_keyword(*json.loads(grammar.removeprefix(_CHECK)))
+        elif grammar.startswith((_FIND_FAULT, _FIND_LOOSE_FAULT)):
+            lets_go = grammar.startswith(_FIND_LOOSE_FAULT)
+            problem = _fault(grammars, json.loads(grammar[1:]), lets_go=lets_go)
         else:
             problem = _try(grammars, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -199,9 +258,11 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
     return None
 
 
-def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
+def _fault(grammars: ModelGrammars, schema: Mapping[str, Any], *, lets_go: bool) -> str | None:
     """Return the place of a schema's fault and the problem at this place, as text; None if there is
     no fault.
+
+    lets_go: keywords that grammars cannot enforce are let go, and no fault.
     """
     began_s = time.process_time()
 
@@ -211,7 +272,7 @@ def _fault(grammars: ModelGrammars, schema: Mapping[str, Any]) -> str | None:
         text = json.dumps({**held, "x-guidance": LAYOUT})
         return _try(grammars, LLMatcher.grammar_from_json_schema(text))
 
-    fault = find_fault(schema, problem)
+    fault = find_fault(schema, problem, lets_go=lets_go)
     return None if fault is None else f"at {fault.path}: {fault.reason}"
 
 

@@ -2,20 +2,20 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lorikeet.protocol.messages import Call, FormatKind
 from lorikeet.replica.grammars.held_schema import (
     held_schema,
+    json_path,
     path_of,
     pointer_of,
     subschemas,
 )
 from lorikeet.replica.grammars.schema_logic import rebased
 
-_PLAIN_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
-_LONGEST_STEP = 64
 _MOST_STEPS = 64
 _RENAMED = {"oneOf": "anyOf"}
 """Keywords that `held_schema` replaces by another one without changing the order of the
@@ -83,10 +83,24 @@ _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"(?:Schema intersection stack level exceeded|schema too large).*",
             "it takes too much time or memory: make it smaller or less nested",
         ),
+        (
+            r"Unknown format: (.*)",
+            r"the format \1 of a schema that it refers to cannot be held: copy that schema into "
+            "$defs",
+        ),
+        (
+            r"Failed to generate regex for (?:float|int).* range.*",
+            "the bounds of this number cannot be held: use bounds closer to 0, or none",
+        ),
         (r"(?:.*: )?Unsatisfiable schema: (.*)", r"no value matches it: \1"),
     )
 )
 """Patterns of llguidance's error messages, each with our text for it."""
+_OF_GRAMMARS = re.compile("cannot be held|this oneOf may|several patternProperties|takes too much")
+"""Parts of our texts for problems that grammars have with correct schemas."""
+_JSON_TYPES = ["object", "array", "string", "number", "boolean", "null"]
+_MOST_NAMED = 16
+_LONGEST_PATH = 200
 
 
 class AnswerSchema(NamedTuple):
@@ -94,11 +108,15 @@ class AnswerSchema(NamedTuple):
 
     place: words for the part of the request that has the schema, for errors.
     param: field of the request that has the schema.
+    lets_go: keywords that grammars cannot enforce are let go.
+    tool: name of the tool whose arguments it constrains; None for the answer's format.
     """
 
     place: str
     param: str
     schema: Any
+    lets_go: bool = False
+    tool: str | None = None
 
 
 class Fault(NamedTuple):
@@ -129,19 +147,72 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
             if is_held and parameters:
                 field = "functions" if use.functions else "tools"
                 place = f"{field}[{at}] ({name})" if as_sent else f"the tool {name}"
-                found.append(AnswerSchema(place, "tools", parameters))
+                lets_go = function.get("strict") is False
+                found.append(AnswerSchema(place, "tools", parameters, lets_go, name))
     is_schema = answer is not None and answer.kind is FormatKind.JSON_SCHEMA
     if answer is not None and is_schema and (use is None or not use.forced):
-        found.append(AnswerSchema(answer.param, answer.param, json.loads(answer.text)))
+        schema, lets_go = json.loads(answer.text), not answer.strict
+        found.append(AnswerSchema(answer.param, answer.param, schema, lets_go))
     return found
 
 
+def checked_schemas(call: Call) -> list[AnswerSchema]:
+    """Return the schemas of a call that have keywords that are let go."""
+    return [
+        each
+        for each in answer_schemas(call)
+        if each.lets_go and held_schema(each.schema, lets_go=True).let_go
+    ]
+
+
 def ignored_keywords(call: Call) -> tuple[str, ...]:
-    """Return the names of schema keywords that the grammar of a call's answer does not enforce."""
-    names = dict[str, None]()
+    """Return the names of schema keywords that the grammar of a call's answer does not enforce.
+
+    A keyword that is let go is named with its tool and its schema's place.
+    """
+    names, let_go = dict[str, None](), list[str]()
     for schema in answer_schemas(call):
-        names |= dict.fromkeys(held_schema(schema.schema).ignored)
-    return tuple(names)
+        held = held_schema(schema.schema, lets_go=schema.lets_go)
+        names |= dict.fromkeys(held.ignored)
+        let_go += [_let_go(keyword, schema, path) for keyword, path in held.let_go]
+    return (*names, *let_go[:_MOST_NAMED])
+
+
+def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
+    """Return a call that holds its answer to JSON alone in place of some schemas."""
+    tools = {each.tool for each in schemas}
+    use, answer = call.tools, call.format
+    if use is not None:
+        functions = [tool["function"] for tool in use.tools]
+        loose = tuple(
+            {"type": "function", "function": {**each, "parameters": {"type": "object"}}}
+            if each["name"] in tools
+            else {"type": "function", "function": each}
+            for each in functions
+        )
+        use = replace(use, tools=loose)
+    if answer is not None and None in tools:
+        types = json.loads(answer.text).get("type", _JSON_TYPES)
+        answer = replace(answer, text=json.dumps({"type": types}))
+    return replace(call, tools=use, format=answer)
+
+
+def whole_schema(schema: AnswerSchema) -> str:
+    """Return the name of a schema that is let go as a whole."""
+    return _let_go("schema", schema, "$")
+
+
+def _let_go(keyword: str, schema: AnswerSchema, path: str) -> str:
+    tool = "" if schema.tool is None else f"{schema.tool}:"
+    return f"{keyword}:{tool}{path[:_LONGEST_PATH]}"
+
+
+def may_be_checked(reason: str) -> bool:
+    """Return True if an answer can be checked against a schema that a grammar cannot follow.
+
+    reason: in our words.
+    """
+    return _OF_GRAMMARS.search(reason) is not None
 
 
 def in_own_words(reason: str) -> str:
@@ -156,14 +227,18 @@ def in_own_words(reason: str) -> str:
 
 
 def find_fault(
-    schema: Mapping[str, Any], problem: Callable[[Mapping[str, Any]], str | None]
+    schema: Mapping[str, Any],
+    problem: Callable[[Mapping[str, Any]], str | None],
+    *,
+    lets_go: bool = False,
 ) -> Fault | None:
     """Return the innermost fault of a schema; None if the schema has none.
 
     problem: function that takes a schema translated by held_schema and returns why a grammar
         cannot follow it; None if it can.
+    lets_go: as in held_schema.
     """
-    held = held_schema(schema).schema
+    held = held_schema(schema, lets_go=lets_go).schema
     whole = {"$defs": {"whole": rebased(held, "whole")}}
 
     def problem_at(pointer: str) -> str | None:
@@ -207,13 +282,13 @@ def _parts(
         moved = path if path[0] in there else (_RENAMED.get(str(path[0]), path[0]), *path[1:])
         held_part = _at(there, moved)
         if isinstance(held_part, Mapping):
-            yield pointer_of(moved), _json_path(path), part, held_part
+            yield pointer_of(moved), json_path(path).removeprefix("$"), part, held_part
     ref = there.get("$ref")
     if isinstance(ref, str) and ref.startswith("#"):
         path = path_of(ref)
         part, held_part = _at(schema, path), _at(held, path)
         if isinstance(part, Mapping) and isinstance(held_part, Mapping):
-            yield ref, f"${_json_path(path)}", part, held_part
+            yield ref, json_path(path), part, held_part
 
 
 def _explains(found: str, reason: str) -> bool:
@@ -241,15 +316,3 @@ def _at(schema: Any, path: tuple[str | int, ...]) -> Any:
         elif isinstance(schema, Mapping):
             schema = schema.get(str(step))
     return schema
-
-
-def _json_path(path: tuple[str | int, ...]) -> str:
-    steps = list[str]()
-    for step in path:
-        if isinstance(step, int) or step.isdecimal():
-            steps.append(f"[{step}]")
-        elif _PLAIN_NAME.fullmatch(step) and len(step) <= _LONGEST_STEP:
-            steps.append(f".{step}")
-        else:
-            steps.append(f"[{json.dumps(step[:_LONGEST_STEP])}]")
-    return "".join(steps)

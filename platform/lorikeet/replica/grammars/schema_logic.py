@@ -5,7 +5,8 @@ where another schema says the same.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import regex
@@ -228,10 +229,15 @@ def _texts(values: Iterable[Any]) -> set[str]:
     """Return a text for each value. Texts are equal exactly if the values are equal for JSON
     schema.
     """
-    return {
-        json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
-        for value in values
-    }
+    return set(map(_text, values))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({_text(value): value for value in values}.values())
 
 
 def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -287,6 +293,26 @@ def _other_values(values: list[Any]) -> list[Any]:
     if strings := by_type.get("string"):
         ways.append({"type": "string", "pattern": f"^{other_texts(strings)}$"})
     return ways
+
+
+def listed_values(schema: Any, annotations: Collection[str]) -> list[Any] | None:
+    """Return the distinct values that a schema matches; None if the schema does not list them.
+
+    annotations: keywords to ignore.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    asked = {key: value for key, value in schema.items() if key not in annotations}
+    if asked.keys() == {"anyOf"}:
+        options = [listed_values(option, annotations) for option in asked["anyOf"]]
+        return None if None in options else _distinct(chain(*filter(None, options)))
+    if asked in ({"type": "boolean"}, {"type": "null"}):
+        return [True, False] if asked["type"] == "boolean" else [None]
+    values = _values(asked)
+    if values is None or asked.keys() - {"const", "enum", "type"}:
+        return None
+    types = _expanded(asked["type"]) if "type" in asked else _TYPES
+    return _distinct(value for value in values if _type_of(value) in types)
 
 
 _BOUNDS: Mapping[str, Callable[[Any], list[Any]]] = {

@@ -137,7 +137,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
             f"the parameters of {function['name']}: want an object as their type", param="tools"
         )
     try:
-        held = held_schema(parameters).schema
+        held = held_schema(parameters, lets_go=function.get("strict") is False).schema
     except RecursionError as error:
         raise InvalidInput(
             f"the parameters of {function['name']}: nested too deeply", param="tools"
