@@ -5,15 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import (
-    CHUNK,
-    Decay,
-    Heads,
-    Prefills,
-    fused_convolution,
-    fused_delta_rule,
-    reference,
-)
+from lorikeet_engine.kernels.delta_net import CHUNK, Decay, Heads, Prefills, fused, reference
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from tests.engine.interpreter import DEVICES, KINDS, slow
 from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs
@@ -77,7 +69,7 @@ def test_decode_convolution(kind, width, adapters):
     lora = adapted(x, 3) if adapters else None
     states, want_states = given.last_inputs.clone(), given.last_inputs.clone()
     want = reference.decode_convolution(merged(x, lora), given.weight, want_states, slots)
-    y = fused_convolution.decode_convolution(x, given.weight, states, slots, lora)
+    y = fused.decode_convolution(x, given.weight, states, slots, lora)
     kept = slots >= 0
     eps = eps_of(kind[1])
     torch.testing.assert_close(y[kept], want[kept], rtol=4 * eps, atol=4 * eps)
@@ -94,7 +86,7 @@ def test_prefill_convolution(kind, width, lengths, adapters):
     lora = adapted(x, len(x) // 2 + 1) if adapters else None
     states, want_states = given.last_inputs.clone(), given.last_inputs.clone()
     want = reference.prefill_convolution(merged(x, lora), given.weight, want_states, prefills)
-    y = fused_convolution.prefill_convolution(x, given.weight, states, prefills, lora)
+    y = fused.prefill_convolution(x, given.weight, states, prefills, lora)
     eps = eps_of(kind[1])
     torch.testing.assert_close(y, want, rtol=4 * eps, atol=4 * eps)
     assert torch.equal(states, want_states)
@@ -113,9 +105,7 @@ def test_decode_delta_rule(kind, heads, adapters, state_dtype):
         exact.qkv, merged(ba.double(), lora), exact.decay, exact.states, slots, heads
     )
     states = given.states.clone()
-    o = fused_delta_rule.decode_delta_rule(
-        strided(given.qkv), ba, given.decay, states, slots, heads, lora
-    )
+    o = fused.decode_delta_rule(strided(given.qkv), ba, given.decay, states, slots, heads, lora)
     kept = slots >= 0
     assert_close(o[kept], want[kept], 2 * eps_of(kind[1]))
     assert_close(states, exact.states, eps_of(state_dtype) + 4 * eps_of(torch.float32))
@@ -143,9 +133,7 @@ def test_prefill_delta_rule(kind, heads, lengths, adapters, state_dtype):
         exact.qkv, merged(ba.double(), lora), exact.decay, exact.states, prefills, heads
     )
     states = given.states.clone()
-    o = fused_delta_rule.prefill_delta_rule(
-        strided(given.qkv), ba, given.decay, states, prefills, heads, lora
-    )
+    o = fused.prefill_delta_rule(strided(given.qkv), ba, given.decay, states, prefills, heads, lora)
     # five roundings to 16 bits on the way: state, values, system, correction, result
     eps = 8 * eps_of(torch.float32) if kind[1] == torch.float32 else 5 * eps_of(kind[1])
     assert_close(o, want, eps)
@@ -167,17 +155,17 @@ def test_a_prompt_divided_anywhere_and_decoded_ends_in_the_same_state(kind):
         part = given.tokens(start, end)
         operands = (part.qkv, part.ba, part.decay, given.states)
         if end - start == 1:
-            parts.append(fused_delta_rule.decode_delta_rule(*operands, slots, heads))
+            parts.append(fused.decode_delta_rule(*operands, slots, heads))
         else:
             prefills = Prefills.of([end - start], [3], kind[0])
-            parts.append(fused_delta_rule.prefill_delta_rule(*operands, prefills, heads))
+            parts.append(fused.prefill_delta_rule(*operands, prefills, heads))
     eps = 8 * eps_of(torch.float32) if kind[1] == torch.float32 else 5 * eps_of(kind[1])
     assert_close(torch.cat(parts), want, eps)
     assert_close(given.states, exact.states, eps)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operators", [fused_delta_rule, reference], ids=["fused", "reference"])
+@pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
 def test_equal_keys_without_decay_are_as_exact_as_others(operators, device):
     """Powers of such a chunk's system reach 10¹⁷: a series of powers would lose all digits."""
     heads, length = Heads(1, 1, 16, 16), 2 * CHUNK
@@ -202,7 +190,7 @@ def test_a_strong_decay_forgets_and_makes_no_nan(device):
     given = inputs(100, heads, torch.float32, device=device)
     given.ba.fill_(1e4)  # exp(g) is 0, and the sum of g over a chunk overflows no float
     states = given.states.clone()
-    o = fused_delta_rule.prefill_delta_rule(
+    o = fused.prefill_delta_rule(
         given.qkv, given.ba, given.decay, states, Prefills.of([100], [0], device), heads
     )
     want = reference.prefill_delta_rule(
@@ -220,7 +208,7 @@ def test_small_gates_keep_their_digits(device):
     decay = Decay(torch.full((2,), 10.0, device=device), torch.zeros(2, device=device))
     given.ba[:] = torch.tensor([-80.0, -80.0, -12.0, -30.0])  # β is 0: the state only decays
     before, slots = given.states[0].double(), indices([0], device)
-    fused_delta_rule.decode_delta_rule(given.qkv, given.ba, decay, given.states, slots, heads)
+    fused.decode_delta_rule(given.qkv, given.ba, decay, given.states, slots, heads)
     rates = (
         -torch.tensor(10.0, dtype=torch.float64).exp()
         * torch.tensor([-12.0, -30.0], dtype=torch.float64).exp().log1p()
@@ -234,22 +222,20 @@ def test_pools_may_have_the_states_of_other_layers_between_slots(device):
     heads = HEADS[0]
     given = inputs(70, heads, torch.float32, device=device)
     rule = (given.qkv, given.ba, given.decay)
-    for name, operators in (("rule", fused_delta_rule), ("convolution", fused_convolution)):
+    for name in ("rule", "convolution"):
         one_layer = given.states if name == "rule" else given.last_inputs
         layers = torch.stack([one_layer.flip(0), one_layer, one_layer.flip(0)], dim=1)
         kept, prefills = layers.clone(), Prefills.of([70], [2], device)
         for states in (one_layer, layers[:, 1]):
             if name == "rule":
-                operators.prefill_delta_rule(*rule, states, prefills, heads)
-                operators.decode_delta_rule(
+                fused.prefill_delta_rule(*rule, states, prefills, heads)
+                fused.decode_delta_rule(
                     *(each[:1] for each in rule[:2]), given.decay, states,
                     indices([4], device), heads,
                 )  # fmt: skip
             else:
-                operators.prefill_convolution(given.qkv, given.weight, states, prefills)
-                operators.decode_convolution(
-                    given.qkv[:1], given.weight, states, indices([4], device)
-                )
+                fused.prefill_convolution(given.qkv, given.weight, states, prefills)
+                fused.decode_convolution(given.qkv[:1], given.weight, states, indices([4], device))
         assert torch.equal(layers[:, 1], one_layer)
         assert torch.equal(layers[:, ::2], kept[:, ::2])
         assert not torch.equal(layers[:, 1], kept[:, 1])

@@ -22,8 +22,7 @@ from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills
-from lorikeet_engine.kernels.delta_net import fused_convolution as convolution
-from lorikeet_engine.kernels.delta_net import fused_delta_rule as delta_rule
+from lorikeet_engine.kernels.delta_net import fused as delta_net
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
@@ -220,8 +219,8 @@ def test_gated_delta_net(
     deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (qkv, ba)]
     prefills = Prefills(integers(5), integers(4), integers(8, 2), integers(5))
     for convolve, apply, where in (
-        (convolution.decode_convolution, delta_rule.decode_delta_rule, integers(300)),
-        (convolution.prefill_convolution, delta_rule.prefill_delta_rule, prefills),
+        (delta_net.decode_convolution, delta_net.decode_delta_rule, integers(300)),
+        (delta_net.prefill_convolution, delta_net.prefill_delta_rule, prefills),
     ):
         assert convolve(qkv, weight, inputs, where, deltas[0]).shape == qkv.shape
         o = apply(qkv, ba, decay, states, where, heads, deltas[1])

@@ -15,20 +15,20 @@ A decode is one token of each of several sequences; a prefill has several tokens
 update states in place: a pool has a slot for each sequence, which a caller sets to zeros, or to a
 copied state, before the sequence's first token. Slots of one call differ.
 
-`reference` holds the equations in torch and runs on the CPU; on CUDA `fused_convolution` and
-`fused_delta_rule` hold Triton kernels with the same signatures.
+`reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
+same signatures, from `convolution` and `delta_rule`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from itertools import accumulate
-from types import ModuleType
 
 import torch
 
+from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.lora.types import LoraDelta
+
+_operators = by_device(__name__)
 
 CHUNK = 64
 """Tokens that a prefill computes together with matrix products."""
@@ -119,7 +119,7 @@ def decode_convolution(
 
     Sums are float32, rounded once.
     """
-    operator = _operators(x.device.type, "convolution").decode_convolution
+    operator = _operators(x.device.type).decode_convolution
     y: torch.Tensor = operator(x, weight, states, slots, lora)
     return y
 
@@ -139,7 +139,7 @@ def prefill_convolution(
     weight, states, lora: as for decode_convolution
     → [tokens, channels] like x, dense
     """
-    operator = _operators(x.device.type, "convolution").prefill_convolution
+    operator = _operators(x.device.type).prefill_convolution
     y: torch.Tensor = operator(x, weight, states, prefills, lora)
     return y
 
@@ -167,7 +167,7 @@ def decode_delta_rule(
 
     Computed in float32, and rounded once.
     """
-    operator = _operators(qkv.device.type, "delta_rule").decode_delta_rule
+    operator = _operators(qkv.device.type).decode_delta_rule
     o: torch.Tensor = operator(qkv, ba, decay, states, slots, heads, lora)
     return o
 
@@ -190,13 +190,6 @@ def prefill_delta_rule(
     decay, states, heads, lora: as for decode_delta_rule
     → [tokens, value_heads, value_dim] like qkv, dense
     """
-    operator = _operators(qkv.device.type, "delta_rule").prefill_delta_rule
+    operator = _operators(qkv.device.type).prefill_delta_rule
     o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora)
     return o
-
-
-@cache
-def _operators(device_type: str, name: str) -> ModuleType:
-    # Triton is imported only here: a machine without a GPU may have none.
-    module = f"fused_{name}" if device_type == "cuda" else "reference"
-    return import_module(f"lorikeet_engine.kernels.delta_net.{module}")

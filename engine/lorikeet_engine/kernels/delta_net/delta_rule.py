@@ -1,6 +1,6 @@
 """Gated delta rule in Triton: one launch for decodes, two for prefills.
 
-kernels/delta_net/__init__.py calls this module on CUDA, and defines shapes and dtypes.
+kernels/delta_net/__init__.py defines shapes and dtypes.
 
 A prefill's first launch solves each chunk's triangular system, for all chunks at once; the second
 passes each state through the chunks of its sequence. With keys k as rows of length 1 and queries q

@@ -1,6 +1,6 @@
 """Causal convolution with SiLU in Triton: one launch, which also updates the states.
 
-kernels/delta_net/__init__.py calls this module on CUDA, and defines shapes and dtypes.
+kernels/delta_net/__init__.py defines shapes and dtypes.
 """
 
 import torch
