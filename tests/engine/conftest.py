@@ -19,7 +19,7 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.parallel import followers
-from tests.engine.peft_adapters import BlobShelf
+from tests.engine.blob_shelf import BlobShelf
 
 SIZES = {
     "vocab_size": 256,

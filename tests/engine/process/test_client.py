@@ -20,9 +20,10 @@ from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine import forked_engines, process_engines
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.engine_driver import build as build_here
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
