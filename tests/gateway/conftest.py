@@ -96,9 +96,14 @@ def serving(
     store: ObjectStore | None = None,
     responses_lifetime_s: float | None = None,
     clock: Callable[[], float] = time.time,
+    served: Mapping[str, ServedModel] = {},
     **services: Any,
 ) -> Iterator["Gateway"]:
-    """Run a gateway. clock: clock of stored responses, Unix seconds."""
+    """Run a gateway.
+
+    clock: clock of stored responses, Unix seconds.
+    served: further base models, and others than the usual `tiny` and `wider`.
+    """
     store = store or LocalStore(folder / "store")
     catalog = AdapterCatalog.init(store)
     if responses_lifetime_s is not None:
@@ -108,6 +113,7 @@ def serving(
     base_models = {
         "tiny": ServedModel(SHAPE, ("org/Tiny-1B",)),
         "wider": ServedModel(WIDER, ("org/Wider-2B",)),
+        **served,
     }
     app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
     with listening(app) as url:
