@@ -80,7 +80,7 @@ test-service: $(INSTALLED)
 # What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
 # The engine's take longest: alone at the end, one process would leave a core idle.
 test-engine: $(INSTALLED)
-	$(UNITS) --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) -p no:schemathesis --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
 
 test-platform: $(INSTALLED)
 	$(UNITS) --numprocesses 2 tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))

@@ -27,7 +27,7 @@ def template_digest(folder: Path) -> str | None:
     """
     for name in TEMPLATE_FILES:
         try:
-            text = _text(folder / name)
+            text = bounded_text(folder / name, MAX_TEMPLATE_BYTES)
             template = text if name.endswith(".jinja") else _default(json.loads(text))
         except (OSError, ValueError, RecursionError):
             continue
@@ -61,14 +61,14 @@ def template_warning(trained: str | None, served: str | None, base_model: str) -
     )
 
 
-def _text(path: Path) -> str:
-    """Return a file's text. Raises OSError or ValueError."""
+def bounded_text(path: Path, max_bytes: int) -> str:
+    """Return a regular file's text of at most `max_bytes` bytes. Raises OSError or ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     with path.open("rb") as file:
-        content = file.read(MAX_TEMPLATE_BYTES + 1)
-    if len(content) > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"{path} is over {MAX_TEMPLATE_BYTES} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{path} is over {max_bytes} bytes")
     return content.decode()
 
 

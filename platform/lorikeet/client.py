@@ -19,6 +19,13 @@ from lorikeet.errors import InvalidInput, LorikeetError, Unavailable
 from lorikeet_engine.adapter_format import write_blob
 
 _RETRY_PAUSE_S = 0.5
+_WHOLE_DISTRIBUTION = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 _SAMPLE_RETRIES_S = 60.0
 """Seconds for which a request for samples is repeated while the service is busy or down."""
 _AWAY = frozenset({429, 502, 503, 504})
@@ -151,6 +158,9 @@ class Client:
     ) -> list[SampledChoice]:
         """Return n choices for a prompt, with token ids and log probabilities.
 
+        They are drawn from the model's whole distribution at temperature 1 unless `fields` say
+        otherwise, whatever defaults the base model's generation_config.json has.
+
         Repeats the request for a minute while the service is busy or unavailable.
 
         fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
@@ -161,7 +171,8 @@ class Client:
             raise InvalidInput("samples are not streamed: leave stream out", param="stream")
         name = model if isinstance(model, str) else model.model
         given = {field: value for field, value in fields.items() if value is not None}
-        body = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **given}
+        asked = {"model": name, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        body = {**asked, **_WHOLE_DISTRIBUTION, **given}
         deadline_s = time.monotonic() + _SAMPLE_RETRIES_S
         answer = self._ask("POST", "/v1/completions", deadline_s, self._key, body=body)
         digest = answer.get("adapter", {}).get("digest")

@@ -106,6 +106,7 @@ A fraction is above 0 and at most 1.
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
 """Numbers of at least 1 by base model."""
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
+GenerationConfigs = Annotated[dict[str, Literal["auto", "none"]], BeforeValidator(_by_model)]
 KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
 
 
@@ -183,6 +184,13 @@ class Settings(BaseModel):
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
     )
+    generation_config: GenerationConfigs = Field(
+        "auto",
+        validate_default=True,
+        description="sampling of requests that leave fields out: auto, temperature, top_p, top_k, "
+        "min_p and repetition_penalty of the base model's generation_config.json, if there; none: "
+        "always the API's defaults; a=none for some base models",
+    )
     max_context: ByModel = Field(
         None,
         validate_default=True,
@@ -253,6 +261,13 @@ class Settings(BaseModel):
     )
     max_ongoing_requests: int = Field(
         512, ge=1, description="requests that one replica takes at once"
+    )
+    max_connections: int = Field(
+        16_384,
+        ge=1,
+        description="connections of clients that each HTTP listener of a process keeps open, fewer "
+        "if its limit on open files (ulimit -n) leaves no more; beyond them the longest idle one "
+        "is closed; more than the requests at once that you expect; read where Ray starts, too",
     )
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,

@@ -167,5 +167,5 @@ def test_sentencepiece_tokens_are_named_by_their_text():
     tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
     vocabulary = Vocabulary(tokenizer)
     assert [vocabulary.bytes_of(i) for i in range(4)] == [b" lo", b"ri", b"\xf0", "é".encode()]
-    assert vocabulary.name_of(2) == r"\xf0"
-    assert (vocabulary.bytes_of(9), vocabulary.name_of(9)) == (None, "")
+    assert vocabulary.named(2).name == r"\xf0"
+    assert (vocabulary.bytes_of(9), vocabulary.named(9).name) == (None, "")

@@ -154,6 +154,8 @@ def test_a_writer_reads_the_partitions_that_a_decision_needs(
 def test_concurrent_snapshots_are_consistent(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
+    catalog.reader.snapshot()  # of 256 objects; test_many_writers.py races to make the first
+
     def work(number: int) -> int:
         own = AdapterCatalog(store)
         own.create_tenant(f"t{number}", actor="ann")

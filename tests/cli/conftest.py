@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -114,19 +115,16 @@ def serving(
     catalog: AdapterCatalog,
     key: str,
     part_bytes: int = PART_BYTES,
-    quantization: str | None = None,
-    chat_template: str | None = None,
+    **served: Any,
 ) -> Iterator[Lorikeet]:
     """Run a gateway over a catalog.
 
-    quantization, chat_template: values of these fields of the base model.
+    served: fields of the base model, such as quantization.
     """
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,
-        base_models={
-            "tiny": ServedModel(SHAPE, quantization=quantization, chat_template=chat_template)
-        },
+        base_models={"tiny": ServedModel(SHAPE, **served)},
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
         part_bytes=part_bytes,

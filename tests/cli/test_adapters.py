@@ -1,7 +1,9 @@
 """register, list, show, promote, rollback, retire against a real gateway."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.chat_template import template_digest
+from lorikeet.tokenizer_vocabulary import read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
@@ -125,6 +128,29 @@ def test_another_chat_template_than_in_training_gives_a_warning(
         template.write_text("{{ messages | length }}")
         assert "Warning: its folder has another chat template than tiny" in said("acme/other")
         template.unlink()
+        assert "Warning" not in said("acme/none")
+
+
+def test_another_vocabulary_than_in_training_gives_a_warning(tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    tokenizer: dict[str, Any] = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    served = read_vocabulary(folder)
+    with serving(*new_catalog(LocalStore(tmp_path / "catalog")), vocabulary=served) as lorikeet:
+
+        def said(name: str, source: Path = folder) -> str:
+            result = lorikeet.run("register", str(source), name, "--json")
+            assert result.exit_code == 0, result.stderr
+            return " ".join(result.stderr.split())
+
+        assert "Warning" not in said("acme/same")
+        tokenizer["added_tokens"] = [{"content": "<|tool|>", "id": 2}]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        warning = "Warning: its folder's tokenizer has 1 tokens that tiny lacks"
+        assert warning in said("acme/other")
+        archive = shutil.make_archive(str(tmp_path / "packed"), "tar", folder)
+        assert warning in said("acme/packed", Path(archive))
+        (folder / "tokenizer.json").unlink()
         assert "Warning" not in said("acme/none")
 
 

@@ -15,8 +15,8 @@ from demo.tasks import TASKS, Task
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.request import Request, SamplingParams
 from tests.demo.conftest import MODEL
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers
-from tests.engine.peft_adapters import BlobShelf
 
 TEXTS = 8
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)

@@ -6,8 +6,8 @@ import pytest
 
 from demo.tasks import TASKS
 from tests.demo.conftest import MODEL
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers, build, greedy
-from tests.engine.peft_adapters import BlobShelf
 
 PROMPTS = 2  # of each task, with its adapter and without
 

@@ -163,13 +163,19 @@ def test_a_closed_terminal_ends_the_service(tmp_path):
     assert left_of(everything) == []
 
 
-# Replaces Ray's: ready at the first probe, then exits with 0, as a failed `serve run` does.
+# Replaces Ray: ready at the first probe, then exits with 0.
 SHORT_SERVICE = """
-import http.server, threading, time
+import http.server, sys, threading, time
 asked = threading.Event()
-def cli():
-    asked.wait(60)
-    time.sleep(0.5)
+def init(**_): pass
+class serve:
+    start = staticmethod(lambda **_: None)
+class start:
+    refuse_bad_start = staticmethod(lambda _: None)
+    def run_or_exit(*_, **__):
+        asked.wait(60)
+        time.sleep(0.5)
+sys.modules["lorikeet.serving.start"] = start
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -181,11 +187,8 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
 def test_a_service_that_ends_without_a_signal_exits_with_an_error(tmp_path):
-    scripts = tmp_path / "ray" / "serve" / "scripts.py"
-    scripts.parent.mkdir(parents=True)
-    scripts.write_text(SHORT_SERVICE)
-    for package in scripts.parents[:2]:
-        (package / "__init__.py").touch()
+    (tmp_path / "ray.py").write_text(SHORT_SERVICE)
+    (tmp_path / "serve_app.py").write_text("app = None")
     settings = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = start(tmp_path, stdout=subprocess.PIPE, settings=settings)
     told, _ = process.communicate(timeout=60)

@@ -351,6 +351,10 @@ def own_head(file: Path) -> None:
     save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, file)
 
 
+def too_hot(file: Path) -> None:
+    file.write_text(json.dumps({"temperature": 2.5}))
+
+
 @pytest.mark.parametrize(
     ("file", "plant", "severity", "found", "fix"),
     [
@@ -369,6 +373,7 @@ def own_head(file: Path) -> None:
         ("model.safetensors", own_head, PROBLEM, "trained lm_head", '"tie_word_embeddings": false'),
         ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
+        ("generation_config.json", too_hot, PROBLEM, "temperature: ", "GENERATION_CONFIG=none"),
     ],
 )
 def test_a_faulty_model_folder_is_found_with_its_fix(

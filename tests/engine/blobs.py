@@ -1,11 +1,14 @@
 """Small adapters made without PEFT, a source to fetch them from, and their expected weights."""
 
+import functools
 import json
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +22,7 @@ SHAPE = BaseShape(
     "llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8, vocabulary=40
 )
 Ranks = Mapping[tuple[int, int], int]
+Deltas = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Shelf:
@@ -30,7 +34,7 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tensors: dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._tensors: dict[str, Deltas] = {}
         self._blobs: dict[str, Path] = {}
         self.gates: dict[str, threading.Event] = {}
         self.spoil: set[str] = set()
@@ -47,39 +51,16 @@ class Shelf:
         shape: BaseShape = SHAPE,
     ) -> AdapterRef:
         """Make an adapter with these ranks by (layer, linear); its numbers follow from its name."""
-        generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
-        tensors, deltas = {}, {}
-        for (layer, linear), rank in ranks.items():
-            d_in, d_out = shape.dims(linear)
-            experts = (shape.experts,) if shape.modules[linear].of_experts else ()
-            a = torch.randn(*experts, rank, d_in, generator=generator).to(dtype)
-            b = torch.randn(*experts, d_out, rank, generator=generator).to(dtype)
-            module = _module(shape, layer, linear)
-            tensors[tensor_name(module, "A")], tensors[tensor_name(module, "B")] = a, b
-            deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
-        folder = self._folder / f"{name}-peft"
-        folder.mkdir(parents=True)
-        save_file(tensors, folder / "adapter_model.safetensors")
-        common = next(iter(ranks.values()))  # a rank in the pattern would start a process
-        others = {place: rank for place, rank in ranks.items() if rank != common}
-        config = {
-            "peft_type": "LORA",
-            "r": common,
-            "lora_alpha": alpha,
-            "rank_pattern": {_module(shape, *place): rank for place, rank in others.items()},
-            "target_modules": [_module(shape, *place) for place in ranks],
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        digest = write_blob(folder, self.blob(name))
-        self._tensors[digest], self._blobs[digest] = deltas, self.blob(name)
-        return AdapterRef("acme", name, 1, digest)
+        made = _make(name, tuple(ranks.items()), alpha, dtype, shape)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.blob(name).write_bytes(made.blob)
+        self._tensors[made.digest], self._blobs[made.digest] = made.deltas, self.blob(name)
+        return AdapterRef("acme", name, 1, made.digest)
 
     def blob(self, name: str) -> Path:
         return self._folder / name
 
-    def tensors(
-        self, ref: AdapterRef
-    ) -> Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    def tensors(self, ref: AdapterRef) -> Deltas:
         """Return A and scaled B of an adapter by (layer, linear), in float32; experts are
         stacked.
         """
@@ -112,6 +93,62 @@ class Shelf:
                     got = weights.arena[at : at + want.numel()].view(want.shape).cpu()
                     assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
                 assert rank == b.shape[1]
+
+
+class _Made(NamedTuple):
+    """Blob of a Shelf's adapter, and the adapter's weights."""
+
+    digest: str
+    blob: bytes
+    deltas: Deltas
+
+
+@functools.cache  # tests build hundreds of engines with the same few adapters
+def _make(
+    name: str,
+    ranks: tuple[tuple[tuple[int, int], int], ...],
+    alpha: float,
+    dtype: torch.dtype,
+    shape: BaseShape,
+) -> _Made:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        deltas = save_peft_folder(folder, name, dict(ranks), alpha, dtype, shape)
+        digest = write_blob(folder, folder / "blob")
+        return _Made(digest, (folder / "blob").read_bytes(), deltas)
+
+
+def save_peft_folder(
+    folder: Path,
+    name: str,
+    ranks: Ranks,
+    alpha: float = 8.0,
+    dtype: torch.dtype = torch.float32,
+    shape: BaseShape = SHAPE,
+) -> Deltas:
+    """Save the PEFT folder of an adapter; return A and scaled B by (layer, linear), in float32."""
+    generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
+    tensors, deltas = {}, {}
+    for (layer, linear), rank in ranks.items():
+        d_in, d_out = shape.dims(linear)
+        experts = (shape.experts,) if shape.modules[linear].of_experts else ()
+        a = torch.randn(*experts, rank, d_in, generator=generator).to(dtype)
+        b = torch.randn(*experts, d_out, rank, generator=generator).to(dtype)
+        module = _module(shape, layer, linear)
+        tensors[tensor_name(module, "A")], tensors[tensor_name(module, "B")] = a, b
+        deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    common = next(iter(ranks.values()))  # a rank in the pattern would start a process
+    others = {place: rank for place, rank in ranks.items() if rank != common}
+    config = {
+        "peft_type": "LORA",
+        "r": common,
+        "lora_alpha": alpha,
+        "rank_pattern": {_module(shape, *place): rank for place, rank in others.items()},
+        "target_modules": [_module(shape, *place) for place in ranks],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
 
 
 def _module(shape: BaseShape, layer: int, linear: int) -> str:

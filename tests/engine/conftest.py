@@ -21,7 +21,7 @@ from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.parallel import followers
-from tests.engine.peft_adapters import BlobShelf
+from tests.engine.blob_shelf import BlobShelf
 
 SIZES = {
     "vocab_size": 256,

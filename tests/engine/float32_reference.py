@@ -15,8 +15,9 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.draws import SamplingRow
 from tests.engine import engine_driver
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 # Largest error of a log-probability against the reference: 36 eps of bfloat16, 0.28. Each of ten
 # or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:

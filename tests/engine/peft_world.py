@@ -12,6 +12,7 @@ import transformers
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
 from tests.engine.moe_adapters import (
     save_linear_router,
@@ -19,7 +20,7 @@ from tests.engine.moe_adapters import (
     save_shared,
     shared_deltas,
 )
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 _NUMBERED_RANK, _SHARED_RANK, _SHARED_ALPHA = 3, 2, 8
 

@@ -13,10 +13,11 @@ from lorikeet_engine.errors import InvalidRequest, NotFinite
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
 from lorikeet_engine.scheduling import step_budget
 from tests.engine import hash_model
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.hash_model import predict, predict_scores
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-SETTINGS = EngineSettings(Path(), Path(), max_rank=16, max_running=4)
+SETTINGS = EngineSettings(Path(), Path(), kv_bytes=16 << 20, max_rank=16, max_running=4)
 
 
 def tiny_engine(folder: Path, *, settings: EngineSettings = SETTINGS, **arguments: Any) -> Engine:

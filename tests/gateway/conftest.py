@@ -56,10 +56,16 @@ Items = AsyncGenerator[StreamItem, None]
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator["Gateway"]:
+def own_gateway(tmp_path: Path) -> Iterator["Gateway"]:
     """Run a gateway with tenants acme and globex; acme has the adapter acme/support."""
     with serving(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def gateway(own_gateway: "Gateway") -> "Gateway":
+    """Return a gateway of the test's own; files whose tests change no catalog return `shared`."""
+    return own_gateway
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +77,33 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def _of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
+    with serving(tmp_path_factory.mktemp("shared")) as running:
+        yield running
+
+
+@pytest.fixture
+def shared(_of_module: "Gateway") -> "Gateway":
+    """Return a gateway like `own_gateway`, shared by tests that change no more than its replica."""
+    vars(_of_module.engines).update(vars(ReplayEngines()))
+    return _of_module
+
+
 @contextmanager
 def serving(
     folder: Path,
     store: ObjectStore | None = None,
     responses_lifetime_s: float | None = None,
     clock: Callable[[], float] = time.time,
+    served: Mapping[str, ServedModel] = {},
     **services: Any,
 ) -> Iterator["Gateway"]:
-    """Run a gateway. clock: clock of stored responses, Unix seconds."""
+    """Run a gateway.
+
+    clock: clock of stored responses, Unix seconds.
+    served: further base models, and others than the usual `tiny` and `wider`.
+    """
     store = store or LocalStore(folder / "store")
     catalog = AdapterCatalog.init(store)
     if responses_lifetime_s is not None:
@@ -89,6 +113,7 @@ def serving(
     base_models = {
         "tiny": ServedModel(SHAPE, ("org/Tiny-1B",)),
         "wider": ServedModel(WIDER, ("org/Wider-2B",)),
+        **served,
     }
     app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
     with listening(app) as url:

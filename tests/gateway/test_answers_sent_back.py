@@ -23,6 +23,11 @@ TOOLS: Any = [openai.pydantic_function_tool(Order)]
 
 
 @pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
     scripted = ScriptedReplica(tmp_path)
     gateway.engines.replay = scripted.writes(CALL)

@@ -20,6 +20,11 @@ ASIDE = (
 
 
 @pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
     """Replica of the gateway whose template reads `aside` and `reasoning_effort`."""
     template = (DEMO / "chat_template.jinja").read_text() + ASIDE

@@ -20,6 +20,11 @@ SEEN = {"role": "function", "name": "look", "content": "a tree"}
 
 
 @pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
     scripted = ScriptedReplica(tmp_path)
     gateway.engines.replay = scripted.writes(CALLED)

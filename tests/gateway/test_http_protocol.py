@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet.addresses import Address
 from lorikeet.gateway import http_protocol
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.listeners import AdminListener
 from lorikeet.serving.proxy_middleware import middlewares
 from tests.waiting import eventually
@@ -316,3 +317,73 @@ def test_large_bodies_pass_whole(port: int) -> None:
         connection.sendall(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size)
         connection.sendall(b"a" * size)
         assert received(connection).endswith(str(size).encode())
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Maximum number of connections of a listener."""
+    monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 3)
+    return 3
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.05)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_beyond_the_limit_the_connection_that_is_idle_longest_is_closed(
+    port: int, few: int
+) -> None:
+    with ExitStack() as opened:
+        idle = [opened.enter_context(connected(port)) for _ in range(few)]
+        idle[0].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer_until(idle[0], b'"fine"')  # from now on, the second is idle longest
+        idle[1].sendall(HEAD)  # headers without end are idle too
+        assert not any(map(is_closed, idle))
+        assert b'"fine"' in ask(port)
+        assert [is_closed(each) for each in idle] == [False, True, False]
+
+
+def test_connections_whose_requests_are_being_answered_are_not_closed(port: int, few: int) -> None:
+    with ExitStack() as opened:
+        busy = [opened.enter_context(connected(port)) for _ in range(few)]
+        for each in busy:
+            each.sendall(HEAD + b"content-length: 4\r\n\r\n12")
+        time.sleep(SHORT_S)
+        with connected(port) as refused:
+            answer = received(refused)
+            assert refusal(answer) == (
+                503,
+                "all connections of this server are in use: try again later",
+            )
+            assert b"retry-after: 1\r\n" in answer
+        for each in busy:
+            each.sendall(b"34")
+            assert answer_until(each, b"\r\n\r\n4")
+        assert b'"fine"' in ask(port)
+
+
+def test_the_limit_on_connections_leaves_other_files_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 0)
+    monkeypatch.setattr(http_protocol.resource, "getrlimit", lambda _: (1024, 4096))
+    BoundedHttpProtocol.limit_connections(16_384)
+    assert BoundedHttpProtocol.max_connections == 768
+    BoundedHttpProtocol.limit_connections(100)
+    assert BoundedHttpProtocol.max_connections == 100
+
+
+def test_serves_listener_takes_the_limit_from_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 0)
+    monkeypatch.setenv("LORIKEET_MAX_CONNECTIONS", "77")
+    monkeypatch.setenv("LORIKEET_UNKNOWN", "for the gateway to refuse")
+    middlewares()
+    assert BoundedHttpProtocol.max_connections == 77

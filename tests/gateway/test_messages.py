@@ -60,6 +60,11 @@ def refusing(refusal: Refusal) -> Callable[[Call], AsyncGenerator[StreamItem, No
     return refuse
 
 
+@pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
 def test_a_message_is_answered(gateway: Gateway) -> None:
     message = gateway.anthropic().messages.create(
         model=MODEL,
@@ -351,17 +356,17 @@ def test_count_tokens_counts_the_prompt_of_the_same_message(gateway: Gateway) ->
     assert counted.template_args == asked.template_args
 
 
-def test_a_count_is_a_request_that_takes_no_tokens(gateway: Gateway) -> None:
+def test_a_count_is_a_request_that_takes_no_tokens(own_gateway: Gateway) -> None:
     # one request, which every gateway's share of a limit allows
-    gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1, "tokens_per_min": 1_000})
+    own_gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1, "tokens_per_min": 1_000})
     body = chat(content="word " * 5_000)  # more than a minute's tokens
-    answer = gateway.post(COUNT, body)
+    answer = own_gateway.post(COUNT, body)
     assert answer.json() == {"input_tokens": 5_000}
     left = "x-ratelimit-remaining-"
     assert int(answer.headers[f"{left}tokens"]) >= 100
     assert answer.headers[f"{left}requests"] == "0"
-    assert error_of(gateway.post(COUNT, body), 429)["type"] == "rate_limit_error"
-    assert explained(gateway, answer.headers["x-request-id"])["outcome"] == "finished"
+    assert error_of(own_gateway.post(COUNT, body), 429)["type"] == "rate_limit_error"
+    assert explained(own_gateway, answer.headers["x-request-id"])["outcome"] == "finished"
 
 
 def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
@@ -534,21 +539,21 @@ def test_clients_know_errors_by_their_class(
         assert error.response.headers["retry-after"] == "3"
 
 
-def test_refusals_before_the_body_have_the_same_shape(gateway: Gateway) -> None:
+def test_refusals_before_the_body_have_the_same_shape(own_gateway: Gateway) -> None:
     asked: Any = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
     with pytest.raises(anthropic.AuthenticationError, match="unknown or was revoked"):
-        gateway.anthropic(api_key="lk_made-up").messages.create(**asked)
-    bearer = gateway.anthropic(api_key=None, auth_token=gateway.keys["acme"])
+        own_gateway.anthropic(api_key="lk_made-up").messages.create(**asked)
+    bearer = own_gateway.anthropic(api_key=None, auth_token=own_gateway.keys["acme"])
     assert bearer.messages.create(**asked).content
     with pytest.raises(anthropic.NotFoundError, match="acme/nothing"):
-        gateway.anthropic().messages.create(**asked | {"model": "acme/nothing"})
+        own_gateway.anthropic().messages.create(**asked | {"model": "acme/nothing"})
     large: Any = [{"role": "user", "content": "x" * 2**23}]
     with pytest.raises(anthropic.ContentTooLargeError):
-        gateway.anthropic().messages.create(**asked | {"messages": large})
-    gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1})
-    gateway.anthropic().messages.create(**asked)
+        own_gateway.anthropic().messages.create(**asked | {"messages": large})
+    own_gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1})
+    own_gateway.anthropic().messages.create(**asked)
     with pytest.raises(anthropic.RateLimitError) as limited:
-        gateway.anthropic().messages.create(**asked)
+        own_gateway.anthropic().messages.create(**asked)
     assert int(limited.value.response.headers["retry-after"]) >= 1
 
 
@@ -581,18 +586,18 @@ def test_a_failure_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
     assert (failed.value.type, failed.value.error_code) == ("api_error", "generation_failed")
 
 
-def test_why_and_usage_know_a_message_by_its_own_id(gateway: Gateway) -> None:
-    gateway.engines.replay = playing("sunny")
-    message = gateway.anthropic().messages.create(model=MODEL, max_tokens=9, messages=HELLO)
-    why = explained(gateway, message.id)
+def test_why_and_usage_know_a_message_by_its_own_id(own_gateway: Gateway) -> None:
+    own_gateway.engines.replay = playing("sunny")
+    message = own_gateway.anthropic().messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+    why = explained(own_gateway, message.id)
     assert message.id.endswith(why["id"])
     assert why["tokens"] == {"prompt": 25, "cached": 20, "output": 7}
 
 
-def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
-    gateway.admin("PATCH", "/tenants/acme", {"tokens_per_min": 6_000})
-    gateway.engines.replay = playing("sunny", usage=FinalUsage(25, 20, 60_000))
-    client = gateway.anthropic()
+def test_limits_hold_for_messages_as_for_chats(own_gateway: Gateway) -> None:
+    own_gateway.admin("PATCH", "/tenants/acme", {"tokens_per_min": 6_000})
+    own_gateway.engines.replay = playing("sunny", usage=FinalUsage(25, 20, 60_000))
+    client = own_gateway.anthropic()
     client.messages.create(model=MODEL, max_tokens=60, messages=HELLO)
 
     def over() -> bool:  # settled a moment after the answer has ended
@@ -619,15 +624,15 @@ def test_models_are_listed_in_the_shape_of_the_clients_api(unchanged: Gateway) -
         client.models.retrieve("globex/nothing")
 
 
-def test_a_user_keeps_to_one_version(gateway: Gateway) -> None:
-    gateway.register("acme/support", seed=1)
-    gateway.admin("POST", "/adapters/acme/support/promote", {"version": 2, "share": 0.5})
-    client = gateway.anthropic()
+def test_a_user_keeps_to_one_version(own_gateway: Gateway) -> None:
+    own_gateway.register("acme/support", seed=1)
+    own_gateway.admin("POST", "/adapters/acme/support/promote", {"version": 2, "share": 0.5})
+    client = own_gateway.anthropic()
 
     def version(user: str) -> int:
         metadata: Any = {"user_id": user}
         client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, metadata=metadata)
-        adapter = gateway.engines.last.adapter
+        adapter = own_gateway.engines.last.adapter
         assert adapter is not None
         return adapter.version
 

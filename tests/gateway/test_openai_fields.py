@@ -27,6 +27,11 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
 
 
+@pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
 def sent(gateway: Gateway, path: str = CHAT, **fields: Any) -> Call:
     """Return the Call of a chat or completion with these fields."""
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}

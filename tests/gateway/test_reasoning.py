@@ -25,6 +25,11 @@ class Sum(BaseModel):
 
 
 @pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture
 def qwen(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
     """Replica of the gateway with Qwen 3's chat template."""
     scripted = ScriptedReplica(tmp_path, QWEN3)

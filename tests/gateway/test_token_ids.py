@@ -14,6 +14,11 @@ TEXT = "é fine 😀<|eos|>"
 
 
 @pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture
 def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
     """Replica of the gateway whose model writes TEXT and an end of sequence."""
     scripted = ScriptedReplica(tmp_path)

@@ -99,7 +99,8 @@ def test_a_sample_is_retried_while_the_service_is_busy() -> None:
     assert (choice.token_ids, choice.logprobs, choice.digest) == ((6,), (-0.5,), None)
     assert service.paths == ["POST /v1/completions"] * 2
     asked = {"model": "acme/policy", "prompt": [5], "logprobs": 0, "max_tokens": 1}
-    assert json.loads(service.bodies[1]) == asked | {"return_token_ids": True}
+    neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert json.loads(service.bodies[1]) == asked | neutral | {"return_token_ids": True}
 
 
 def test_invalid_arguments_are_refused_before_anything_is_sent() -> None:

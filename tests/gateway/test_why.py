@@ -109,11 +109,11 @@ def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
 
 def test_an_engine_may_begin_before_the_gateway_knows_of_the_attempt(gateway: Gateway) -> None:
     async def told_late(call: Call) -> Items:
-        await asyncio.sleep(0.05)
-        yield Attempt(call.request_id, "replica-7", 0.05, WEIGHED)
+        await asyncio.sleep(0.5)
+        yield Attempt(call.request_id, "replica-7", 0.5, WEIGHED)
         async for item in repeat(call):
             if isinstance(item, bytes):
-                yield FinalUsage(12, 8, 34, (EngineTimings(prefill_s=0.01, decode_s=0.03),))
+                yield FinalUsage(12, 8, 34, (EngineTimings(prefill_s=0.1, decode_s=0.3),))
                 yield item
 
     gateway.engines.replay = told_late
@@ -121,8 +121,8 @@ def test_an_engine_may_begin_before_the_gateway_knows_of_the_attempt(gateway: Ga
     assert eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
     found = ask(gateway, request_id)
     took = stages(found)
-    assert (took["prefill"], took["decode"]) == (10.0, 30.0)
-    assert took["route"] < 50
+    assert (took["prefill"], took["decode"]) == (100.0, 300.0)
+    assert took["route"] < 500
     assert sum(took.values()) == pytest.approx(found["total_ms"], abs=0.01)
 
 

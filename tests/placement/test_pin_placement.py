@@ -11,6 +11,7 @@ from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
 from tests.placement.builders import REPLICAS, ROOMY, held, place, promise, ref, report
+from tests.processor_time import in_time
 
 
 def holders(placement: PlacementPlan, wanted: AdapterRef) -> set[str]:
@@ -249,7 +250,7 @@ def test_ten_thousand_pins_on_64_replicas_are_planned_again_within_a_tick():
     before = place(*promises, reports=reports)
     begun_s = time.process_time()
     assert place(*promises, reports=reports) == before
-    assert time.process_time() - begun_s < 1.0
+    assert in_time(time.process_time() - begun_s, 1.0)
 
 
 def replicas_of(placement: PlacementPlan, one: ResolvedPin) -> set[str]:

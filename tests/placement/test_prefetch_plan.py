@@ -13,6 +13,7 @@ from lorikeet.placement.prefetch_plan import Prefetch, ReplicaView, plan_prefetc
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import Residency
 from tests.placement.made_up_fleet import DISK, GPU, HOST, evictable, perform, replica, settle
+from tests.processor_time import in_time
 
 
 class Ones(dict[str, int]):
@@ -274,4 +275,4 @@ def test_64_replicas_and_10_000_adapters_take_well_under_a_second():
         )
     begun_s = time.process_time()
     assert plan_prefetches(demand, sizes, replicas, spares=True)
-    assert time.process_time() - begun_s < 2.0
+    assert in_time(time.process_time() - begun_s, 2.0)

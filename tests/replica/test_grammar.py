@@ -177,10 +177,10 @@ class TestEngine:
 
         return answer
 
-    def test_answers_of_fifty_seeds_match_their_schemas(self, answer, tokenizer):
+    def test_answers_of_many_seeds_match_their_schemas(self, answer, tokenizer):
         prompt = tuple(tokenizer.encode("Tell me about it.").ids)
         bound, plain = [], []
-        for seed in range(50):
+        for seed in range(24):
             name = list(SCHEMAS)[seed % len(SCHEMAS)]
             params = SamplingParams(
                 600, seed=seed, grammar=schema_grammar(json.dumps(SCHEMAS[name]))
@@ -195,7 +195,7 @@ class TestEngine:
             assert both.finish[key] is FinishReason.STOP
             said = json.loads(tokenizer.decode(both.tokens[key]))
             jsonschema.validate(said, SCHEMAS[request.request_id.split()[0]])
-        assert len({tuple(tokens) for tokens in both.tokens.values()}) > 45
+        assert len({tuple(tokens) for tokens in both.tokens.values()}) > 28
         assert both.tokens == answer([*bound, *plain], overlap=False).tokens
         alone = answer(plain, overlap=True).tokens
         assert alone == {key: both.tokens[key] for key in alone}

@@ -55,7 +55,8 @@ class Pins:
         """Pin an adapter to a tier: from the next `maintain` on, keep the adapter in this tier or
         nearer to the GPU.
 
-        passing: a temporary pin, for which the adapter's image is not written to the disk.
+        passing: a temporary pin, for which the adapter's image is not written to the disk. The blob
+            on the disk is kept as well: the store may not have it.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
@@ -101,6 +102,8 @@ class Pins:
             self._pins.pop(digest, None)
         else:
             self._pins[digest] = pin
+            if pin.passing:
+                self._disk.pin(digest)
 
     def _is_met(self, pin: _Pin) -> bool:
         match pin.tier:

@@ -73,13 +73,10 @@ class Vocabulary:
             return bytes([int(byte[1], 16)])
         return str(word).replace("▁", " ").encode()
 
-    def name_of(self, token: int) -> str:
+    def _name_of(self, token: int, octets: bytes | None) -> str:
         r"""Return a token's text. Bytes of an incomplete character are escaped, such as
         \xf0\x9f.
         """
-        return self._name_of(token, self.bytes_of(token))
-
-    def _name_of(self, token: int, octets: bytes | None) -> str:
         if octets is None:
             return str(self.tokenizer.id_to_token(token) or "")
         try:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import InvalidInput, InvalidSetting
+from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
 from lorikeet_engine.errors import EngineError, ModelError
@@ -39,6 +40,8 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
                     yield from _check_fp8(check, planned.engine_settings(name))
         if folder.is_dir():
             yield _check_text(check, folder)
+            if planned.settings.generation_config[name] == "auto":
+                yield from _check_sampling(check, folder)
 
 
 def check_base_model_folders(planned: PlannedStart) -> Iterator[Finding]:
@@ -127,6 +130,14 @@ def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
     if served.dtype != "bfloat16":
         found = f"the linears are served in FP8, which needs bfloat16, not {served.dtype}"
         yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
+
+
+def _check_sampling(check: str, folder: Path) -> Iterator[Finding]:
+    """Report a sampling default of the folder that stops the start."""
+    try:
+        read_sampling_defaults(folder)
+    except InvalidSetting as error:
+        yield problem(check, error.message, "correct the file, or LORIKEET_GENERATION_CONFIG=none")
 
 
 def _check_text(check: str, folder: Path) -> Finding:

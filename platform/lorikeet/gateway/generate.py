@@ -164,10 +164,13 @@ class GenerateEndpoint:
         trace.set_model(body.model)
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
-        model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
         items = await self._stored.items(body, caller.tenant.name)
+        model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
+        # No await from here until the response enters `using`: a version that ends now is kept.
         stores, now = self._stored.stores(body), int(time.time())
-        context = CallContext(request_id, now, caller, scheduling, model, items, stores)
+        defaults = self._services.base_models[model.base_model].sampling_defaults
+        body = body.with_sampling_defaults(defaults) if defaults else body
+        context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)
         quantization = self._services.base_models[model.base_model].quantization
         trace.set_call(call, model.base_model, quantization, model.trained_on)
@@ -177,6 +180,7 @@ class GenerateEndpoint:
             [trace, _limits_of(hold, call, model.base_model)],
             self._services.first_item_timeout_s,
             self._stored.saver(body, context, call),
+            self._services.uses.using(call.adapter.digest if call.adapter else None),
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:

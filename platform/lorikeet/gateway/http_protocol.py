@@ -8,19 +8,31 @@ listener from listeners.py.
 
 import asyncio
 import json
+import resource
 import uuid
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.server import ServerState
 
 from lorikeet.error_shapes import openai_error_body
-from lorikeet.errors import InvalidInput, LorikeetError, RequestTimeout, RequestTooLarge, status_of
+from lorikeet.errors import (
+    InvalidInput,
+    LorikeetError,
+    Overloaded,
+    RequestTimeout,
+    RequestTooLarge,
+    status_of,
+)
+from lorikeet.retry_after import FULL_GATEWAY_S, whole_seconds
 
 HEAD_S = 20.0
 """Seconds within which a request's headers must arrive, from the connection's start or from the
@@ -52,30 +64,66 @@ lingering_close).
 """
 _MAX_REST_BYTES = 64 * 2**10
 """Maximum size of a body that is read to its end after an early answer, to reuse the connection."""
+_OTHER_FILES = 256
+"""Open files of a process that are not clients' connections: those connections leave room for them.
+"""
 _HEAD_TOO_LARGE = (
     f"the request's headers, or its chunks beside their data, are larger than {MAX_HEAD_BYTES} "
     "bytes, the limit here"
 )
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """Connection of a client, closed once a request exceeds the limits above."""
+_IdleConnections = dict["BoundedHttpProtocol", None]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Connection of a client, closed once a request exceeds the limits above.
+
+    max_connections: maximum number of connections of each listener of this process.
+    """
+
+    max_connections: ClassVar[int] = 16_384
+    _idle_of: ClassVar[WeakKeyDictionary[ServerState, _IdleConnections]] = WeakKeyDictionary()
+
+    @classmethod
+    def limit_connections(cls, most: int) -> None:
+        """Set max_connections, lowered to what the process's limit on open files leaves."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        left = most if files == resource.RLIM_INFINITY else max(1, files - _OTHER_FILES)
+        cls.max_connections = min(most, left)
+
+    def __init__(self, config: Config, server_state: ServerState, **options: Any) -> None:
+        super().__init__(config, server_state, **options)
+        # The listener's connections without a request that is being answered, idle longest first.
+        self._idle = self._idle_of.setdefault(server_state, {})
         self._refusal: LorikeetError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = self._began = self._lingers = self._closes = False
         self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer: the client has HEAD_S for the headers of its first request."""
+        """Start the timer: the client has HEAD_S for the headers of its first request.
+
+        Beyond max_connections the connection that is idle longest is closed, or this one refused
+        if none is idle.
+        """
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            if not self._idle:
+                full = Overloaded("all connections of this server are in use: try again later")
+                self.transport.write(_refusal(full, FULL_GATEWAY_S))
+                self.transport.close()
+                return
+            longest = next(iter(self._idle))
+            del self._idle[longest]
+            longest.transport.abort()
+        self._idle[self] = None
         self._set_timer(HEAD_S, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer of a connection that has ended."""
         self._cancel_timer()
+        self._idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -130,6 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """
         self._in_head = False
         self._cancel_timer()
+        self._idle.pop(self, None)
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
@@ -164,6 +213,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             return
+        if self._is_idle():
+            self._idle[self] = None
         if self._closes:
             self._linger()
         elif self._is_idle() and not self._is_whole():
@@ -207,12 +258,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Answer a request with an error, unless its answer has begun, and close the connection."""
         started = not self._is_idle() and self.cycle.response_started
         if self._is_idle() or not (started or self.pipeline or self._in_head):
-            body = json.dumps(openai_error_body(error.code, error.message, error.param)).encode()
-            head = STATUS_LINE[status_of(error.code)] + (
-                b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
-                b"connection: close\r\n\r\n" % (len(body), uuid.uuid4().hex.encode())
-            )
-            self.transport.write(head + body)
+            self.transport.write(_refusal(error))
         if not self._is_idle():
             self.cycle.disconnected = True  # its application can send nothing more
             self.cycle.message_event.set()
@@ -225,6 +271,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         Until then, data from the client is dropped.
         """
         self._lingers = True
+        self._idle.setdefault(self)
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -259,6 +306,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _refusal(error: LorikeetError, retry_after_s: float | None = None) -> bytes:
+    """Return the whole HTTP answer that refuses a request and announces the connection's end."""
+    body = json.dumps(openai_error_body(error.code, error.message, error.param)).encode()
+    retry = b"" if retry_after_s is None else b"retry-after: %d\r\n" % whole_seconds(retry_after_s)
+    head = STATUS_LINE[status_of(error.code)] + (
+        b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n%s"
+        b"connection: close\r\n\r\n" % (len(body), uuid.uuid4().hex.encode(), retry)
+    )
+    return head + body
 
 
 def _is_small(cycle: RequestResponseCycle) -> bool:

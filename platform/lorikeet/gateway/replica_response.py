@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -71,6 +71,7 @@ class ReplicaResponse(Response):
     items: the replica's answer.
     first_item_timeout_s: longest wait for the replica's first item, in seconds.
     before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
+    using: context in which the call runs.
     """
 
     background = None
@@ -82,12 +83,14 @@ class ReplicaResponse(Response):
         observers: Sequence[RequestObserver],
         first_item_timeout_s: float,
         before_end: BeforeEnd | None = None,
+        using: AbstractContextManager[None] | None = None,
     ) -> None:
         self._call = call
         self._items = items
         self._observers = observers
         self._first_item_timeout_s = first_item_timeout_s
         self._before_end = before_end
+        self._using = using or nullcontext()
         self._ending = False
         self._header: AnswerHeader | None = None
         self._failure_sent = False
@@ -95,7 +98,7 @@ class ReplicaResponse(Response):
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raises LorikeetError only before anything is sent."""
         try:
-            with ExitStack() as left_at_the_end:
+            with self._using, ExitStack() as left_at_the_end:
                 for observer in self._observers:
                     left_at_the_end.enter_context(observer)
                 await run_until_disconnect(receive, self._answer(send))

@@ -11,6 +11,8 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
@@ -18,6 +20,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
+from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
 from lorikeet.usage.ledger import UsageLedger
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
@@ -129,12 +132,17 @@ class ServedModel:
         not quantized.
     chat_template: digest of the chat template in its folder (template_digest); None without a
         template.
+    vocabulary: vocabulary of the tokenizer in its folder; None if unknown.
+    sampling_defaults: values of sampling fields that a request leaves out, by field; fields without
+        a value here have the API's defaults.
     """
 
     shape: BaseShape
     aliases: tuple[str, ...] = ()
     quantization: str | None = None
     chat_template: str | None = None
+    vocabulary: TokenizerVocabulary | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,7 @@ class Services:
     kept_view: file with the catalog's last view, for starts while the store is unreachable.
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
+    uses: adapters that this gateway's requests in flight use.
     """
 
     catalog: AdapterCatalog
@@ -189,19 +198,22 @@ class Services:
     kept_view: KeptView | None = None
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
+    uses: AdapterUses = field(default_factory=AdapterUses)
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:
-    """Read config.json of every base model's folder.
+    """Read config.json and generation_config.json of every base model's folder.
 
     The aliases of a base model are its folder's name and the name in config.json. Raises
     InvalidSetting, which names the folder, if it cannot be read.
     """
-    models = settings.base_models
-    return {name: _read(models[name], settings.weight_dtype[name]) for name in models}
+    return {
+        name: _read(folder, settings.weight_dtype[name], settings.generation_config[name])
+        for name, folder in settings.base_models.items()
+    }
 
 
-def _read(folder: Path, weight_dtype: str) -> ServedModel:
+def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedModel:
     try:
         config = read_config(folder)
         shape, stored = BaseShape.from_config(config), quantized_linears(config)
@@ -215,4 +227,6 @@ def _read(folder: Path, weight_dtype: str) -> ServedModel:
         tuple(filter(None, (folder.name, config.get("_name_or_path")))),
         served_quantization(stored, weight_dtype),
         template_digest(folder),
+        read_vocabulary(folder),
+        read_sampling_defaults(folder) if generation_config == "auto" else {},
     )

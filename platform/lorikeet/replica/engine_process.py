@@ -46,6 +46,6 @@ class CatalogAdapterSource:
             return self._store.download(blob_key(ref.digest), path)
         except ObjectNotFound as error:
             raise AdapterLoadFailed(
-                f"the store has no weights with digest {ref.digest} any more: register the adapter "
-                "again, or have your admin restore the store"
+                f"the store has no weights with digest {ref.digest} any more: push or register the "
+                "adapter again, or have your admin restore the store"
             ) from error

@@ -21,6 +21,7 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.listeners import AdminListener, PublicListener
 from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
@@ -228,6 +229,7 @@ class Gateway:
                 responses=_responses(settings, store),
             )
             self._trim = asyncio.create_task(trim_freed_memory())
+            BoundedHttpProtocol.limit_connections(settings.max_connections)
             self._admin_listener = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:

@@ -7,6 +7,7 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 import asyncio
 import logging
 import math
+import os
 import uuid
 from collections.abc import Awaitable
 from typing import Any, Self, TypeVar
@@ -25,6 +26,7 @@ from lorikeet.errors import InvalidInput, Unavailable
 from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.error_responses import error_response, websocket_refusal
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
+from lorikeet.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ START_INTERVAL_S = 0.002
 """Minimum time in seconds between the starts of two requests with the same API key."""
 MAX_WAITING = 1000
 """Maximum number of requests with one API key that wait to start; more are refused."""
+_MAX_CONNECTIONS = "LORIKEET_MAX_CONNECTIONS"
 _HEADER = b"x-request-id"
 _WATCH_DISABLED = (b"x-request-disconnect-disabled", b"?1")
 _ROUTES = "/-/routes"
@@ -63,6 +66,10 @@ def middlewares() -> list[Middleware]:
     Serve calls this before it starts uvicorn, whose default protocol becomes BoundedHttpProtocol.
     """
     protocol = BoundedHttpProtocol
+    given = (
+        {_MAX_CONNECTIONS: os.environ[_MAX_CONNECTIONS]} if _MAX_CONNECTIONS in os.environ else {}
+    )
+    protocol.limit_connections(Settings.from_env(given).max_connections)
     HTTP_PROTOCOLS["auto"] = f"{protocol.__module__}:{protocol.__qualname__}"
     return [
         Middleware(NoWebSocketMiddleware),

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +30,7 @@ class SimulatedFleet:
 
     prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
-    replicas: living replicas; replaced by a new list at each change.
+    replicas: all replicas.
     ttft_s: seconds to the first token, [requests].
     found: tier of the adapter when the request came, GPU for the base model, [requests].
     served_by: number of the replica, [requests].
@@ -72,7 +72,7 @@ class SimulatedFleet:
         self._replica_numbers = count()
         self.replicas: list[SimulatedReplica] = []
         for _ in range(setup.replicas):
-            self._add_replica(full_disk=True)
+            self._add_replica()
         self._pin()
         self.schedule(setup.warm_up_s, lambda _: self.gaps.clear())
 
@@ -90,23 +90,6 @@ class SimulatedFleet:
             self.in_flight += 1
             self._send(request, at_s)
         self._run_until(math.inf)
-
-    def add_replica(self, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """Add a replica with all tiers empty."""
-        return self._add_replica(full_disk=False)
-
-    def remove_replica(self, replica: SimulatedReplica, now_s: float) -> None:
-        """Kill a replica: route its requests without a first token again, and abort its other
-        requests.
-        """
-        self.replicas = [one for one in self.replicas if one is not replica]
-        for holders in chain(self.on_gpu, self.on_host, self.on_disk):
-            if replica in holders:
-                holders.remove(replica)
-        waiting, cut = replica.die()
-        self.in_flight -= cut
-        for request in waiting:
-            self._send(request, now_s)
 
     def schedule(self, time_s: float, act: Callable[[float], object]) -> None:
         """Call `act(time_s)` when the simulated clock reaches time_s."""
@@ -141,20 +124,15 @@ class SimulatedFleet:
             self._now_s, _, act = heappop(self._events)
             act(self._now_s)
 
-    def _add_replica(self, full_disk: bool) -> SimulatedReplica:
-        """Add a replica.
-
-        full_disk: fill its disk with adapters at random; else the disk is empty.
-        """
+    def _add_replica(self) -> None:
+        """Add a replica, whose disk is full of adapters at random."""
         setup, number = self.setup, next(self._replica_numbers)
         replica = SimulatedReplica(number, self)
-        if full_disk:
-            order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
-            filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes
-            for adapter in order[filled].tolist():
-                replica.disk.add(adapter)
+        order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
+        filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes
+        for adapter in order[filled].tolist():
+            replica.disk.add(adapter)
         self.replicas = [*self.replicas, replica]
-        return replica
 
     def _pin(self) -> None:
         """Pin adapters to the replicas that the controller would choose, while they fit."""

@@ -115,27 +115,6 @@ class Arena:
         self._enter(adapter, self._policy.score(UsageRecord(size // 2, uses, now_s)))
         return True
 
-    def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
-        """Begin to load an adapter if only adapters with lower scores must be evicted.
-
-        uses: recent uses on other replicas that this replica could serve.
-        """
-        size = self._sizes[adapter]
-        own = self._uses.count(self._names[adapter], now_s)
-        score = self._policy.score(UsageRecord(size // 2, max(own, uses), now_s))
-        victims, free = list[tuple[float, int]](), self.free
-        while free < size and self._front() and self._by_score[0][0] < score:
-            victims.append(heappop(self._by_score))
-            free += self._sizes[victims[-1][1]]
-        if free < size:
-            for each in victims:
-                heappush(self._by_score, each)
-            return False
-        for _, victim in victims:
-            self._leave(victim)
-        self._enter(adapter, score)
-        return True
-
     def uses(self, adapter: int, now_s: float) -> float:
         """Return recent uses of an adapter, loaded or not."""
         return self._uses.count(self._names[adapter], now_s)

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Protocol
 
 from lorikeet.routing.locations import decrement
@@ -25,8 +24,6 @@ from lorikeet_engine.costs import StepCosts, seen_tokens
 from lorikeet_engine.residency.eviction_score import EvictionPolicy
 
 _Changed = Callable[[int], None]  # called with an adapter
-# As in the engine: prefetches that may wait, and that may run at once.
-_MOST_PREFETCHES, _AT_ONCE = 64, 2
 _NEARLY = 1e-6  # steps; a clock this near to a whole number counts as whole
 
 
@@ -98,10 +95,6 @@ class SimulatedReplica:
         self.decoding: Counter[int] = Counter()
         self._clock = self._rate = self._as_of_s = 0.0
         self._context = _DecodeContext(fleet, self._steps)
-        self._dead = False
-        # Waiting and running prefetches: adapter, target tier, uses expected of it.
-        self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
-        self._prefetching: dict[int, tuple[Residency, float]] = {}
 
     def tier(self, adapter: int) -> Residency:
         """Return the tier of an adapter; HOST while it is being copied to the GPU."""
@@ -145,22 +138,6 @@ class SimulatedReplica:
                 self._end_prompts(now_s)
         self._schedule_step(now_s)
 
-    def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Load an adapter to a tier at low priority, after all loads for requests.
-
-        uses: recent uses on other replicas that this replica could serve.
-        """
-        self._prefetches.append((adapter, tier, uses))
-        self._start_prefetches(now_s)
-
-    def die(self) -> tuple[list[int], int]:
-        """Stop permanently; return the requests without a first token, and the number of other
-        requests.
-        """
-        self._dead, self._next_step = True, self._next_step + 1
-        waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
-        return sorted(waiting), self.outstanding - len(waiting)
-
     def _callbacks(self, holders: list[list["SimulatedReplica"]]) -> tuple[_Changed, _Changed]:
         """Return a tier's callbacks: add this replica to an adapter's holders, and remove it."""
         return (lambda each: holders[each].append(self)), (lambda each: holders[each].remove(self))
@@ -168,11 +145,7 @@ class SimulatedReplica:
     def _request(self, adapter: int, now_s: float) -> None:
         self.status.loading_bytes += self._fleet.sizes[adapter]
         self._fleet.on_load_requested(adapter, self)
-        if adapter in self._prefetching:  # the load goes on, now for requests
-            del self._prefetching[adapter]
-        elif adapter in self.arena.residents:
-            pass  # being copied already
-        elif self.host.use(adapter):
+        if self.host.use(adapter):
             self._blocked.append(adapter)
             self._place_next(now_s)
         else:
@@ -196,42 +169,13 @@ class SimulatedReplica:
 
     def _on_host(self, adapter: int, now_s: float) -> None:
         self.host.add(adapter)
-        prefetch = self._prefetching.pop(adapter, None)
-        if prefetch is None:
-            self._blocked.append(adapter)
-            self._place_next(now_s)
-        else:
-            self._prefetch_to_gpu(adapter, *prefetch, now_s)
-            self._start_prefetches(now_s)
+        self._blocked.append(adapter)
+        self._place_next(now_s)
 
     def _place_next(self, now_s: float) -> None:
         """Copy the adapters that wait for GPU memory to the GPU, in their order, while they fit."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
-
-    def _start_prefetches(self, now_s: float) -> None:
-        """Start the next prefetches, unless an adapter is being loaded for requests."""
-        while self._prefetches and not self.waiting and len(self._prefetching) < _AT_ONCE:
-            adapter, tier, uses = self._prefetches.popleft()
-            if adapter in self.arena.residents or adapter in self._prefetching:
-                continue
-            if adapter in self.host:
-                self._prefetch_to_gpu(adapter, tier, uses, now_s)
-            else:
-                self._prefetching[adapter] = tier, uses
-                self._fetch(adapter, now_s)
-
-    def _prefetch_to_gpu(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Copy an adapter from host to GPU at low priority, if `tier` is GPU.
-
-        Does nothing if other adapters wait for GPU memory, or if one with a higher score would have
-        to be evicted.
-
-        uses: recent uses on other replicas that this replica could serve.
-        """
-        may_copy = tier is Residency.GPU and not self._blocked
-        if may_copy and self.arena.prefetch(adapter, uses, now_s):
-            self._place(adapter, now_s)
 
     def _place(self, adapter: int, now_s: float) -> None:
         """Start the copy of an adapter to the GPU; the arena has reserved its bytes."""
@@ -241,11 +185,9 @@ class SimulatedReplica:
 
     def _loaded(self, adapter: int, now_s: float) -> None:
         self.arena.finish_load(adapter)
-        if adapter in self.waiting:
-            self.status.loading_bytes -= self._fleet.sizes[adapter]
-            for request in self.waiting.pop(adapter):
-                self._begin(request, now_s)
-        self._start_prefetches(now_s)
+        self.status.loading_bytes -= self._fleet.sizes[adapter]
+        for request in self.waiting.pop(adapter):
+            self._begin(request, now_s)
 
     def _begin(self, request: int, now_s: float) -> None:
         """Queue a request whose adapter is on the GPU."""
@@ -290,11 +232,7 @@ class SimulatedReplica:
             self._place_next(now_s)
 
     def _schedule(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
-        def unless_dead(now_s: float) -> None:
-            if not self._dead:
-                act(adapter, now_s)
-
-        self._fleet.schedule(at_s, unless_dead)
+        self._fleet.schedule(at_s, partial(act, adapter))
 
     def _advance(self, now_s: float) -> None:
         steps, self._as_of_s = self._rate * (now_s - self._as_of_s), now_s

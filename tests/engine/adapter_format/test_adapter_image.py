@@ -17,7 +17,7 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedLayout
-from tests.engine.blobs import SHAPE, Shelf, everywhere
+from tests.engine.blobs import SHAPE, Shelf, everywhere, save_peft_folder
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,8 +27,9 @@ NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf
 
 def spoilt(shelf: Shelf, side: str, value: float, alpha: float, stored: torch.dtype):
     """Blob and spec of an adapter that is zero except one value."""
-    shelf.make("x", {(1, 4): 2}, alpha=alpha, dtype=stored)
     folder = shelf.blob("x-peft")
+    folder.mkdir(parents=True)
+    save_peft_folder(folder, "x", {(1, 4): 2}, alpha, stored)
     tensors = {n: t.zero_() for n, t in load_file(folder / "adapter_model.safetensors").items()}
     (name,) = (name for name in tensors if f"lora_{side}" in name)
     tensors[name][1, 1] = value

@@ -17,9 +17,9 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.engine_driver import Answers, greedy, prompt
-from tests.engine.peft_adapters import BlobShelf
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 GIB = 1 << 30

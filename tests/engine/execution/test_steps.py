@@ -13,11 +13,11 @@ import transformers
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams, SchedulingParams, Tokens
 from tests.engine import engine_driver, hash_model
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.blobs import Shelf
 from tests.engine.descending_grammar import Panic
 from tests.engine.engine_driver import Answers, compile_grammars, greedy, prompt
 from tests.engine.hash_model import predict
-from tests.engine.peft_adapters import BlobShelf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS = (

@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from lorikeet_engine.adapter import AdapterRef
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.matrix.storages import RoundedCache, Storage, key_gain
 from tests.engine.models.fp8_models import set_weights
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 
 
 class SavedFamily:

@@ -13,7 +13,8 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.blob_shelf import BlobShelf
+from tests.engine.peft_adapters import save_adapter
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 256,

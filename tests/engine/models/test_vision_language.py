@@ -21,11 +21,11 @@ from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import HYBRID, SIZES, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.models.quantized_checkpoints import CONFIGS, scales_of
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
-from tests.engine.peft_adapters import BlobShelf
 
 PROMPT = prompt_of(40)
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}

@@ -22,8 +22,9 @@ from lorikeet_engine.process import client
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.settings import EngineSettings
 from tests.engine import forked_engines
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import greedy, prompt
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.engine.process_engines import (
     Blobs,
     close_and_open_others,

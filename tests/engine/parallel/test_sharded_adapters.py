@@ -15,9 +15,10 @@ from lorikeet_engine.models.llama import LlamaModel, load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import EIGHT_HEADS, FAMILIES, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.engine.ranks import CPU, run_ranks
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 22)

@@ -10,11 +10,12 @@ from lorikeet_engine.kernels.moe import RoutedRows, route
 from lorikeet_engine.models import experts
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.rank_group import RankGroup
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import EIGHT_HEADS, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, prompt_of
 from tests.engine.moe_adapters import PARAMETERS
 from tests.engine.parallel.test_sharded_adapters import packed, step
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.engine.ranks import CPU, run_ranks
 
 LAYERS = 2

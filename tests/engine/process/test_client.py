@@ -20,9 +20,10 @@ from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine import forked_engines, process_engines
+from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.engine_driver import build as build_here
-from tests.engine.peft_adapters import BlobShelf, save_adapter
+from tests.engine.peft_adapters import save_adapter
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -225,9 +226,10 @@ def test_errors_of_build_are_raised_by_the_constructor(tmp_path, received):
     assert not forked_engines.processes()
 
 
+@pytest.mark.usefixtures("forked")
 def test_closing_fails_open_requests_and_ends_the_process(client, received):
     apart = client()
-    (pid,) = process_engines.processes()
+    (pid,) = forked_engines.processes()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
     received.until(lambda: received.outputs)
     apart.close()
@@ -241,9 +243,10 @@ def test_closing_fails_open_requests_and_ends_the_process(client, received):
         apart.submit(greedy("late", prompt(5))).result()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_process_is_noticed_at_once(client, received, capfd):
     apart = client()
-    (pid,) = process_engines.processes()
+    (pid,) = forked_engines.processes()
     os.kill(pid, signal.SIGSTOP)
     waiting = apart.submit(greedy("r", prompt(5)))
     os.kill(pid, signal.SIGKILL)

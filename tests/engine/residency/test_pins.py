@@ -6,6 +6,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import pins
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import SIZE, make
+from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("tier", [Residency.DISK, Residency.HOST, Residency.GPU])
@@ -34,6 +35,20 @@ def test_a_pinned_adapter_can_be_leased_like_any_other(shelf, bench):
     for ref in others:
         b.lease(ref).release()
     shelf.check(pinned, b.tiers.weights, lease.slot)
+
+
+def test_a_passing_pin_keeps_the_blob_on_the_disk_which_the_store_may_lack(shelf, bench):
+    pushed, *others = make(shelf, "pabcdef")
+    b = bench(disk_bytes=3 * shelf.blob("p").stat().st_size)
+    b.tiers.pin(pushed, Residency.HOST, passing=True)
+    b.until(lambda: b.tiers.residency(pushed) is Residency.HOST)
+    assert eventually(lambda: b.tiers._disk._pins._held)
+    for ref in others:
+        b.lease(ref).release()
+    assert (b.folder / pushed.digest).exists()
+    b.tiers.unpin(pushed.digest)
+    b.tiers.advance()
+    assert eventually(lambda: not b.tiers._disk._pins._held)
 
 
 def test_pins_never_fill_the_arena_against_requests(shelf, bench):

@@ -16,6 +16,7 @@ from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
+from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -70,10 +71,11 @@ def register(
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
     about = {"tenant": adapter.tenant, "base_model": base_model}
-    digest, template = _send(admin(ctx), source, revision, about, quiet=as_json)
+    digest, template, vocabulary = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
         "digest": digest,
         "chat_template": template,
+        "vocabulary": vocabulary and vocabulary._asdict(),
         "promote": promote,
         "shared": shared,
         "base_model": base_model,
@@ -81,8 +83,9 @@ def register(
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    for warning in filter(None, (answer["base_warning"], answer["template_warning"])):
-        print_warning(warning)
+    for kind in ("base_warning", "template_warning", "vocabulary_warning"):
+        if answer[kind] is not None:
+            print_warning(answer[kind])
     if as_json:
         print_json(answer)
     else:
@@ -96,10 +99,11 @@ def _send(
     about: dict[str, str | None],
     *,
     quiet: bool,
-) -> tuple[str, str | None]:
+) -> tuple[str, str | None, TokenizerVocabulary | None]:
     """Pack a source into one file and upload it.
 
-    Returns the SHA-256 of the file, and that of the adapter's chat template or None.
+    Returns the SHA-256 of the file, and that of the adapter's chat template or None, and the
+    vocabulary of its tokenizer or None.
 
     about: tenant and base model, which the server checks before any byte is sent.
     """
@@ -107,8 +111,9 @@ def _send(
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
             digest, template = _pack(folder, blob), template_digest(folder)
+            vocabulary = read_vocabulary(folder)
         send_blob(server, blob, digest, about, quiet=quiet)
-        return digest, template
+        return digest, template, vocabulary
 
 
 def _pack(folder: Path, blob: Path) -> str:

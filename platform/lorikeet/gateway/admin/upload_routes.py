@@ -29,6 +29,7 @@ from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet.tokenizer_vocabulary import MAX_ADDED, TokenizerVocabulary, vocabulary_warning
 from lorikeet_engine.adapter_format import ValueScan
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -49,18 +50,27 @@ class BeginUpload(Body):
     base_model: str | None = None
 
 
+class TrainedVocabulary(Body):
+    """Vocabulary of the tokenizer in a trainer's folder; see TokenizerVocabulary."""
+
+    trained: Digest | None = None
+    added: Annotated[dict[str, int], Field(max_length=MAX_ADDED)]
+
+
 class RegisterUpload(Body):
     """Request to register a blob that was uploaded, or that the store had already.
 
     digest: SHA-256 of the blob.
     chat_template: digest of the chat template (template_digest) in the trainer's folder that
         the blob was made from.
+    vocabulary: vocabulary of the tokenizer in that folder.
     promote, shared, base_model: see RegistrationRequest.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
     """
 
     digest: Digest
     chat_template: Digest | None = None
+    vocabulary: TrainedVocabulary | None = None
     promote: bool = False
     shared: bool | None = None
     base_model: str | None = None
@@ -186,9 +196,20 @@ class UploadEndpoints:
             ref = await registration.next_ref(order, facts)
             smoke = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
         made = await registration.record(order, blob, facts)
-        served = self._services.base_models[facts.base_model].chat_template
-        warning = template_warning(wanted.chat_template, served, facts.base_model)
-        return made._replace(version=made.version | smoke | {"template_warning": warning})
+        return made._replace(
+            version=made.version | smoke | self._warnings(wanted, facts.base_model)
+        )
+
+    def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:
+        """Return warnings of differences between the trainer's folder and the base model's."""
+        served, sent = self._services.base_models[base_model], wanted.vocabulary
+        trained = None if sent is None else TokenizerVocabulary(sent.trained, sent.added)
+        return {
+            "template_warning": template_warning(
+                wanted.chat_template, served.chat_template, base_model
+            ),
+            "vocabulary_warning": vocabulary_warning(trained, served.vocabulary, base_model),
+        }
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:

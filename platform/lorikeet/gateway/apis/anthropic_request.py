@@ -19,10 +19,10 @@ from lorikeet.gateway.apis.anthropic_content import (
     check_turns,
     offered_names,
 )
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
 from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.fields import INT32, Stop, refuse_kind
+from lorikeet.gateway.apis.fields import INT32, Stop, Temperature, TopK, TopP, refuse_kind
 from lorikeet.gateway.apis.tools import (
     MAX_TOOLS,
     Function,
@@ -326,7 +326,7 @@ class MessagesRequest(PromptRequest):
             stop=self.stop_sequences,
             stream=self.stream,
         )
-        return chat.to_call(
+        return chat.with_sampling_defaults(context.sampling_defaults).to_call(
             context,
             format_param=self._format_param(),
             endpoint=Endpoint.MESSAGES,

@@ -7,11 +7,23 @@ named, unless its value has no effect (no_ops.py).
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Biases, Metadata, Stop, TokenId
+from lorikeet.gateway.apis.fields import (
+    INT32,
+    MAX_CHOICES,
+    AnyTopK,
+    Biases,
+    Metadata,
+    MinP,
+    RepetitionPenalty,
+    Stop,
+    Temperature,
+    TokenId,
+    TopP,
+)
 from lorikeet.gateway.apis.no_ops import STREAM_OPTIONS_NO_OPS
 from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
@@ -21,8 +33,6 @@ from lorikeet.protocol.messages import Call, Work
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet_engine.request import (
     MAX_PROMPT_LOGPROBS,
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
     LogprobsMode,
     SamplingParams,
     SchedulingParams,
@@ -32,11 +42,7 @@ _INT64 = 2**63 - 1
 _TEMPLATE_TOKENS = 5  # roughly the tokens that chat templates add to each message
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=0, le=INT32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class CallContext(NamedTuple):
@@ -46,6 +52,7 @@ class CallContext(NamedTuple):
     model: base model and adapter that the request names.
     stored_items: items of stored responses that the request refers to.
     stores: whether the answer will be stored.
+    sampling_defaults: see ServedModel.
     """
 
     request_id: str
@@ -55,6 +62,7 @@ class CallContext(NamedTuple):
     model: ResolvedModel
     stored_items: StoredItems = StoredItems()
     stores: bool = False
+    sampling_defaults: Mapping[str, float] = {}
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
         """Return the amount of work that the request makes for a replica.
@@ -68,6 +76,15 @@ class ApiRequest(Body):
     """Request that generates or counts tokens, of any API."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
+
+    def with_sampling_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """Return the request with a base model's defaults for the fields that it leaves out.
+
+        defaults: by field; fields that the request's schema lacks are ignored.
+        """
+        lacking = type(self).model_fields.keys() - self.model_fields_set
+        given = {name: value for name, value in defaults.items() if name in lacking}
+        return self.model_copy(update=given) if given else self
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
@@ -130,8 +147,8 @@ class SampledRequest(OpenAIRequest):
     limit_name: ClassVar[str] = "max_tokens"
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    top_k: AnyTopK = 0
+    min_p: MinP = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from lorikeet.gateway.body import unsupported
+from lorikeet_engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 INT32 = 2**31 - 1
 MAX_CHOICES = 128
@@ -21,6 +22,13 @@ KIND = "^[a-z0-9_]{1,40}$"
 _WORDS = re.compile(r"[a-z]+\d{0,2}(_([a-z]+\d{0,2}|\d+))*")  # such as bash_20250124
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=0, le=INT32)]
+AnyTopK = Annotated[int, Field(ge=-1, le=INT32)]
+"""top_k as vLLM takes it: -1 and 0 keep all tokens."""
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Prompt = str | tuple[int, ...]
 
 

@@ -50,6 +50,10 @@ class PushFolders:
                 "write there, or free space, then send it again"
             ) from error
 
+    def free_bytes(self) -> int:
+        """Return the free space of the folders' file system, once `make` has succeeded."""
+        return shutil.disk_usage(self._parent).free
+
     def _open(self) -> tuple[Path, int]:
         self._parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))

@@ -3,7 +3,8 @@
 A push becomes *ready* once all replicas of its base model hold the adapter and all gateways know
 the version. A push becomes *durable* once blob and log entry are in the store; an unreachable store
 is retried without end. A push with a lifetime never becomes durable: it stays in the pipeline until
-it expires or newer versions replace it.
+it expires or newer versions replace it. A version that ends without being durable is kept on the
+replicas until the requests that any gateway accepted for it have ended.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import PartitionsNotRead
 from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.pushing.body_space import BodySpace
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
 from lorikeet.gateway.pushing.pushed_versions import Key, PushedVersion, PushedVersions
 from lorikeet.gateway.services import Services
@@ -32,11 +34,13 @@ from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
-_QUESTION = "pushed"
+_QUESTION, _USES_QUESTION = "pushed", "uses_pushed"
 MOST_OF_TENANT = 16
 """Maximum number of one tenant's pushes in a gateway at once. Each blob lies on the gateway's disk
 and on all hosts.
 """
+MOST_ENDED = 16
+"""Maximum number of one tenant's ended versions that are kept for requests in a gateway at once."""
 _KEEP_S, _AGAIN_S = 2.0, 0.25
 _PATIENCE_S = 10.0
 """Seconds after which a version is written to the store even if some replicas do not have it
@@ -107,17 +111,21 @@ class PushPipeline:
 
     pushed: versions that are ready, here or at another gateway, and not durable.
     folders: temporary folders of pushed blobs.
+    space: space on their disk.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services, self._catalog_view = services, catalog_view
         self.pushed, self.folders = PushedVersions(), PushFolders(services.push_folder)
+        self.space = BodySpace(self.folders.free_bytes)
         self._pushes: dict[Key, Push] = {}
         self._receiving = Counter[str]()  # by tenant
+        self._ended_in_use: list[Push] = []  # oldest first
         self._tasks = set[asyncio.Task[None]]()
         self._storing = ThreadPoolExecutor(_STORERS, thread_name_prefix="push-store")
         self._store_locks = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
         services.peers.register(_QUESTION, self._learn)
+        services.peers.register(_USES_QUESTION, self._uses)
 
     @contextmanager
     def receiving(self, key: Key) -> Iterator[None]:
@@ -207,8 +215,30 @@ class PushPipeline:
         for version in versions:
             self.pushed.add(version)
 
+    async def _uses(self, key: Key) -> bool:
+        """Return whether requests on this gateway use a version, or may still name it."""
+        with suppress(PartitionsNotRead):
+            self.pushed.applied_to(self._catalog_view.state, key[0])  # forgets an expired version
+        return key[2] in self._services.uses or self.pushed.get(key) is not None
+
     async def _carry(self, push: Push) -> None:
+        """Carry a push to its end; then remove its blob, and let replicas evict the version."""
+        digest, base_model = push.version.facts.digest, push.version.facts.base_model
+        try:
+            if (ref := await self._run(push)) is not None:
+                await self._keep_for_requests(push, ref)
+        finally:
+            await asyncio.to_thread(push.folder.cleanup)
+            if all(each[2] != digest for each in self._pushes):
+                await _try(partial(self._services.engines.release, base_model, digest))
+
+    async def _run(self, push: Push) -> AdapterRef | None:
+        """Deliver, announce and store a version, or keep it until its lifetime ends.
+
+        Returns the version if replicas may hold it and the store lacks it, else None.
+        """
         tenant, name, digest = key = push.version.key
+        ref: AdapterRef | None = None
         keeping: asyncio.Task[None] | None = None
         self.pushed.carry(key)
         try:
@@ -219,6 +249,7 @@ class PushPipeline:
                 async with self._store_locks.setdefault(tenant, asyncio.Lock()):
                     await self._store(push)
                 self._services.metrics.pushes.durable(time.monotonic() - push.begun_s)
+                ref = None
         except Exception as error:
             push.failure = error if isinstance(error, LorikeetError) else LorikeetError(_FAULT)
             self.pushed.remove(key)
@@ -232,9 +263,32 @@ class PushPipeline:
             del self._pushes[key]
             self.pushed.let_go(key)
             push.ended.set()
-            await asyncio.to_thread(push.folder.cleanup)
-            release = self._services.engines.release
-            await _try(partial(release, push.version.facts.base_model, digest))
+        return ref
+
+    async def _keep_for_requests(self, push: Push, ref: AdapterRef) -> None:
+        """Keep an ended version on the replicas until no gateway has requests for the version.
+
+        Ends earlier if the same blob is pushed or recorded again, or if MOST_ENDED of the tenant's
+        versions that ended later are kept.
+        """
+        tenant, name, digest = key = push.version.key
+        deliver = partial(self._services.engines.deliver, push.version.facts.base_model, ref)
+        of_tenant = [each for each in self._ended_in_use if each.version.tenant == tenant]
+        if len(of_tenant) >= MOST_ENDED:
+            self._ended_in_use.remove(of_tenant[0])
+        self._ended_in_use.append(push)
+        try:
+            while push in self._ended_in_use and key not in self._pushes:
+                record = await self._catalog_view.ask(lambda state: state.find(tenant, name))
+                poll = await self._services.peers.ask(_USES_QUESTION, key)
+                unused = poll.silent == 0 and not any(poll.answers)
+                if unused or (record is not None and record.with_digest(digest)):
+                    return
+                await _try(partial(deliver, push.blob))
+                await asyncio.sleep(_KEEP_S)
+        finally:
+            with suppress(ValueError):
+                self._ended_in_use.remove(push)
 
     async def _outlives(self, push: Push) -> bool:
         """Wait until a version with a lifetime is expired, retired or replaced; return True.

@@ -298,14 +298,13 @@ class PushEndpoints:
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            body, scan = (
-                timed_parts(bounded_parts(request, limits.max_bytes)),
-                ValueScan(size_bytes),
-            )
+            parts = timed_parts(bounded_parts(request, limits.max_bytes))
+            scan, workers = ValueScan(size_bytes), self._registration.workers
             blob.touch()
             expecting = asyncio.create_task(self._expect(push_request, blob, size_bytes))
             try:
-                found = await receive_file(body, blob, self._registration.workers, scan)
+                async with self._pipeline.space.claimed(tenant.name, size_bytes) as body:
+                    found = await receive_file(body.counted(parts), blob, workers, scan)
             finally:
                 expecting.cancel()
             hold.body_is_here()

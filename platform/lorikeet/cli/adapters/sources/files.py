@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from lorikeet.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILES
 from lorikeet.errors import InvalidInput
+from lorikeet.tokenizer_vocabulary import MAX_TOKENIZER_BYTES, TOKENIZER_FILES
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -24,7 +25,8 @@ MAX_SOURCE_BYTES = 8 << 30
 def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
-    """Return the files to copy: config, weights (in one file or in shards), chat template files.
+    """Return the files to copy: config, weights (in one file or in shards), files of
+    chat template and tokenizer.
 
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
@@ -62,8 +64,10 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
     total = sum(sizes[name] for name in names)
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
-    beside = (name for name in TEMPLATE_FILES if name in sizes)
-    return (*names, *(name for name in beside if sizes[name] <= MAX_TEMPLATE_BYTES))
+    limits = dict.fromkeys(TEMPLATE_FILES, MAX_TEMPLATE_BYTES)
+    limits |= dict.fromkeys(TOKENIZER_FILES, MAX_TOKENIZER_BYTES)
+    beside = (name for name, limit in limits.items() if sizes.get(name, limit + 1) <= limit)
+    return (*names, *beside)
 
 
 def _instead(sizes: Mapping[str, int]) -> str:

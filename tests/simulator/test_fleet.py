@@ -1,4 +1,4 @@
-"""Replicas that join and leave, pins, and the records of requests and tokens."""
+"""Ends of runs, pins, and the records of requests and tokens."""
 
 from dataclasses import replace
 
@@ -25,35 +25,21 @@ def fleet_of(scenario, **changes):
     )
 
 
-def test_requests_without_a_token_move_to_another_replica_when_their_replica_dies():
-    fleet, at_death = fleet_of(SMALL), {}
-    dying = fleet.replicas[1]
-
-    def die(now_s):
-        at_death["outstanding"] = dying.outstanding
-        at_death["waiting"] = dying.status.waiting
-        fleet.remove_replica(dying, now_s)
-
-    fleet.schedule(30.0, die)
+@pytest.mark.parametrize("changes", [{}, {"disk_room": 0.3, "host_room": 0.1}])
+def test_a_run_ends_idle(changes):
+    fleet = fleet_of(replace(SMALL, **changes))
     fleet.run()
-    assert at_death["outstanding"] > at_death["waiting"] > 0
     assert np.isfinite(fleet.ttft_s).all()
     assert fleet.in_flight == 0
-    late = fleet.requests.times_s > 30.0
-    assert (fleet.served_by[late] != 1).all()
-    assert (fleet.served_by[~late] == 1).any()
-    assert all(dying not in held for held in (*fleet.on_gpu, *fleet.on_host, *fleet.on_disk))
-    assert all(idle(replica) for replica in fleet.replicas)
-
-
-def test_a_new_replica_takes_its_share_of_requests():
-    fleet = fleet_of(SMALL)
-    fleet.schedule(30.0, fleet.add_replica)
-    fleet.run()
-    late = fleet.requests.times_s > 40.0
-    share = (fleet.served_by[late] == 4).mean()
-    assert 0.15 < share < 0.25
-    assert (fleet.served_by[fleet.requests.times_s < 30.0] < 4).all()
+    for replica in fleet.replicas:
+        assert idle(replica)
+        assert replica.status.loading_bytes == 0
+        held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
+        assert replica.arena.free == fleet.setup.gpu_bytes - held
+        assert replica.arena.room == fleet.setup.gpu_bytes
+        for adapter in replica.arena.residents:
+            assert replica in fleet.on_gpu[adapter]
+    assert sum(map(len, fleet.on_gpu)) == sum(len(one.arena.residents) for one in fleet.replicas)
 
 
 def test_pinned_adapters_are_always_hits():

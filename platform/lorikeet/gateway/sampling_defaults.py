@@ -1,0 +1,47 @@
+"""Sampling defaults that a base model's folder recommends, in generation_config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.apis.fields import AnyTopK, MinP, RepetitionPenalty, Temperature, TopP
+
+_FILE = "generation_config.json"
+
+
+class _GenerationConfig(BaseModel):
+    """Keys of generation_config.json that are defaults of a request's fields, as vLLM reads them.
+
+    `do_sample` is ignored, as by vLLM and SGLang: a request is greedy at temperature 0.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: AnyTopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+
+def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
+    """Return the sampling defaults of a base model, by the request's field; {} without the file.
+
+    Raises InvalidSetting for a value that no request could have.
+    """
+    file = folder / _FILE
+    if not file.exists():
+        return {}
+    try:
+        found = _GenerationConfig.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "the file"
+        raise InvalidSetting(
+            f"{file}: {where}: {problem['msg']}: correct it, or set "
+            "LORIKEET_GENERATION_CONFIG=none, which uses no defaults of the file"
+        ) from error
+    values: dict[str, float] = found.model_dump(exclude_none=True)
+    return values
