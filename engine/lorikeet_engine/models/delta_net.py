@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lorikeet_engine.adapter_format.base_config import refusal
 from lorikeet_engine.kernels.delta_net import (
     Decay,
     Heads,
@@ -40,6 +41,11 @@ class DeltaStates:
     matrices: torch.Tensor
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return self.inputs.nbytes + self.matrices.nbytes
+
+    @property
     def slots(self) -> int:
         """Number of slots."""
         return self.inputs.shape[1]
@@ -62,6 +68,13 @@ class DeltaStates:
         index: index of the layer among those with a delta net.
         """
         return DeltaStates(self.inputs[index], self.matrices[index])
+
+
+def check_device(config: ModelConfig, device_type: str) -> None:
+    """Raise ModelError, with model_type as its field, for a hybrid on a GPU."""
+    if config.shape.delta_net is not None and device_type == "cuda":
+        family = config.shape.family
+        raise refusal("model_type", family, "a family without delta nets, or LORIKEET_DEVICE=cpu")
 
 
 class DeltaNet:
