@@ -143,11 +143,17 @@ class PromptBudget:
     leaves.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
+    multiple: chunks that do not end their prompt end behind a multiple of this many tokens, unless
+        they have fewer.
     scored: prompt tokens, in the chunks taken so far, that score the token after them.
     """
 
     def __init__(
-        self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
+        self,
+        tokens: int,
+        budget: StepBudget | None = None,
+        decodes: int = 0,
+        left_s: float = 0.0,
     ) -> None:
         """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
         seconds.
@@ -156,7 +162,7 @@ class PromptBudget:
         decodes: number of tokens that the step's decodes compute.
         left_s: time that the step's decodes leave of the goal.
         """
-        self.tokens = tokens
+        self.tokens, self.multiple = tokens, 1
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
         self.scored: list[ScoredRows] = []
@@ -206,7 +212,11 @@ class PromptBudget:
         return self._scores >= _scores_each(sequence) * sequence.to_score
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
-        chunk = Chunk.of(sequence, self.tokens_within(sequence.kv.computed, most))
+        tokens, computed = self.tokens_within(sequence.kv.computed, most), sequence.kv.computed
+        past = (computed + tokens) % self.multiple
+        if tokens < sequence.remaining and tokens > past:
+            tokens -= past
+        chunk = Chunk.of(sequence, tokens)
         self.tokens -= chunk.length
         self._taken += chunk.length
         self._seen += seen_tokens(chunk.length, chunk.start)
