@@ -149,6 +149,40 @@ def test_more_prompts_than_slots_evict_the_oldest_state(make):
     assert KVCache.state_piece == 64
 
 
+SHARED = ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+MIXTURE = {
+    "all": {"r": 4, "target_modules": "all-linear"},
+    "shared expert": {"r": 3, "target_modules": [*SHARED, "shared_expert_gate"]},
+    "weight of the shared expert": {"r": 2, "target_modules": ["shared_expert_gate", "q_proj"]},
+    "experts": {
+        "r": 4,
+        "target_modules": ["in_proj_qkv"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "delta net": ADAPTERS["delta net"],
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    checkpoint = tiny_checkpoints["qwen3_5_moe_text"]
+    return PeftWorld(checkpoint, folder, MIXTURE, tokens=12, longer=29)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_batch_tokens": 16}, {"kv_pages": 16, "max_context": 200}, {"tensor_parallel": 2}],
+    ids=["in chunks", "preempted", "on two ranks"],
+)
+@pytest.mark.usefixtures("forked_followers")
+def test_adapters_of_a_mixture_equal_peft_in_one_batch(mixture, tmp_path, close_later, settings):
+    sizes = {"max_running": 9, "max_batch_adapters": 8, **settings}
+    engine = close_later(build(mixture.checkpoint, mixture.shelf, tmp_path / "cache", **sizes))
+    assert ask(mixture, Answers(engine)) == mixture.expected
+    assert len({tuple(tokens) for tokens in mixture.expected.values()}) == len(mixture.names)
+
+
 @pytest.fixture(scope="module")
 def world(tiny_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")

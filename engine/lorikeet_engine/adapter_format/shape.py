@@ -51,6 +51,7 @@ class BaseShape:
 
     tied: lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
+    shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
     delta_net: shape of the delta nets; None if no layer has one.
     """
@@ -65,6 +66,7 @@ class BaseShape:
     vocabulary: int
     tied: bool = False
     experts: int = 0
+    shared_intermediate: int = 0
     kinds: tuple[LayerKind, ...] = ()
     delta_net: DeltaNetShape | None = None
 
@@ -103,6 +105,9 @@ class BaseShape:
             vocabulary=integer(config, "vocab_size"),
             tied=flag(config, "tie_word_embeddings"),
             experts=_experts(config, keys.counts) if keys else 0,
+            shared_intermediate=integer(config, Width.SHARED_INTERMEDIATE)
+            if keys and keys.shared
+            else 0,
             kinds=kinds,
             delta_net=_delta_net(config) if LayerKind.DELTA_NET in kinds else None,
         )
@@ -165,6 +170,8 @@ class BaseShape:
             Width.DELTA_GATES: (delta.value_heads, 1),
             Width.INTERMEDIATE: (self.intermediate, 1),
             Width.EXPERTS: (self.experts, 1),
+            Width.SHARED_INTERMEDIATE: (self.shared_intermediate, 1),
+            Width.ONE: (1, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
         }[width]

@@ -90,6 +90,7 @@ class Shard:
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
+            shared_intermediate=shape.shared_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
             delta_net=delta

@@ -23,6 +23,8 @@ class Width(StrEnum):
     DELTA_GATES = "delta gates"  # a number for each value head of a delta net
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
+    SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
+    ONE = "one"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
 
@@ -73,13 +75,14 @@ class Linear:
 
     @property
     def routes(self) -> bool:
-        """Whether the linear chooses experts; it stays in floats even if others are quantised."""
-        return self.outputs == (Width.EXPERTS,)
+        """Whether the linear chooses or weighs experts, and is never quantised."""
+        return self.outputs in ((Width.EXPERTS,), (Width.ONE,))
 
     @property
     def name(self) -> str:
-        """Last part of the linear's path, such as q_proj."""
-        return self.module.rpartition(".")[2]
+        """Last part of the linear's path, such as q_proj, behind shared_expert if it is of one."""
+        before, _, last = self.module.rpartition(".")
+        return f"shared_expert.{last}" if before.endswith(".shared_expert") else last
 
     def path(self, layer: int) -> str:
         """Return the linear's full name in a layer, as in a checkpoint and in PEFT's files."""
@@ -116,12 +119,15 @@ class ExpertKeys:
     width: key for the width of each expert's intermediate vector.
     normalised: weights of a token's experts always add up to 1, whatever norm_topk_prob says.
     old_linears: trainers' targets name the linears w1, w3 and w2.
+    shared: every token also passes an expert that all share, times the sigmoid of a number of its
+        own.
     """
 
     counts: tuple[str, ...]
     width: str
     normalised: bool = False
     old_linears: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,15 +90,39 @@ _DELTA_OUT = Linear(
     kind=_DELTA,
 )
 
+_SHARED_GATE, _SHARED_UP = (
+    Linear(
+        f"mlp.shared_expert.{name}",
+        Width.HIDDEN,
+        (Width.SHARED_INTERMEDIATE,),
+        "shared_gate_up",
+        Parallel.COLUMN,
+    )
+    for name in ("gate_proj", "up_proj")
+)
+_SHARED_DOWN = Linear(
+    "mlp.shared_expert.down_proj",
+    Width.SHARED_INTERMEDIATE,
+    (Width.HIDDEN,),
+    "shared_down",
+    Parallel.ROW,
+)
+_SHARED_WEIGHT = Linear(
+    "mlp.shared_expert_gate", Width.HIDDEN, (Width.ONE,), "shared_weight", Parallel.WHOLE
+)
+
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
-_HYBRID = (
+_MIXERS = (
     _GATED_Q,
     *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)),
     *_DELTA_IN,
     _DELTA_OUT,
-    _GATE,
-    _UP,
-    _DOWN,
+)
+_HYBRID = (*_MIXERS, _GATE, _UP, _DOWN)
+_ROUTED_HYBRID = (
+    *_MIXERS,
+    *(_ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
+    *(_SHARED_GATE, _SHARED_UP, _SHARED_DOWN, _SHARED_WEIGHT),
 )
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
@@ -108,6 +132,18 @@ _QWEN_WINDOW = {
     "max_window_layers": 28,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_QWEN_HYBRID = {
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
 }
 _GEMMA = {
     "attention_bias": False,
@@ -244,22 +280,21 @@ FAMILIES: Mapping[str, Family] = {
         o_bias="attention_out_bias",
     ),
     "qwen3_5_text": Family(
-        "Qwen 3.5",
-        _HYBRID,
+        "Qwen 3.5", _HYBRID, _QWEN_HYBRID, qk_norm=QkNormKind.HEAD, norms_plus_one=True
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen 3.5 MoE",
+        _ROUTED_HYBRID,
         {
-            "attention_bias": False,
-            "full_attention_interval": 4,
-            "head_dim": 256,
-            "layer_types": None,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128,
-            "partial_rotary_factor": 0.25,
+            **_QWEN_HYBRID,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
         },
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
+        experts=ExpertKeys(("num_experts",), "moe_intermediate_size", normalised=True, shared=True),
     ),
     "qwen3_moe": Family(
         "Qwen 3 MoE",
