@@ -148,6 +148,7 @@ HYBRID: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 56,
     },
 }
+HYBRID["qwen3_next"] = HYBRID["qwen3_5_moe_text"] | {"model_type": "qwen3_next"}
 EIGHT_HEADS = {"num_attention_heads": 8}
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ their adapters, and the router of a mixture of experts are whole in every proces
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
 z, b and a by output, out_proj by input.
 
-A gated q_proj stores each head's query beside the gate of the head's output. Here, all gates come
-first, then all queries, which are then side by side with keys and values.
+A linear whose outputs are stored head by head, several of each head, has its parts in the order in
+which products have them (BaseShape.parts): a gated q_proj first all gates, then all queries.
 """
 
 import math
@@ -79,6 +79,10 @@ class Shard:
         """
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
+    def rows(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
+        """Return the rows that this process keeps of a tensor that stacks parts of these widths."""
+        return self._share(widths, shape)
+
     def part_of(self, shape: BaseShape) -> BaseShape:
         """Return the shape of the layers that this process computes.
 
@@ -122,11 +126,11 @@ class Shard:
 
         widths: kinds of the stacked parts of these inputs or outputs; each part gives one range.
         """
-        if widths == (Width.GATED_QUERIES,):
-            run, each = self._run(Width.GATED_QUERIES, shape), shape.head_dim
-            queries = range(run.start, run.stop, 2 * each)
-            gates = range(run.start + each, run.stop, 2 * each)
-            return tuple(range(at, at + each) for part in (gates, queries) for at in part)
+        parts = shape.parts(widths[0])
+        if parts:
+            (width,) = widths
+            pieces = self._run(width, shape)[:: shape.pieces(width)[1]]
+            return tuple(range(at + p.start, at + p.stop) for p in parts for at in pieces)
         sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
             return (range(sum(sizes)),)

@@ -21,6 +21,8 @@ class Width(StrEnum):
     DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
     DELTA_VALUES = "linear_num_value_heads"
     DELTA_GATES = "delta gates"  # a number for each value head of a delta net
+    DELTA_QKVZ = "delta qkvz"  # of each key head, all that its query, key and value heads have
+    DELTA_BA = "delta ba"  # of each key head, both numbers of its value heads
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
     SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
