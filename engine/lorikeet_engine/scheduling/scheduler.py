@@ -217,6 +217,8 @@ class Scheduler:
         chunks = [*decodes, *prefills.chunks]
         if not chunks:
             chunks = self._preempt_for_prefills(prefilling, budget)
+        if self._cache.states is not None:
+            chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
@@ -310,9 +312,12 @@ class Scheduler:
 
     def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
+        budget = PromptBudget(tokens)
         if decodes and step_budget is not None:
-            return step_budget.prompt_budget(decodes, tokens)
-        return PromptBudget(tokens)
+            budget = step_budget.prompt_budget(decodes, tokens)
+        if self._cache.states is not None:
+            budget.multiple = self._cache.state_piece
+        return budget
 
     def _schedule_prefills(
         self,
@@ -437,6 +442,10 @@ class Scheduler:
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
+
+    def _with_state(self, chunk: Chunk) -> Chunk:
+        state = self._cache.state_use(chunk.sequence.kv, chunk.start, chunk.end)
+        return chunk._replace(state=state)
 
     def _begin(self, sequence: Sequence, admission: Admission) -> None:
         admission.admit(sequence)

@@ -15,7 +15,12 @@ from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
-from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages, TokenIds
+from lorikeet_engine.scheduling.kv_cache import (
+    PageKeys,
+    SequencePages,
+    StateUse,
+    TokenIds,
+)
 
 
 class SequenceStatus(Enum):
@@ -336,6 +341,7 @@ class Chunk(NamedTuple):
     completes: whether the sequence's next token is sampled from the chunk.
     pages: the sequence's KV pages when the step was planned, one list for each group of layers. A
         sequence that is preempted later gets other pages.
+    state: use of the sequence's state; None in a model without delta nets.
     """
 
     sequence: Sequence
@@ -343,6 +349,7 @@ class Chunk(NamedTuple):
     end: int
     completes: bool
     pages: "list[array[int]]"
+    state: StateUse | None = None
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":

@@ -150,12 +150,18 @@ class PromptBudget:
     decodes leave of the inter-token goal.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
+    multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
+        prompt, unless it would then be empty.
     scored: for prompt_logprobs, the prompt tokens in the chunks taken so far from whose logits the
         following prompt token is scored.
     """
 
     def __init__(
-        self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
+        self,
+        tokens: int,
+        budget: StepBudget | None = None,
+        decodes: int = 0,
+        left_s: float = 0.0,
     ) -> None:
         """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
         seconds.
@@ -164,7 +170,7 @@ class PromptBudget:
         decodes: number of tokens that the step's decodes compute.
         left_s: time that the step's decodes leave of the goal.
         """
-        self.tokens = tokens
+        self.tokens, self.multiple = tokens, 1
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
         self.scored: list[ScoredRows] = []
@@ -215,7 +221,11 @@ class PromptBudget:
         return self._scores >= _scores_each(sequence) * sequence.to_score
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
-        chunk = Chunk.of(sequence, self.tokens_within(sequence.kv.computed, most))
+        tokens, computed = self.tokens_within(sequence.kv.computed, most), sequence.kv.computed
+        past = (computed + tokens) % self.multiple
+        if tokens < sequence.remaining and tokens > past:
+            tokens -= past
+        chunk = Chunk.of(sequence, tokens)
         self.tokens -= chunk.length
         self._taken += chunk.length
         self._seen += seen_tokens(chunk.length, chunk.start)

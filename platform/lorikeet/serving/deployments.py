@@ -172,7 +172,9 @@ class EngineReplica(Replica):
             self._exit(error)
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """End the process: gateways fail streams that have begun and send the others elsewhere."""
+        """End the process; gateways then fail the answers that have begun, and send the other calls
+        to other replicas.
+        """
         self._exit(error)
 
     def __del__(self) -> None:

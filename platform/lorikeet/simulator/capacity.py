@@ -116,7 +116,9 @@ class _Search:
         return enough
 
     def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """Forecast with the pins that helped so far, and with more for tenants that need them."""
+        """Forecast with the pins that helped before. Pin the adapters of further tenants, or pin
+        more copies, while that may help.
+        """
         key = replicas, seeds
         if key not in self.forecasts:
             found = self._forecast(replicas, self.pins, seeds)
@@ -147,7 +149,8 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """Return the tenants to pin, or to pin on one more replica; empty if pins alone cannot help.
+    """Return the tenants whose adapters to pin, or to pin on one more replica; empty if pins alone
+    cannot help.
 
     Pins may help if all missed goals belong to tenants that often meet a cold adapter (one that is
     not on the GPU), or that are pinned already and need more copies.

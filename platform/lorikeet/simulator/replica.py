@@ -139,7 +139,11 @@ class SimulatedReplica:
         self._schedule_step(now_s)
 
     def _callbacks(self, holders: list[list["SimulatedReplica"]]) -> tuple[_Changed, _Changed]:
-        """Return a tier's callbacks: add this replica to an adapter's holders, and remove it."""
+        """Return a tier's two callbacks: one adds this replica to the holders of an adapter, one
+        removes it.
+
+        holders: replicas that hold each adapter in the tier, [adapters].
+        """
         return (lambda each: holders[each].append(self)), (lambda each: holders[each].remove(self))
 
     def _request(self, adapter: int, now_s: float) -> None:
@@ -173,7 +177,7 @@ class SimulatedReplica:
         self._place_next(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Copy the adapters that wait for GPU memory to the GPU, in their order, while they fit."""
+        """Start to copy adapters that wait for GPU memory, in their order, as long as they fit."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 
