@@ -267,7 +267,9 @@ class Engine:
     def _reset(self) -> None:
         s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
-        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens)
+        self._cache = KVCache(
+            self._kv_pages, s.page_size, windows, s.max_batch_tokens, self._runner.state_slots
+        )
         costs, counters = self.info.step_costs, self._counters
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True

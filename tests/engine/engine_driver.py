@@ -61,7 +61,7 @@ class RecordingRunner:
         self.batches: list[Batch] = []
         self.error: Exception | None = None
         self._runner = engine._runner
-        self.kv_windows = self._runner.kv_windows
+        self.kv_windows, self.state_slots = self._runner.kv_windows, self._runner.state_slots
         engine._runner = self  # type: ignore[assignment]
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
-from lorikeet_engine.adapter_format.families import EMBEDDINGS
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, LayerKind
 from lorikeet_engine.adapter_format.header import parse_json_object
 from lorikeet_engine.adapter_format.peft_release import (
     LOST_BIASES,
@@ -99,7 +99,7 @@ _UNKNOWN = (
     "this option is not known: PEFT or another trainer may compute something else with it. If it "
     "is only a note of the trainer, remove it from adapter_config.json"
 )
-_OPTIONAL = {"families", "lost_biases", "unscaled_embeddings"}
+_OPTIONAL = {"families", "kinds", "lost_biases", "unscaled_embeddings"}
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -114,6 +114,8 @@ class LoraConfig:
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
     families: families of base models in which every targeted linear has weights; None: all families
         that have the linears with weights.
+    kinds: for hybrids, the kinds that each layer may have for this to hold; none: there must be no
+        such layer.
     unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
         whose own module scales.
     lost_biases: the linears' biases, if the base model has any, were trained with the adapter but
@@ -128,6 +130,7 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float]
     peft_type: str = "LORA"
     families: Sequence[str] | None = None
+    kinds: Sequence[Sequence[LayerKind]] = ()
     unscaled_embeddings: bool = False
     lost_biases: bool = False
 
@@ -151,7 +154,7 @@ class LoraConfig:
         """
         modules = sorted(modules)
         with Expressions() as run:
-            families = check_targets(raw, modules, run)
+            bases = check_targets(raw, modules, run)
             ranks, alphas = resolve_patterns(raw, modules, run, warn)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         return _checked(
@@ -161,7 +164,8 @@ class LoraConfig:
             use_rslora=raw.get("use_rslora") or False,
             rank_pattern={canonical_module(m): rank for m, rank in ranks.items() if rank != r},
             alpha_pattern={canonical_module(m): a for m, a in alphas.items() if a != alpha},
-            families=families,
+            families=bases.families,
+            kinds=bases.kinds,
             unscaled_embeddings=_is_unscaled(raw, modules, warn),
             lost_biases=_has_lost_biases(raw, warn),
         )
@@ -282,12 +286,19 @@ def _checked(**raw: Any) -> LoraConfig:
             raise _bad("want an object", key, raw[key])
     families = raw.get("families")
     if families is not None and not (
-        isinstance(families, list | tuple) and all(isinstance(each, str) for each in families)
+        _is_list(families) and all(isinstance(each, str) for each in families)
     ):
         raise _bad("want names of families", "families", families)
     for key in ("lost_biases", "unscaled_embeddings"):
         if not isinstance(raw.get(key, False), bool):
             raise _bad("want true or false", key, raw[key])
+    kinds = raw.get("kinds", ())
+    if not _is_list(kinds) or not all(_is_list(layer) for layer in kinds):
+        raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)
+    known = {kind.value: kind for kind in LayerKind}
+    if any(kind not in [*known] for layer in kinds for kind in layer):
+        raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)
+    raw["kinds"] = tuple(tuple(known[kind] for kind in layer) for layer in kinds)
     raw["families"] = None if families is None else tuple(families)
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
@@ -295,6 +306,10 @@ def _checked(**raw: Any) -> LoraConfig:
     for rank in raw["rank_pattern"].values():
         _check_rank(rank, "rank_pattern")
     return LoraConfig(**raw)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _check_rank(value: Any, key: str) -> None:

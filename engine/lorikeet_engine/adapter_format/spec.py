@@ -10,7 +10,13 @@ from typing import TypeVar
 from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
 from lorikeet_engine.adapter_format.experts.names import is_of_experts
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER_MODULES
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    OUTER_MODULES,
+    LayerKind,
+)
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -27,6 +33,7 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
+_KINDS = {LayerKind.ATTENTION: "attention", LayerKind.DELTA_NET: "a gated delta net"}
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
 
@@ -174,6 +181,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     _check_family(config, shape)
+    _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
@@ -327,6 +335,18 @@ def _check_family(config: LoraConfig, shape: BaseShape) -> None:
         )
 
 
+def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
+    """Raise AdapterRejected if targeted linears of a hybrid's layers have no weights."""
+    for layer, kinds in enumerate(config.kinds[: shape.layers]):
+        if shape.kind(layer) not in kinds:
+            raise AdapterRejected(
+                f"its config selects linears of layer {layer}, {_KINDS[shape.kind(layer)]} in the "
+                "base model, that have no weights: the file is incomplete, or it was trained for "
+                "another base model",
+                field="target_modules",
+            )
+
+
 def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
     want = (shape.vocabulary, shape.hidden)
     if copy.shape != want:
@@ -353,6 +373,12 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     if layer >= shape.layers:
         raise AdapterRejected(
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",
+            field=module,
+        )
+    if not shape.has(layer, linear):
+        raise AdapterRejected(
+            f"{module}: layer {layer} of the base model is {_KINDS[shape.kind(layer)]} and has no "
+            f"{shape.linears[linear].name}; was this trained for another?",
             field=module,
         )
     return layer, linear

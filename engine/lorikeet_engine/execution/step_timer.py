@@ -10,7 +10,7 @@ from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.memory_plan import page_needs
 from lorikeet_engine.execution.steps import ModelRunner
-from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, with_states
 from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.settings import EngineSettings
 
@@ -113,6 +113,7 @@ class StepTimer:
     def _times_s(self, chunks: list[Chunk]) -> Iterator[float]:
         """Run the step again and again; yield the seconds of each run."""
         device = self._runner.model.device
+        chunks = with_states(chunks, self._runner.state_slots)
         step = build_step_input(chunks, self._page_size, self._windows)
         batch = step.upload(device)
         while True:

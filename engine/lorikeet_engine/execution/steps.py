@@ -19,6 +19,7 @@ from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -54,6 +55,7 @@ class ModelRunner:
         weights: LoraWeights | None,
         kv: torch.Tensor,
         graphs: CudaGraphs | None = None,
+        states: DeltaStates | None = None,
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
@@ -62,14 +64,21 @@ class ModelRunner:
             model.
         kv: KV pages, a tensor as allocated by allocate_kv (kv_tensors.py).
         graphs: captured with this model, weights and kv; used for batches that fit them.
+        states: states of delta nets; None for a model without delta nets.
         """
         self.model = model
         self._attention = attention
         self._weights = weights
         self.kv = kv
         self._graphs = graphs
+        self._states = states
         self.small_sizes = () if graphs is None else graphs.whole_sizes
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
+
+    @property
+    def state_slots(self) -> int:
+        """Number of slots for states of delta nets; 0 for a model without delta nets."""
+        return 0 if self._states is None else self._states.slots
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
@@ -114,7 +123,9 @@ class ModelRunner:
         scores: reader of the additional logits that prompts need to be scored.
         """
         self._attention.plan(batch)
-        hidden = self.model.forward(batch, self.kv, self._weights, self._attention)
+        if self._states is not None and batch.states is not None:
+            self._states.begin(batch.states)
+        hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 
     def _logits(

@@ -23,7 +23,7 @@ from lorikeet_engine.sampling.grammar import octets_of
 from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
-from lorikeet_engine.scheduling.kv_cache import PageKeys
+from lorikeet_engine.scheduling.kv_cache import PageKeys, StateUse
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.settings import EngineSettings
 
@@ -126,6 +126,7 @@ def _run(
         dummy_chunk(length, settings.page_size, lease, groups=len(windows), depth=depth)
         for length, lease in zip(lengths, leases, strict=True)
     ]
+    chunks = with_states(chunks, runner.state_slots)
     step = build_step_input(chunks, settings.page_size, windows)
     batch = step.upload(runner.model.device)
     runner.share(step, graphs=graphs)
@@ -185,6 +186,16 @@ def dummy_chunk(
     sequence.kv.computed = depth
     sequence.lease = lease
     return Chunk.of(sequence, length)
+
+
+def with_states(chunks: list[Chunk], slots: int) -> list[Chunk]:
+    """Give each dummy chunk the slot of a state, in a model with delta nets.
+
+    slots: number of slots, which chunks share if they are more; 0 for a model without delta nets.
+    """
+    if not slots:
+        return chunks
+    return [chunk._replace(state=StateUse(i % slots, None, ())) for i, chunk in enumerate(chunks)]
 
 
 @contextmanager

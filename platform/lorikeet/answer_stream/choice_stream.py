@@ -131,7 +131,9 @@ class ChoiceStream:
         """Return the logprobs of the answer text that is sent now, and the number of tokens sent so
         far.
 
-        Tokens of thinking and of tool calls have no logprobs but are counted.
+        Tokens of thinking and of tool calls have no logprobs but are counted as sent.
+
+        vocabulary: names of tokens.
         """
         parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
         end = self._text.sent_tokens

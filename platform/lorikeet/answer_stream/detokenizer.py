@@ -202,8 +202,10 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string if the text contains one. No
-        tokens may follow.
+        """Return the text that was held back; if it contains a stop string, only the text before
+        it.
+
+        No tokens may follow.
         """
         if self.stopped:
             return ""
@@ -255,7 +257,7 @@ class Detokenizer:
         """Record newly decoded characters.
 
         characters: number of new characters.
-        tokens: number of tokens whose text they complete.
+        tokens: number of the choice's tokens whose text is decoded by now.
         """
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))

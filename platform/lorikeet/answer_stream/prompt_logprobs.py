@@ -25,8 +25,8 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Add the log probabilities of the prompt's next tokens; return their number of bytes as
-        JSON.
+        """Add the log probabilities of the prompt's next tokens; return the number of bytes of
+        their JSON.
 
         logprobs: one entry for each token; None for the prompt's first token.
         """

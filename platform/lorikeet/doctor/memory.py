@@ -36,10 +36,11 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
 
 def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
     together = f" of {tensor_parallel} that share it" if tensor_parallel > 1 else ""
+    states = f"states {show_size(plan.states)}, " if plan.states else ""
     in_fp8 = " in FP8" if plan.kv_dtype == "fp8" else ""
     found = (
         f"on each {device}{together}: weights {show_size(plan.weights)}, slot pool "
-        f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, "
+        f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, {states}"
         f"KV {show_size(plan.kv)}{in_fp8} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )

@@ -27,7 +27,7 @@ class HoldState(Enum):
 class PushedPart:
     """Part of a pushed adapter's blob.
 
-    transfer: name of the file that the part is written to.
+    transfer: id of the transfer; a replica writes all parts of one transfer to one file.
     offset: position of the part's first byte in the blob.
     """
 
@@ -92,9 +92,9 @@ PushMessage = PushedPart | PushedEnd | ExpectPushed | HoldPushed | ReleasePushed
 
 @cache
 def this_machine() -> str | None:
-    """Return the kernel's boot id; None if it is unknown.
+    """Return the kernel's boot id, which identifies this machine; None if it is unknown.
 
-    Processes with the same id run on one machine, and so see the same growing file.
+    Processes with the same id see the same growing file.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -54,7 +54,8 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add the slot time and adapter loads that the engine's process has counted to the ledger.
+        """Fetch the slot time and adapter loads that the engine's process has counted, for the
+        ledger.
 
         Slot time is time for which tenants' requests held adapters on the GPU.
         """

@@ -33,8 +33,11 @@ async def run_smoke_test(
     """Continue each prompt with the adapter and without it.
 
     replica: name of this replica, for the result.
-    run: runs an engine request to its end.
-    Raises EngineError, and InvalidAdapter if the adapter's values overflow.
+    encoder: encoder of the base model's prompts.
+    run: function that runs an engine request to its end.
+
+    Raises InvalidAdapter if the adapter's values overflow, EngineError if a request fails
+    otherwise.
     """
     request_id = test.request_id
     base = Request(

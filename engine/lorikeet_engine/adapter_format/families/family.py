@@ -7,19 +7,34 @@ from typing import Any
 
 
 class Width(StrEnum):
-    """Width of a linear's input or output, named by a key of config.json.
+    """Width of a linear's input or output.
 
-    The width consists of equal pieces, such as attention heads; the key holds their number. Tensor
-    parallel ranks divide the width between pieces.
+    The width consists of equal pieces, such as attention heads. A key of config.json holds their
+    number, and names the width where no other width has that key. Tensor parallel ranks divide the
+    width between pieces.
     """
 
     HIDDEN = "hidden_size"
     QUERIES = "num_attention_heads"
+    GATED_QUERIES = "gated queries"  # of each attention head, its query and its output's gate
     KEYS = "num_key_value_heads"  # and values, of the same width
+    DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
+    DELTA_VALUES = "linear_num_value_heads"
+    DELTA_GATES = "delta gates"  # a number for each value head of a delta net
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
+
+
+class LayerKind(StrEnum):
+    """Kind of a decoder layer, by what mixes a sequence's tokens; named as in layer_types.
+
+    DELTA_NET: gated delta net (arXiv 2412.06464), whose state has one size for any context.
+    """
+
+    ATTENTION = "full_attention"
+    DELTA_NET = "linear_attention"
 
 
 class Parallel(StrEnum):
@@ -40,6 +55,7 @@ class Linear:
         computed together.
     parallel: side that tensor parallel ranks divide.
     of_experts: each expert has such a linear, with an adapter of its own.
+    kind: only layers of this kind have the linear; None: all layers.
     """
 
     module: str
@@ -48,6 +64,7 @@ class Linear:
     group: str
     parallel: Parallel
     of_experts: bool = False
+    kind: LayerKind | None = None
 
     @property
     def gathers(self) -> bool:
@@ -136,6 +153,11 @@ class Family:
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
     scales_in_module: bool = False
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the layers are of several kinds."""
+        return any(linear.kind is not None for linear in self.linears)
 
     @property
     def usually_has_qkv_bias(self) -> bool:
