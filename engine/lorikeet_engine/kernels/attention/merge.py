@@ -54,7 +54,11 @@ def _merge(
     members: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """Merge the results of one token, for the query heads that share one key head."""
+    """Merge the results of one token, for the query heads that share one key head.
+
+    Operands: see `merge`. group: number of query heads that share a key head. members: `group`
+    rounded up to a power of two.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(places + row * 3)

@@ -89,7 +89,9 @@ def _expand_act_and_mul(
 ) -> None:
     """Compute the activation for a tile of tokens and some blocks of columns.
 
-    A tile of tokens without an adapter counts as one of rank 0.
+    Tokens without an adapter are computed like those of an adapter of rank 0.
+
+    x, gelu: operands of expand_act_and_mul; y: its result. All other operands: see expand._expand.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:

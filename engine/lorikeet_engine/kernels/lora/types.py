@@ -58,7 +58,7 @@ class Segments:
     max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
 
-    All tensors are dense, on the device that runs the step.
+    All tensors are contiguous and on the device that runs the step.
     """
 
     slots: torch.Tensor
@@ -126,7 +126,9 @@ class LoraDelta:
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raise ShapeError unless `rows` is [tokens, width], dense in a row, on the adapters' device.
+    """Raise ShapeError unless `rows` is [tokens, width] on the adapters' device.
+
+    Each row must be contiguous.
 
     name: name of the tensor, for the error message.
     """
@@ -140,7 +142,10 @@ def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) 
 
 
 def check_group(weights: LoraWeights, group: LoraGroup) -> None:
-    """Raise ShapeError unless the group's linears are neighbours in a dense table of adapters."""
+    """Raise ShapeError unless the group's linears are neighbours in LoraWeights.table.
+
+    The table must be contiguous, and the group must have an output width for each linear.
+    """
     first, count = group.linears[0], len(group.linears)
     if group.linears != tuple(range(first, first + count)):
         raise ShapeError(f"a fused group's linears are neighbours in the table: {group.linears}")
