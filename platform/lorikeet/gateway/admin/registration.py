@@ -99,6 +99,7 @@ class Registration:
         """Check a blob for everything that could make its adapter fail later; return facts about
         it.
 
+        order: the registration for which the blob was uploaded.
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
