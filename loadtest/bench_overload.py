@@ -92,7 +92,11 @@ class OverloadRow:
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> OverloadRow:
-    """Measure one rate; `of_most` is set later, by `compared`."""
+    """Measure one rate of requests; `of_most` is set later, by `compared`.
+
+    seed: seed of the requests.
+    given: options of the command line.
+    """
     backlog_s = np.linspace(0.0, given.ramp, given.backlog, endpoint=False)
     sessions = traffic.sessions(rate_per_s, given.seconds, seed, backlog_s)
     answers = run_sessions(server, sessions, given.clients)
@@ -117,7 +121,11 @@ def measure(
 
 
 def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) -> float:
-    """Count the tokens that arrived in a time span, assuming equal tokens in an answer's events."""
+    """Count the tokens that arrived from from_s to to_s, assuming equal tokens in an answer's
+    events.
+
+    whole: complete answers.
+    """
     tokens = 0.0
     for answer in whole:
         came = zip(answer.deltas_s, answer.events, strict=True)

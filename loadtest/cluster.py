@@ -55,7 +55,10 @@ def cluster(
 
 
 def settle(proxy: str) -> None:
-    """Wait after a deployment until HAProxy has reloaded and drops no connection."""
+    """Wait after a deployment until HAProxy has reloaded and drops no connection.
+
+    proxy: a name in PROXIES.
+    """
     if proxy == "HAProxy":
         time.sleep(_SETTLING_S)
 

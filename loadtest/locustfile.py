@@ -134,7 +134,12 @@ def show(**_: Any) -> None:
 
 
 def _chat(server: Server, text: str, answer: StreamedAnswer, start: float) -> None:
-    """Stream one answer on a connection of its own; gevent switches while it waits."""
+    """Stream one answer on a connection of its own; gevent switches to other requests while it
+    waits.
+
+    answer: filled with times and outcome.
+    start: time.perf_counter() at the start of the run.
+    """
 
     def now_s() -> float:
         return time.perf_counter() - start

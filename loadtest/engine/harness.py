@@ -39,6 +39,7 @@ def run(
 
     doc: docstring of the program's module.
     part: name of the rows in the JSON file.
+    measure_all: returns a row for each work.
     """
     parser = arguments(doc)
     add_model_arguments(parser)
@@ -115,7 +116,7 @@ def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, 
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the facts about the model for the JSON file."""
+    """Return the facts about the model and its engine that the JSON file holds."""
     return {name: getattr(options, name) for name in MODEL}
 
 
@@ -166,7 +167,8 @@ def full_engine(**arguments: Any) -> Iterator[Engine]:
 
 
 def check(engine: Engine, work: Work) -> float:
-    """Run the work greedily once; return the worst shortfall of checked tokens (`plain.check`).
+    """Run the work greedily once; return the `shortfall` of the worst checked token (see
+    `plain.check`).
 
     Raises AssertionError if the engine's tokens are wrong.
     """

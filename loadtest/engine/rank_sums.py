@@ -111,7 +111,12 @@ def _time_norm(
 
 
 def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
-    """Raise AssertionError unless a sum is right at every element, several times in a row."""
+    """Raise AssertionError unless a sum over the ranks is right at every element, several times in
+    a row.
+
+    sum_: the sum, which replaces each rank's `tensor` by the total.
+    name: name of the sum, for the error.
+    """
     # even with 8 ranks, every partial sum is exact in bfloat16
     each = torch.arange(tensor.numel(), device=tensor.device) % 7
     for turn in range(1, 4):

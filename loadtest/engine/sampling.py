@@ -119,7 +119,9 @@ class Row:
 
 
 def measure(engine: Engine, group: Group) -> Iterator[Row]:
-    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
+    """Check the tokens of a group's cases, then time their steps. Raises AssertionError if the
+    engine's tokens are wrong.
+    """
     harness.check(engine, Work("base", _PROMPT, 32, requests=min(group.requests, 64)))
     for case in group.cases:
         check_draws(engine, group, case)
@@ -172,7 +174,12 @@ def _are_close(got: TokenLogprobs, want: TokenLogprobs) -> bool:
 def _draw(
     logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """Draw tokens for rows with these outputs; return them, and the log probabilities by row."""
+    """Draw a token for each row of logits; return the tokens, and the requested log probabilities
+    by row.
+
+    params: sampling parameters of each row.
+    made: output of each row so far.
+    """
     slots, vocab = logits.shape
     penalties = Penalties(slots, vocab, logits.device)
     rows = [
@@ -214,7 +221,11 @@ def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) ->
 
 
 def _request(group: Group, case: Case, index: int, prompt: list[int]) -> Request:
-    """Make one request; all of a group find each other's prompts in the prefix cache."""
+    """Make one request. All requests of a group share a salt, so they find each other's prompts in
+    the prefix cache.
+
+    index: number of the request in its case.
+    """
     name, tokens = f"{case.name} {index}", group.made + _LEFT
     return request_of(name, prompt, tokens, None, f"{group.made}", case.of(index))
 

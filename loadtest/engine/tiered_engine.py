@@ -64,14 +64,14 @@ _LARGE_BYTES = 256 << 20
 
 
 def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
-    """Return the bytes of an adapter on all linears on the host."""
+    """Return the bytes on the host of an adapter on all linears."""
     shape = BaseShape.from_config(config)
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     return layout.image_elements * settings.torch_adapter_dtype.itemsize
 
 
 def counts_of(image: int) -> TierCounts:
-    """Return the counts for adapters of N bytes."""
+    """Return the numbers of adapters for adapters of `image` bytes each."""
     return FEW if image > _LARGE_BYTES else TierCounts()
 
 
@@ -81,7 +81,7 @@ def write_random_blobs(
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     rank: int = RANK,
 ) -> RandomBlobs:
-    """Write blobs of the adapters for the engine's disk."""
+    """Write blobs of the adapters that the engine's disk will hold."""
     return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, rank)
 
 
@@ -116,9 +116,11 @@ def tiered_engine(
 
 
 def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
-    """Check one request after another.
+    """Send a request to each adapter, one after another, and check the tokens of the first few and
+    of the last.
 
-    last: number of last adapters that are on the GPU, so that the checks load nothing.
+    last: number of last adapters to check: those that are still on the GPU, so that the checks load
+        nothing.
     """
     drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.info.vocab_size, 0)
     answers: list[plain.Answer] = []

@@ -136,7 +136,8 @@ class Pusher:
         )
 
     def ask(self) -> float:
-        """Request the newest version from each replica; return when the last one answered.
+        """Request the newest version from each replica; return time.monotonic() of the slowest
+        one's first token.
 
         The seeds of the requests count up and so choose the replicas. Raises RuntimeError.
         """

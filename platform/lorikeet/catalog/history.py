@@ -118,7 +118,7 @@ class History:
     def _backwards(self, before: int) -> Iterator[Entry]:
         """Yield every log entry before entry `before`, newest first.
 
-        Reads one block of the log, then 16 at a time.
+        Reads one block of the log, then 16 blocks at a time.
         """
         more = 0
         while before > 1:

@@ -79,6 +79,9 @@ class ResumableUploads:
     def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
         """Resume an upload or begin a new one; return it with the numbers of its missing parts.
 
+        digest: SHA-256 of the blob, as the sender states it.
+        size_bytes: size of the blob.
+        owner: id of the admin's key that sends it.
         Raises Conflict if this key began the upload with another size.
         """
         stored = self.stored(digest)
@@ -111,8 +114,9 @@ class ResumableUploads:
         return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
 
     def put(self, upload: Upload, number: int, part: Path) -> None:
-        """Write a part from a file of its size.
+        """Write one part of an upload, from a file of the part's size.
 
+        number: number of the part, from 1.
         Raises ObjectNotFound if the parts are joined already.
         """
         if upload.token is not None:
@@ -195,7 +199,11 @@ class ResumableUploads:
         return True
 
     def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
-        """Begin an upload, or return the owner's upload that a concurrent request has begun."""
+        """Begin an upload, or return the owner's upload of this blob that a concurrent request has
+        begun.
+
+        stored: whether the store has the blob already, so that no parts are needed.
+        """
         least = -(-size_bytes // _MOST_PARTS)
         nonce = uuid.uuid4().hex
         folder = _folder(digest, owner)

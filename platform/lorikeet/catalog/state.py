@@ -168,8 +168,10 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant, decoded or as JSON: the same object until an entry changes the
-        tenant.
+        """Return a tenant in the form in which the state holds it: JSON until it has been changed,
+        then decoded.
+
+        It is the same object until an entry changes the tenant.
         """
         return self._partition(partition_of(tenant)).tenants[tenant]
 

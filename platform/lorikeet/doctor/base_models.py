@@ -100,7 +100,10 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
-    """Compare the dtype of the stored weights with the dtype in which they are served."""
+    """Compare the dtype of the stored weights with the dtype in which they are served.
+
+    check: name of the check, for the finding.
+    """
     served = settings.dtype
     config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"

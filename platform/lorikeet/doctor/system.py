@@ -89,7 +89,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def _refusal(host: str) -> str | None:
-    """Return why no process can listen at a host's address; None: one can."""
+    """Explain why no process can listen at a host's address; None if one can."""
     try:
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:

@@ -72,7 +72,8 @@ UsageByAccount = Mapping[UsageAccount, UsageCounts]
 
 
 class UsageLedger:
-    """Usage that one process has counted and not written yet, by day and account. Thread-safe.
+    """Usage that one process has counted and not written to the store yet, by day and account.
+    Thread-safe.
 
     clock: Unix seconds.
     """

@@ -56,6 +56,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
     """Set the pin of an adapter or a tenant.
 
+    change: the pin to set.
     now: Unix seconds.
     Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
     """

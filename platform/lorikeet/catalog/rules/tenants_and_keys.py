@@ -42,7 +42,10 @@ def limit_tenant(state: CatalogState, change: TenantOptionsSet) -> Changes:
 
 
 def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> Changes:
-    """Create a key with these options. Raises UnknownTenant."""
+    """Create a key with these options. Raises UnknownTenant.
+
+    change: id, owner, scopes and hashed secret of the key.
+    """
     if change.tenant is not None:
         state.tenant(change.tenant)
     return (change, KeyOptionsSet(id=change.id, options=options)) if options else (change,)
@@ -62,9 +65,11 @@ def rotate_key(
 ) -> Changes:
     """Replace a key by a copy with another secret and a full lifetime of the same length.
 
+    new_id: id of the copy.
+    new_sha256: SHA-256 of its secret.
     now: Unix seconds.
     overlap_s: seconds after which the old key expires, unless it expires sooner.
-    Raises UnknownKey, Conflict.
+    Raises UnknownKey, and Conflict if the key was rotated before or is no longer valid.
     """
     key = state.key(key_id)
     if key.replaced_by is not None:

@@ -234,7 +234,10 @@ class S3Store:
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
     def _read(self, key: str, url: str, start: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [start, end); resume where a connection broke or stalled."""
+        """Yield the bytes [start, end) of an object; resume where a connection broke or stalled.
+
+        url: presigned URL of the object.
+        """
         attempt, received_s = 0, time.monotonic()
         while start < end:
             body, broken = self._range(key, url, f"bytes={start}-{end - 1}"), None
@@ -255,7 +258,8 @@ class S3Store:
                 attempt += 1
 
     def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
-        """Request a range by the presigned URL; if that fails, by boto3, which explains why.
+        """Request a range of an object by its presigned URL; if that fails, by boto3, whose error
+        says why.
 
         wanted: value of the Range header.
         """
@@ -401,6 +405,7 @@ def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
     """Translate S3's answer about a key into an error that says what to do.
 
     url: the store's URL.
+    bucket, key: bucket and key of the failed call.
     """
     code = _code(error)
     if code in _ABSENT:

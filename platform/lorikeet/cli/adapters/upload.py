@@ -51,6 +51,8 @@ def send_blob(
 
     Ctrl-C ends the command, and prints how to resume.
 
+    blob: the file.
+    digest: its SHA-256, by which the server identifies the upload.
     about: tenant and base model, which the server checks before any byte is sent.
     quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
     """
@@ -184,7 +186,10 @@ class _BlobUpload:
         return missing
 
     def _round(self, parts: list[Json]) -> Exception | None:
-        """Send parts; return a transient error, or None. Raise an error that is not transient."""
+        """Send parts in parallel; return a transient error if one occurred, else None.
+
+        Raises an error that is not transient.
+        """
         self._stop.clear()
         with ThreadPoolExecutor(_CONNECTIONS) as connections:
             futures = [connections.submit(self._send, part) for part in parts]
@@ -229,6 +234,8 @@ class _BlobUpload:
     ) -> None:
         """Send a part to the store by its presigned URL.
 
+        number: number of the part, for the progress bar.
+        chunks: bytes of the part.
         Raises ServerUnavailable: a later attempt with new URLs may still work.
         """
         try:
