@@ -56,11 +56,11 @@ loaded.
 """
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens that the rate limits reserve for each choice of a request that does not limit its
-length.
-"""
+"""Number of tokens that the rate limits reserve for each choice of a request without max_tokens."""
 _BYTES_OF_READ = 16 * 2**10
-"""Number of body bytes for which a token-counting request counts as one more read of its tenant."""
+"""Bytes of body that cost a request to count tokens one more read in its tenant's limit of
+reads.
+"""
 
 
 def generate_routes(
@@ -119,7 +119,8 @@ class GenerateEndpoint:
     async def answer(self, request: Request) -> ReplicaResponse:
         """Read and check a request; return a response that calls a replica when it is sent.
 
-        RequestMiddleware (app.py) has set the request's id. Raises LorikeetError.
+        RequestMiddleware (app.py) has set the request's id. Raises LorikeetError if the request is
+        refused.
         """
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(
@@ -186,7 +187,7 @@ class GenerateEndpoint:
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
         """Return a request's parameters for the engine's scheduler.
 
-        Raises InvalidInput for an invalid header.
+        Raises InvalidInput if the header LOAD_HEADER is invalid.
         """
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
@@ -311,9 +312,9 @@ def _max_load_s(header: str | None) -> float | None:
 
 
 def _expected_tokens(call: Call) -> int:
-    """Return the tokens to reserve for a call: its prompt's and its answers'.
+    """Return the number of tokens to reserve for a call, of its prompt and its answers.
 
-    An upper bound, or an estimate if the call sets no limit on its answers.
+    The number is an upper bound, or an estimate if the call sets no limit on its answers.
     """
     answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
     if call.max_context is not None:

@@ -96,7 +96,8 @@ class Registration:
         digest: str | None = None,
         scan: ValueScan | None = None,
     ) -> BlobFacts:
-        """Check everything that could make an adapter fail later; return facts about its blob.
+        """Check a blob for everything that could make its adapter fail later; return facts about
+        it.
 
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
@@ -142,7 +143,7 @@ class Registration:
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
         """Return the AdapterRef that a blob will have as the adapter's next version.
 
-        The number is right unless another version is registered first.
+        Its version number is right unless another version of the adapter is registered first.
         """
 
         def find(state: CatalogState) -> AdapterRef:

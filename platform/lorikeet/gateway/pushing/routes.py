@@ -285,6 +285,8 @@ class PushEndpoints:
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
         """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
         refused.
+
+        push_request: the push's adapter, digest and options.
         """
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
@@ -346,7 +348,7 @@ class PushEndpoints:
             await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
-        """Wait for the state of a push that a client asks for, or until its timeout.
+        """Wait until a push has the state that its client asks for, or until its timeout.
 
         Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
         ended the push, and ClientDisconnect if the client disconnects meanwhile.
@@ -374,7 +376,10 @@ class PushEndpoints:
     ) -> AsyncGenerator[AdmittedPusher, None]:
         """Check a request's key and limits and record the request; yield its publisher.
 
-        Raises LorikeetError.
+        name: name of the adapter, which the key must allow.
+        digest: SHA-256 of the blob, for the record.
+
+        Raises LorikeetError if the key or a limit forbids the request.
         """
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
