@@ -56,7 +56,7 @@ from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3
-"""Limit on the milliseconds, at p50, by which another API's first token may come later than a
+"""Goal: at p50, another API's first token comes at most this many milliseconds later than a
 chat's.
 """
 LEAST_TOKENS_PER_S = 20_000

@@ -157,7 +157,10 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    """Return the service's settings."""
+    """Return the LORIKEET_ variables of the service.
+
+    given: options of the command line.
+    """
     return settings_of_traffic(
         given,
         _OWN,

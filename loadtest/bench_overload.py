@@ -135,7 +135,10 @@ def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) 
 
 
 def refusals(answers: Sequence[StreamedAnswer]) -> Refusals:
-    """Collect the refusals among the answers, and the outcome of requests at their Retry-After."""
+    """Summarise the refusals among the answers.
+
+    For each refusal, find whether the requests sent when its Retry-After had passed were accepted.
+    """
     refused = [answer for answer in answers if answer.retry_after_s is not None]
     if not refused:
         return Refusals(0, None, None, None, (), None)

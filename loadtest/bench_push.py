@@ -71,7 +71,7 @@ _STREAMS_BEGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One field of PushTimes over all pushes, in seconds."""
+    """Statistics of one field of PushTimes over all pushes, in seconds."""
 
     stage: str
     p50: float
@@ -81,7 +81,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StreamGaps:
-    """Gaps between deltas of the running streams, in milliseconds."""
+    """Statistics of the gaps between deltas of the running streams, in milliseconds."""
 
     pushes: bool
     gaps: int

@@ -34,7 +34,7 @@ from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from loadtest.workload import Planned, Prompts, Target, Workload, targets_of
 
 SILENCE_S = 120.0
-"""Seconds without a byte from the server after which a request has failed."""
+"""Seconds without a byte from the server after which a request counts as failed."""
 
 log = logging.getLogger(__name__)
 report = Report()

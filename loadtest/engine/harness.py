@@ -84,7 +84,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that choose rows (see `chosen`), and how their adapters are kept."""
+    """Add the arguments that choose rows (see `chosen`), and for how many adapters the host has
+    room.
+    """
     parser.add_argument(
         "--rows", nargs="+", help="patterns of rows' labels; default: the usual rows"
     )

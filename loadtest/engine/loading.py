@@ -148,7 +148,7 @@ class Client:
             assert held, f"no answer within {within_s:g} s"
 
     def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
-        """Return the seconds until a request has its one token.
+        """Return the seconds until a request with this adapter has its one token.
 
         Raises AssertionError if the adapter's tier was not `found`.
         """

@@ -80,12 +80,12 @@ def roomy_engine(
     others: Mapping[Targets, int] = NO_OTHERS,
     rank: int = RANK,
 ) -> tuple[Engine, PackedLayout]:
-    """Build an engine with memory for adapters, but without any; return it and the layout of an
-    adapter.
+    """Build an engine with memory for adapters, but with no adapters yet; return it and the layout
+    of an adapter.
 
     source: where the engine fetches adapters.
     on_gpu, on_host: number of adapters of `rank` for which GPU and host have room.
-    others: further adapters by their targets, for which both have room too.
+    others: number of further adapters by their targets, for which both have room too.
     settings: all settings except folders and memory for adapters.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize

@@ -62,7 +62,7 @@ class NormRow:
 
 
 def measure(group: RankGroup, device: torch.device) -> list[Row]:
-    """Measure all sizes, in one of several ranks that do the same."""
+    """Measure sums of all sizes. Every rank of the group calls this at the same time."""
     sums: dict[str, Sum] = {"nccl": dist.all_reduce}
     if can_map_peers(device, group.world):
         symmetric = SymmetricSums(device, SIZES[-1]).map_peers()
@@ -81,7 +81,9 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
 
 
 def measure_norms(group: RankGroup, device: torch.device) -> list[NormRow]:
-    """Measure all row counts that a norm can sum, in one of several ranks that do the same."""
+    """Measure sum and norm for all numbers of rows that one launch can do. Every rank of the group
+    calls this at the same time.
+    """
     found = []
     for width in WIDTHS:
         group.sums.connect_rows(width)

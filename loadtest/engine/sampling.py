@@ -105,8 +105,9 @@ GROUPS = (
 class Row:
     """Steps of one case, in milliseconds.
 
+    A round is one run of every case of the group.
     step_ms: median of all steps.
-    over_greedy_ms: median of the rounds' differences to the group's first case.
+    over_greedy_ms: median over the rounds of the difference to the group's greedy case.
     rounds_ms: median of each round.
     """
 

@@ -93,11 +93,14 @@ def tiered_engine(
     settings: EngineSettings = SETTINGS,
     rank: int = RANK,
 ) -> Engine:
-    """Build an engine with all adapters in their tiers; the adapters of host and disk were used in
-    order.
+    """Build an engine with all adapters in their tiers; those of host and disk have each been used
+    once, in order.
 
     folder: folder for the engine's files.
+    blobs: adapters of the disk.
+    counts: number of adapters in each tier.
     settings: all settings except folders and memory for adapters.
+    rank: rank of the adapters.
     Raises AssertionError if tokens made with the adapters are wrong.
     """
     on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare

@@ -116,7 +116,8 @@ def _turn_on_cpu(memory: torch.Tensor) -> None:
 
 
 class WaitTimes:
-    """`with` block that measures what threads of the service's processes wait for.
+    """`with` block that measures the time for which threads of the service's processes wait, and
+    where.
 
     Threads that end within the block are not counted.
     """

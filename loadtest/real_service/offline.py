@@ -56,7 +56,7 @@ class ServiceWork:
 
     @property
     def label(self) -> str:
-        """Lengths, as in 256/128."""
+        """Lengths of prompt and answer in tokens, as in 256/128."""
         return f"{self.prompt_tokens}/{self.output_tokens}"
 
     def sessions(self, seed: int) -> Sequence[Session]:

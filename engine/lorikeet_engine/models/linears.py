@@ -75,9 +75,10 @@ class LoraLinear:
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Compute `__call__` for linears whose output act_and_mul reads, an MLP's activation.
+        """Compute `__call__` for gate_up, whose output act_and_mul (an MLP's activation) reads.
 
-        The LoRA delta may then be an UnexpandedDelta, which only act_and_mul can read.
+        The LoRA delta may then be an UnexpandedDelta, A·x not yet multiplied by B, which only
+        act_and_mul can read.
         """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
 

@@ -83,7 +83,7 @@ class RankGroup:
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Gather logits [rows, vocabulary] at the leader; all other processes get [0, vocabulary].
 
-        part [rows, width], dense: logits of this process's part of the vocabulary
+        part [rows, width], contiguous: logits of this process's part of the vocabulary
             (Shard.vocabulary).
         """
         if not len(part):  # then in no rank: spares the backends an empty gather

@@ -119,7 +119,8 @@ class Shard:
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return which inputs, or which outputs, of a linear this process keeps.
 
-        widths: kinds of the stacked parts of these inputs or outputs; each part gives one range.
+        widths: kinds of these inputs or outputs, in their order; several if several linears are
+            stored stacked as one.
         """
         if widths == (Width.GATED_QUERIES,):
             run, each = self._run(Width.GATED_QUERIES, shape), shape.head_dim

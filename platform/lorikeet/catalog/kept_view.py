@@ -74,7 +74,9 @@ class KeptView:
         return True
 
     def read(self) -> KeptState | None:
-        """Return the state in the file; None without a file. Logs a damaged file, returns None."""
+        """Return the state in the file; None if there is no file, or if it is damaged, which is
+        logged.
+        """
         try:
             seq, _, data = self.path.read_bytes().partition(b"\n")
             age_s = time.time() - self.path.stat().st_mtime

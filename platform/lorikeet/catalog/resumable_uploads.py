@@ -101,14 +101,19 @@ class ResumableUploads:
             return upload, self._missing(upload)
 
     def find(self, digest: str, owner: str) -> Upload:
-        """Return the upload of a digest by a key. Raises NotFound."""
+        """Return the upload of the blob `digest` that the admin's key `owner` began. Raises
+        NotFound.
+        """
         upload = self._found(digest, owner)
         if upload is None:
             raise NotFound(f"this key has begun no upload of {digest}")
         return upload
 
     def url(self, upload: Upload, number: int) -> str | None:
-        """Return the URL to PUT a part to; None: the part goes through the gateway."""
+        """Return the URL to which the sender PUTs a part; None: the sender PUTs it to the gateway.
+
+        number: number of the part, from 1.
+        """
         if upload.token is None:
             return None
         return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
@@ -177,7 +182,8 @@ class ResumableUploads:
     def sweep(self, before: float) -> int:
         """Discard uploads begun before `before` (Unix seconds); return their number.
 
-        Also deletes older bytes that a crash left without a record.
+        Also deletes parts that were written before then and that have no upload's record, after a
+        crash.
         """
         old = [upload for upload in self.in_flight() if upload.created < before]
         for upload in old:

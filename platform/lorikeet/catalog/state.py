@@ -228,7 +228,9 @@ class CatalogState:
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
     def require(self, tenants: Iterable[str]) -> None:
-        """Raise PartitionsNotRead once for all unread partitions of these tenants."""
+        """Raise PartitionsNotRead if any of these tenants' partitions is unread; the error names
+        all of them.
+        """
         self._need(map(partition_of, tenants))
 
     def _may_use(self, tenant: str, owner: str, name: str) -> bool:
@@ -242,7 +244,11 @@ class CatalogState:
         return [self._partition(number) for number in range(PARTITIONS)]
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Raise PartitionsNotRead once for all unread partitions among these numbers."""
+        """Raise PartitionsNotRead if any of these partitions is unread; the error names all of
+        them.
+
+        numbers: numbers of partitions.
+        """
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)
         )

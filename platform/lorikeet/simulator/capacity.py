@@ -77,8 +77,8 @@ class _Search:
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed, then confirm with all seeds that the result is the
-        smallest.
+        """Find the smallest number of replicas that meets the goals: by bisection with one seed,
+        then with all seeds.
 
         work: replicas that the requests keep busy, as from `_work`.
         """

@@ -68,7 +68,7 @@ class UsageCounts:
 NOTHING = UsageCounts()
 
 UsageByAccount = Mapping[UsageAccount, UsageCounts]
-"""Usage by account."""
+"""Usage of each tenant with each model that it used."""
 
 
 class UsageLedger:

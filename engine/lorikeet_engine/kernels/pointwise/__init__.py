@@ -152,7 +152,10 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8 as well."""
+    """Compute act_and_mul, and round each row of its result to FP8 as well.
+
+    Arguments: see act_and_mul.
+    """
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
 

@@ -122,8 +122,9 @@ def _blockwise(
 def _nearest(
     values: torch.Tensor, levels: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise values in blocks, each relative to its largest magnitude.
+    """Quantise values in blocks, each value relative to the largest magnitude of its block.
 
+    block: number of values in a block.
     → index in `levels` of the level nearest to each value, int64 [values]
     → largest magnitude of each block [blocks]
     """

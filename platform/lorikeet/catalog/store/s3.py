@@ -158,7 +158,9 @@ class S3Store:
             return self._client.head_object(**self._address(key))["LastModified"].timestamp()
 
     def touch(self, key: str) -> None:
-        """Copy the object onto itself in one request, which S3 allows up to 5 GiB."""
+        """Set the modification time by copying the object onto itself in one request, which S3
+        allows up to 5 GiB.
+        """
         with self._errors(key):
             address = self._address(key)
             self._long_timeout_client.copy_object(
@@ -356,7 +358,9 @@ class S3Parts:
         return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
-        """Copy in one request, as S3 allows up to 5 GiB; leave a larger object to `put_file`."""
+        """Copy the joined parts in one request, which S3 allows up to 5 GiB; a larger object is
+        left to `put_file`.
+        """
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):

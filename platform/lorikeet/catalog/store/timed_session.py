@@ -68,7 +68,8 @@ class TimedBody:
     def read(self, amount: int | None = None) -> bytes:
         """Return `amount` bytes, or fewer at the end; None: all of them.
 
-        Raises HTTPClientError: SlowBody, or for a broken or silent connection.
+        Raises SlowBody if they arrive too slowly, and another HTTPClientError if the connection
+        breaks or is silent.
         """
         pieces, missing = [], amount
         while missing is None or missing > 0:

@@ -162,7 +162,7 @@ class _BlobUpload:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Send until nothing is missing. Raises LorikeetError."""
+        """Send parts until the server lacks none. Raises LorikeetError."""
         missing, failures = self._missing(), 0
         while missing:
             before = self._progress.arrived

@@ -271,7 +271,7 @@ def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
 
 
 def _remarks(rows: Sequence[TenantComparison]) -> Iterator[str]:
-    """Yield lines about errors, small samples and late requests."""
+    """Yield lines about errors, runs with few answers, and requests that were sent late."""
     for row in rows:
         for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
             for error, count in seen.errors.most_common():
