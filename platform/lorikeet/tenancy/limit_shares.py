@@ -58,7 +58,7 @@ class ShareClaim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatewayClaims:
-    """Message of a gateway to another.
+    """Message of one gateway to another: its claims to shares of limits.
 
     gateway: sender's name, new at every start.
     """
