@@ -99,8 +99,8 @@ class GatewayCatalogView:
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
         """Return question(state); if the last view lacks the key or model, ask a refreshed view.
 
-        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks it
-        too.
+        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks the
+            model as well; None if the question asks for no model.
 
         Raises InvalidKey and UnknownModel, and Unavailable if no refreshed view can be read.
         """

@@ -133,10 +133,10 @@ class GenerateEndpoint:
         """Return the response that will call a replica. Each line below may refuse the request.
 
         Key and model are looked up in the catalog's state in memory (catalog/state.py).
-        tenancy/rate_limiter.py checks request limits here; RateLimitObserver checks token limits
-        and queue time when the response is sent. `stream_answer` (serving/engine_client.py) sends
-        nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/) only
-        records.
+        tenancy/rate_limiter.py checks request limits in this method; RateLimitObserver checks token
+        limits and queue time when the response is sent. `stream_answer` (serving/engine_client.py)
+        sends nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/)
+        only records.
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
@@ -152,6 +152,8 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
+        trace: record of the request.
+        caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
 
         Only requests of /v1/responses read or save stored responses.

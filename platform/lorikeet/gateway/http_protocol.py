@@ -78,7 +78,7 @@ _IdleConnections = dict["BoundedHttpProtocol", None]
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Connection of a client, closed once a request exceeds the limits above.
+    """Connection of a client, closed once a request exceeds one of this module's limits.
 
     max_connections: maximum number of connections of each listener of this process.
     """
@@ -158,7 +158,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Reset the counters of bytes, parts and small reads for a new request.
 
-        Raises an error, which refuses the request, if too many requests of the connection wait.
+        Raises an error, which refuses the request, if MAX_PIPELINED requests of the connection wait
+        already.
         """
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(InvalidInput(f"more than {MAX_PIPELINED} requests in a pipeline"))

@@ -79,6 +79,7 @@ class EngineClient(Protocol):
 
         digest: SHA-256 of the whole blob.
         blob: file to which the blob is being written.
+        size_bytes: size of the whole blob.
         """
         ...
 

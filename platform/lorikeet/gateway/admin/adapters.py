@@ -99,6 +99,7 @@ class AdapterEndpoints:
         tenant: owner of the adapters to list; None: all tenants' adapters.
         after: `next` of the previous page: tenant/name of its last adapter; "" for the first page.
             In the last page `next` is null.
+        limit: maximum number of adapters in the page.
         """
         page = partial(_page, tenant, after, limit)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, page)

@@ -81,7 +81,7 @@ Moment = Annotated[AsOf, Depends(_moment)]
 
 
 def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Return the routes that list the catalog's log, newest entry first, restore retired adapters,
+    """Return the routes that list the catalog's log (newest entry first), restore retired adapters
     and write a snapshot of the catalog.
     """
     router = APIRouter()

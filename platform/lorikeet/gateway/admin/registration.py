@@ -52,7 +52,7 @@ class RegisteredVersion(NamedTuple):
 
 
 class Registration:
-    """Validator of uploaded blobs, which also records them as versions in the catalog.
+    """Validator of uploaded blobs that records valid ones as versions in the catalog.
 
     Blocking work runs in a few threads reserved for registrations. Many concurrent uploads thus
     delay each other, but not the catalog view, through which gateways learn of revoked keys.
@@ -99,6 +99,7 @@ class Registration:
         """Check a blob for everything that could make its adapter fail later; return facts about
         it.
 
+        order: the registration for which the blob was uploaded.
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 

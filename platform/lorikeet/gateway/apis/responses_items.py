@@ -143,7 +143,7 @@ def _reasoning_text(parts: object) -> str | None:
 class StoredItems(NamedTuple):
     """Items of stored responses that a request refers to.
 
-    past: conversation that the request continues.
+    past: items of the conversation that the request continues.
     referenced: items that its item_references name, by id.
     """
 

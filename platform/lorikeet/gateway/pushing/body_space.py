@@ -20,6 +20,8 @@ class ArrivingBody:
 
     size_bytes: declared size of the whole body.
     received: bytes that have arrived.
+    began_s: time of its beginning, in seconds of time.monotonic().
+    ends: timeout around the reception, which expires if another tenant's body displaces this one.
     """
 
     tenant: str

@@ -82,7 +82,9 @@ class Push:
         self.ends_s = None if left_s is None else time.monotonic() + left_s
 
     def note_stages(self, trace: RequestTrace) -> None:
-        """Record the completed stages of the push, deliver and announce, in a request's trace."""
+        """Record the completed stages of the push, called deliver and announce, in a request's
+        trace.
+        """
         for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
             if at_s is not None:
                 trace.end_stage(name, at_s)
