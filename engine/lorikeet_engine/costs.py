@@ -11,13 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens that a step's prompts attend to from which on CUDA runs several graphs for the
-step.
+"""Tokens that a step's prompts attend to, from which on CUDA runs the step as several graphs.
 
-The number is a sum of seen_tokens.
+Their number is a sum of seen_tokens.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens that a step's prompts attend to from which on decodes cost more on CUDA.
+"""Tokens that a step's prompts attend to, from which on decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own. The number is a sum of seen_tokens.
 """

@@ -143,7 +143,7 @@ class Engine:
         """Launch a batch; return the previous batch's outputs, at most one Tokens for each choice.
 
         If EngineSettings.overlap is off, return the outputs of this batch instead. Raises
-        DeviceLost.
+        DeviceLost if the device has become unusable.
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
@@ -193,7 +193,7 @@ class Engine:
         self.wake()
 
     def unpin(self, digest: str) -> None:
-        """Remove an adapter's pin, so that the adapter may be evicted again."""
+        """Remove an adapter's pin, so that the adapter may be evicted."""
         self._tiers.unpin(digest)
         self.wake()
 

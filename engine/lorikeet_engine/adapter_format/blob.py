@@ -1,6 +1,6 @@
 """Makes a blob from a trainer's folder: one safetensors file, identical for identical adapters.
 
-Also writes folders in PEFT's format, into which other formats are converted.
+Can also write a folder in PEFT's format, as a target for converters of other formats.
 """
 
 import hashlib

@@ -49,6 +49,7 @@ class Expressions:
 
         Texts that no expression matches are left out.
 
+        texts: names of modules, for instance.
         field: config key that holds the expressions, for errors.
 
         Raises AdapterRejected if an expression is too long or malformed, or if matching takes too

@@ -142,7 +142,7 @@ def header_bytes(
 
 
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
-    """Parse a JSON object without repeated or unprintable keys, NaN or Infinity.
+    """Parse a JSON object. Repeated or unprintable keys, NaN and Infinity are refused.
 
     field: `field` of the AdapterRejected that is raised for any other text.
     """

@@ -55,6 +55,8 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
 def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
     """Convert MLX's adapter_config.json to PEFT's.
 
+    raw: content of MLX's file.
+
     Raises AdapterRejected if the config is not that of a LoRA adapter, or has no usable rank and
     scale.
     """

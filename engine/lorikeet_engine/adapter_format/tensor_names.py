@@ -181,9 +181,9 @@ def tensor_name(module: str, side: str) -> str:
 
 
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
-    """Return the linears of a family's decoder layers.
+    """Return the linears of a decoder layer, in the family of base models that fits best.
 
-    That is the family of base models that has the most of these modules.
+    modules: canonical names of modules; the family has the most of them.
     """
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]

@@ -130,6 +130,7 @@ def _value(bits: int, kind: str) -> np.float32:
 def _packed(largest: np.float32, factor: float) -> np.float32:
     """Return the magnitude that a value of a blob has in an image, before rounding.
 
+    largest: the value, or its magnitude.
     factor: scaling of the value's matrix.
     """
     with np.errstate(over="ignore", invalid="ignore"):

@@ -133,11 +133,14 @@ class EngineProcessClient:
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does."""
+        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does.
+
+        The parameters are those of Engine.pin.
+        """
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
-        """Let an adapter be evicted again, as Engine.unpin does."""
+        """Remove an adapter's pin, as Engine.unpin does."""
         return self._call("unpin", digest)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
@@ -153,7 +156,10 @@ class EngineProcessClient:
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
     ) -> Future[None]:
-        """Load an adapter before a request asks for it, as Engine.prefetch does."""
+        """Load an adapter before a request asks for it, as Engine.prefetch does.
+
+        The parameters are those of Engine.prefetch.
+        """
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:

@@ -99,7 +99,7 @@ def pack(
 
 
 def _threads(size_bytes: int) -> int:
-    """Return the number of threads to pack a blob of this size on this machine's cores."""
+    """Return the number of threads with which to pack a blob of this size on this machine."""
     # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
     most = cores // _CORES_PER_THREAD if torch.get_num_threads() == 1 else 1
@@ -166,12 +166,15 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write layers of a blob to each span of the image (one span for each tensor parallel rank).
+    """Write layers of a blob to each span of the image.
 
     Returns checksums, by (index of the span, index of the layer). The checksum of the outer layer
     (lm_head and embeddings) is not final: its rows of trained tokens are written later.
 
+    layout: layout of the image.
+    spans: parts of the image, one for each tensor parallel rank.
     arrived: waits until the blob's file has this many bytes; None for a complete blob.
+    layers: the layers to write.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()

@@ -67,7 +67,10 @@ class RecentUses:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def count(self, digest: str, now_s: float) -> float:
-        """Return an adapter's number of uses; the weight of a use halves every HALF_LIFE_S."""
+        """Return an adapter's number of uses; the weight of a use halves every HALF_LIFE_S.
+
+        now_s: current time.
+        """
         uses, last_s = self._counts.get(digest, (0.0, now_s))
         return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
 

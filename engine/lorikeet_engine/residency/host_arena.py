@@ -165,7 +165,7 @@ class HostArena:
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
-        """Keep an image in host memory from now on.
+        """Pin an image: keep it in host memory until `unpin`, or until a request needs the memory.
 
         Returns False if host memory has no such image, or if the memory for pins is used up.
         """
@@ -176,7 +176,7 @@ class HostArena:
             return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow the eviction of a pinned image again."""
+        """Remove an image's pin, so that it may be evicted."""
         with self._lock:
             self._reservations.revoke(digest)
             self.frees += 1
@@ -185,8 +185,7 @@ class HostArena:
         """Evict images until an image of this size fits, and allocate a block for it.
 
         Returns the block's offset, or None if not enough memory can be freed. Looks at each image
-        only
-        once: there may be thousands, and the engine's thread may be waiting for the lock.
+        only once, as there may be thousands, and the engine's thread may wait for the lock.
 
         elements: size of the new image.
         for_request: whether a request waits for the image. If so, pins are revoked if it does not

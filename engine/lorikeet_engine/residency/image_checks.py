@@ -5,10 +5,11 @@
                   begin     begin      the sums (checksums.py) of one slice of an image on the GPU
                                        and of one on the host
 
-A round through a tier takes EVERY_STEPS steps for each image, or for each slice of a large one, and
-damage is found within two rounds. On CUDA the checksum is computed between two steps, and a
-separate thread waits for it; on a CPU that thread computes the checksum. The checksum of an image
-that was evicted, moved or loaded again in the meantime is ignored.
+A slice is an image, or some layers of a large one. A round checks every slice of a tier once, and
+takes EVERY_STEPS steps for each. Damage is found within two rounds. On CUDA the checksum is
+computed between two steps, and a separate thread waits for it; on a CPU that thread computes the
+checksum. The checksum of an image that was evicted, moved or loaded again in the meantime is
+ignored.
 """
 
 import logging
@@ -235,6 +236,9 @@ def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterato
     """Yield the images on this rank's GPU that steps may read.
 
     Images on other ranks' GPUs are not included.
+
+    pool: places of the images in the arena.
+    arena: the GPU's memory for adapters.
     """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)

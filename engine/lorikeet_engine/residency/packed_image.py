@@ -102,8 +102,8 @@ class PackedLayout:
         If lm_head is tied to the embeddings, the trained rows of the embeddings are lm_head's as
         well.
 
-        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; may be
-            0.
+        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; 0 is
+            allowed.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
 
@@ -152,6 +152,7 @@ def _places(
 
     ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
+    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
     """
     modules = range(len(shape.modules))
     groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]

@@ -52,8 +52,7 @@ class Pins:
         return bool(self._loading)
 
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
-        """Pin an adapter to a tier: keep it there, or nearer to the GPU, from the next `maintain`
-        on.
+        """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer the GPU.
 
         passing: whether the pin is temporary. Then the adapter's image is not written to the disk,
             but its blob is pinned on the disk in addition, since the store may not have it.
@@ -74,7 +73,7 @@ class Pins:
             pin.retry_at_s = time.monotonic() + RETRY_S
 
     def maintain(self, *, may_place: bool) -> float | None:
-        """Load or place pinned adapters that are not in their tiers yet.
+        """Load or place pinned adapters that are not in their pins' tiers yet.
 
         Returns the seconds after which to call again; None when all pinned adapters are in their
         tiers.

@@ -1,4 +1,4 @@
-"""Memory that a tier reserves for pins; some always remains for one adapter that is not pinned."""
+"""Memory that a tier reserves for pins. It always leaves enough for one adapter without a pin."""
 
 
 class MemoryReservations:
@@ -30,7 +30,7 @@ class MemoryReservations:
         return len(self._granted)
 
     def can_grant(self, elements: int) -> bool:
-        """Whether this many more elements can be reserved, with enough left for one unpinned
+        """Whether this many more elements can be reserved, leaving enough for an unpinned
         adapter.
         """
         return self.granted + elements <= self.capacity

@@ -155,14 +155,14 @@ class Tiers:
         return self._stats.costs()
 
     def load_s(self, ref: AdapterRef) -> float:
-        """Return the estimated seconds to load an adapter to the GPU, after all loads in progress.
+        """Return the estimated seconds until an adapter requested now would be on the GPU.
 
-        0 for an adapter on the GPU.
+        The time includes loads in progress. 0 for an adapter on the GPU.
         """
         return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the estimated seconds of an adapter's copy to the GPU.
+        """Return the estimated seconds of an adapter's copy from the host to the GPU.
 
         0 if the adapter was requested already, or is on the GPU.
         """

@@ -263,9 +263,9 @@ class Scheduler:
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Remove the sequences, waiting or running, that match, and free their resources.
+        """Remove sequences, waiting or running, and free their resources; return them.
 
-        Returns the removed sequences.
+        matches: returns whether to remove a sequence.
         """
         waiting = [sequence for sequence in self.waiting if matches(sequence)]
         running = [sequence for sequence in self.running if matches(sequence)]

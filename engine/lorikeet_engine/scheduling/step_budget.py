@@ -177,7 +177,7 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether a new prompt's first chunk would fit.
+        """Whether the first chunk of a new prompt would fit.
 
         Tokens deeper in a prompt take more time, and may not fit.
         """

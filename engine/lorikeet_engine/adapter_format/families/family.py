@@ -105,7 +105,7 @@ class LayerNorms:
 
 
 class QkNormKind(StrEnum):
-    """Vectors of queries and keys that are normed before rotary embeddings."""
+    """Vectors of queries and keys that RMS norms are applied to before rotary embeddings."""
 
     NONE = "none"
     HEAD = "head"  # each head's query and key separately

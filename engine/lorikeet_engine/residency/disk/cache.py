@@ -33,9 +33,7 @@ _LOCK = ".lock"
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
 _TRIM_GRACE_S = 10.0
-"""Seconds for which a file that was just added or used is not trimmed, so that its writer can pin
-it.
-"""
+"""Seconds for which a file just added or used is not trimmed, so that its writer can pin it."""
 
 
 class AdapterSource(Protocol):
@@ -93,7 +91,7 @@ class DiskCache:
         return any(map(self._index.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
-        """List the folder, and return the digests of all usable adapters in it.
+        """List the folder; return the digests of all adapters that this process can load from it.
 
         Returns None if no process has changed the folder since the last call. Only one thread may
         call this at a time.

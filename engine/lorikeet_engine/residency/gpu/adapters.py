@@ -218,7 +218,7 @@ class GpuAdapters:
         return self.usable(digest) is not None
 
     def usable(self, digest: str) -> GpuAdapter | None:
-        """Return an adapter on the GPU that can be leased; None if it is not there or not usable.
+        """Return an adapter that can be leased now; None if it is not on the GPU, or damaged.
 
         Each load of the adapter makes a new object, so `is` tells whether it was reloaded.
         """
@@ -373,7 +373,8 @@ class GpuAdapters:
         )
 
     def pin(self, digest: str) -> bool:
-        """Keep an adapter on the GPU from now on.
+        """Pin an adapter on the GPU: keep it there until `unpin`, or until a request needs the
+        memory.
 
         Returns False if the memory for pins is used up.
         """
@@ -383,7 +384,7 @@ class GpuAdapters:
         return self._reservations.grant(digest, elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow the eviction of a pinned adapter again."""
+        """Remove an adapter's pin, so that it may be evicted."""
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
@@ -450,8 +451,7 @@ class GpuAdapters:
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
     def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """Return the eviction score of an adapter that is prefetched, that is, loaded without a
-        request.
+        """Return the eviction score of an adapter that no request waits for: a prefetched one.
 
         The score is −∞ if the adapter was never used on any replica.
 

@@ -164,9 +164,7 @@ class DeviceArena:
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Return views of an image's pieces in the arena, which are valid until the image is
-        moved.
-        """
+        """Return views of an image's pieces in the arena, valid until the image is moved."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
@@ -195,8 +193,8 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """Run the block, whose work on the device runs after earlier copies and before later
-        ones.
+        """Run the block; its work on the device follows earlier copies and precedes later
+        copies.
         """
         if self._copying is None:
             yield

@@ -111,9 +111,7 @@ class SlotPool:
         return self._placed.get(slot)
 
     def free(self, slot: int) -> ClearRow:
-        """Free a slot and its image's place; return the command that clears its row of the
-        table.
-        """
+        """Free a slot and its image's place; return the command that clears the slot's row."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
@@ -136,7 +134,10 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Plan moves of images to the front of one range, leaving a hole of at least this size."""
+        """Compact one range of the arena, so that it ends with a hole of at least this size.
+
+        Returns the command that moves the range's images to its front.
+        """
         begin, end = self._blocks.cheapest_range(elements)
         inside = [
             (piece, slot)
