@@ -20,7 +20,7 @@ class AdapterUses:
 
     @contextmanager
     def using(self, digest: str | None) -> Iterator[None]:
-        """Count a request as using an adapter, within the context.
+        """Count a request that uses an adapter, until the context ends.
 
         digest: SHA-256 of the adapter's blob; None: the request uses no adapter.
         """

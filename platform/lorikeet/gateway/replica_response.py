@@ -39,9 +39,9 @@ _SILENT = "the replica ended without an answer: send the request again"
 class RequestObserver(AbstractContextManager[Any], Protocol):
     """Observer of one call: entered when the call starts, left when the call ends in whatever way.
 
-    Entering may refuse the call with a LorikeetError. If a call completed, the observer has got a
-    FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
-    RequestTrace (request_log/record.py), which only records.
+    Entering may refuse the call with a LorikeetError. The observer of a call that completed has got
+    a FinalUsage before it is left. Implemented by RateLimitObserver and CountObserver
+    (generate.py), and by RequestTrace (request_log/record.py), which only records.
     """
 
     def on_item(self, item: StreamItem) -> None:
