@@ -165,8 +165,8 @@ def compared(rows: Sequence[OverloadRow]) -> list[OverloadRow]:
 
 
 def meets_the_goals(rows: Sequence[OverloadRow]) -> bool:
-    """Whether requests were refused, the refusals were good, and all rates had nearly the most
-    tokens.
+    """Whether some rate had refusals, no request was broken, and each rate with refusals had good
+    ones and nearly as many tokens per second as the best rate.
     """
     over = [row for row in rows if row.refusals.refused]
     kept = all(row.of_most >= LEAST_OF_MOST and row.refusals.good for row in over)

@@ -190,7 +190,9 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:
-    """Return a function that asks the server for a prompt's tokens; prefers a base model."""
+    """Return a function that asks the server how many tokens a prompt has, with a base model if
+    there is one.
+    """
     target = min(targets, key=lambda target: (not target.is_base, target.model))
 
     def count(text: str) -> int:

@@ -3,8 +3,8 @@
 python -m loadtest.engine.decode --json decode.json [--config qwen3-8b] [--weight-dtype fp8]
     [--kv-dtype fp8] [--tensor-parallel 2] [--rows 'base*']
 
-The steps are the engine's own, with all work on the host. Steps are timed without the profiler; the
-GPU's time is that of further, profiled steps. Prints a row for each work.
+The steps are the engine's own, including the work of the CPU. Steps are timed without the profiler;
+the GPU's time is that of further, profiled steps. Prints a row for each work.
 """
 
 from collections.abc import Iterable

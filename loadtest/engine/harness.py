@@ -212,7 +212,10 @@ def write(path: Path, facts: Mapping[str, Any], **parts: Any) -> None:
 
 
 def _cells(row: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each field; a dataclass without `label` yields its own fields."""
+    """Yield name and text of each field of a row.
+
+    A field that is a dataclass is replaced by its fields, unless it has a `label`.
+    """
     for field in fields(row):
         value = getattr(row, field.name)
         if is_dataclass(value) and not hasattr(value, "label"):

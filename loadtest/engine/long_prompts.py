@@ -31,7 +31,7 @@ _WARM_TOKENS = 8  # tokens of each stream before prompts come
 
 @dataclass(frozen=True, slots=True)
 class LongPrompts:
-    """Prompts of M tokens beside N streams, one after another or all at once.
+    """Long prompts that come beside decoding streams, one after another or all at once.
 
     seconds: maximum seconds to wait for the prompts.
     """

@@ -40,12 +40,12 @@ from lorikeet_engine.models.config import ModelConfig
 BYTES_PER_S = 4.3e12
 """Bytes per second that an H200 reads.
 
-docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels".
+Source: docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels".
 """
 OPERATIONS_PER_S = 758e12
 """Operations per second of an H200 on bfloat16 matrices of 8,192 × 8,192.
 
-docs/benchmarks.md, "Prefill".
+Source: docs/benchmarks.md, "Prefill".
 """
 FP8_TIMES = 2
 """Speed-up of FP8 products on tensor cores, from NVIDIA's datasheets of Hopper. Not measured."""

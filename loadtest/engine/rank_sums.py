@@ -37,7 +37,9 @@ Sum = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds of one bfloat16 sum in a graph; None if the sum is unavailable."""
+    """Microseconds of one bfloat16 sum in a graph, by method; None if this machine does not support
+    the method.
+    """
 
     kib: int
     nccl_us: float

@@ -134,7 +134,7 @@ def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
 
 
 def _await_image(disk: DiskCache, digest: str) -> None:
-    """Wait until the disk tier has also packed an adapter that it holds."""
+    """Wait until the disk tier has written the image of an adapter whose blob it holds."""
     end_s = time.monotonic() + _WRITTEN_WITHIN_S
     while disk.holds(digest) and not disk.has_image(digest):
         assert time.monotonic() < end_s, "an image was not written to the disk"

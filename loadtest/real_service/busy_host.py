@@ -157,7 +157,9 @@ class WaitTimes:
 
 
 def _tasks() -> Iterator[tuple[str, Path]]:
-    """Yield for each thread of the service its process kind and its folder in /proc."""
+    """Yield for each thread of the service the kind of its process, and the thread's folder in
+    /proc.
+    """
     for pid, part in parts_of_processes().items():
         with suppress(OSError):
             yield from ((part, task) for task in Path(f"/proc/{pid}/task").iterdir())

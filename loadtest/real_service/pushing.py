@@ -104,7 +104,11 @@ class Pusher:
         self._model = ""
 
     def push(self) -> PushTimes:
-        """Push the next version; return its times. Raises RuntimeError, httpx.HTTPError."""
+        """Push the next version; return its times.
+
+        Raises RuntimeError if the service refuses the push or an answer is incomplete,
+        httpx.HTTPError if it does not answer.
+        """
         digest = self._versions.renew()
         sent_s = 0.0
 

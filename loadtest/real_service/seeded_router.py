@@ -16,7 +16,7 @@ class SeedsChooseReplicas(AdapterAffinityRouter):
     """
 
     def initialize_state(self, name: str, **prices: Any) -> None:
-        """Set the adapter and changes of the cost model.
+        """Set the adapter whose requests go by seed, and change coefficients of the cost model.
 
         name: the adapter's name without its tenant.
         prices: fields of CostCoefficients that replace the measured ones.

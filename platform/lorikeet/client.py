@@ -156,7 +156,8 @@ class Client:
     def sample(
         self, model: PushResult | str, prompt: str | Sequence[int], **fields: Any
     ) -> list[SampledChoice]:
-        """Return n choices for a prompt, with token ids and log probabilities.
+        """Return the n choices that the service samples for a prompt, with token ids and log
+        probabilities.
 
         They are drawn from the model's whole distribution at temperature 1 unless `fields` say
         otherwise, whatever defaults the base model's generation_config.json has.
@@ -165,7 +166,7 @@ class Client:
 
         fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
             value is None are left out.
-        Raises LorikeetError.
+        Raises LorikeetError with the service's code.
         """
         if fields.get("stream"):
             raise InvalidInput("samples are not streamed: leave stream out", param="stream")

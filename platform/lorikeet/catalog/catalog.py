@@ -95,8 +95,10 @@ class AdapterCatalog:
     ) -> Self:
         """Create the catalog in an empty store.
 
-        Raises Conflict if the store holds one, StoreRefused if the store ignores conditional
-        writes.
+        actor: author that the log names.
+        clock: function that returns the time in Unix seconds.
+        Raises Conflict if the store holds a catalog already, StoreRefused if the store ignores
+        conditional writes.
         """
         catalog = cls(store, clock)
         try:
@@ -182,8 +184,8 @@ class AdapterCatalog:
 
         Returns the new key with its secret, which is stored nowhere.
         overlap_s: seconds for which the old key stays valid, 0 to LONGEST_OVERLAP_S.
-        Raises InvalidInput, UnknownKey, and Conflict if the old key is no longer valid or was
-        rotated before.
+        Raises InvalidInput if overlap_s is out of these bounds, UnknownKey, and Conflict if the old
+        key is no longer valid or was rotated before.
         """
         if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
             raise InvalidInput(
@@ -360,7 +362,9 @@ class AdapterCatalog:
         """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
         name: adapter to pin; None pins all adapters of the tenant.
-        Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+        options: tier and other options of the pin; see PinOptions.
+        Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, and Conflict
+        beyond the tenant's budget.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
@@ -391,7 +395,9 @@ class AdapterCatalog:
         return self.reader.ask(compare)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
-        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound if there
+        is none.
+        """
         self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:

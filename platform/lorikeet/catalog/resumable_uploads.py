@@ -128,11 +128,11 @@ class ResumableUploads:
             self._store.parts.put(upload.key, upload.token, number, part)
 
     def download(self, digest: str, owner: str, path: Path) -> None:
-        """Write the whole blob into a file and verify its digest.
+        """Write the whole blob of an upload into a file and verify its digest.
 
         The bytes come from the store's blobs if the blob is stored already, else from the parts.
-        Raises NotFound, Conflict if parts are missing, and InvalidAdapter if the digest differs;
-        the upload is then discarded.
+        Raises NotFound if there is no such upload, Conflict if parts are missing, and
+        InvalidAdapter if the digest differs; the upload is then discarded.
         """
         found = (
             self._store.download(blob_key(digest), path)

@@ -64,7 +64,9 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class UnreadPartition:
-    """A partition that is only in the store, and the later entries that change it."""
+    """A partition whose bytes this process has not read from the store, and the entries that
+    changed it after those bytes were written.
+    """
 
     digest: str
     pending: tuple[Entry, ...] = ()
@@ -139,7 +141,7 @@ class CatalogState:
     def adapters(
         self, tenant: str | None = None, after: tuple[str, str] = ("", "")
     ) -> Iterator[AdapterRecord]:
-        """Return adapters in order of tenant and name, retired ones too.
+        """Return adapters in order of tenant and name, retired ones included.
 
         tenant: owner of the adapters; None: every tenant.
         after: tenant and name after which to begin.
@@ -195,9 +197,9 @@ class CatalogState:
         return record
 
     def keys(self, tenant: str | None = None) -> tuple[KeyRecord, ...]:
-        """Return keys, oldest first, revoked ones too. Raises UnknownTenant.
+        """Return keys, oldest first, revoked ones included. Raises UnknownTenant.
 
-        tenant: owner of the keys; None: every key, admins' too.
+        tenant: owner of the keys; None: every key, admins' included.
         """
         if tenant is None:
             found = [key for partition in self._all() for key in partition.keys.values()]

@@ -1,4 +1,6 @@
-"""All checks, run one after the other. No check can stop the others, or delay them for long."""
+"""All checks, run one after the other. A check that fails or takes too long does not stop the next
+ones.
+"""
 
 import threading
 import time

@@ -122,7 +122,7 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """Handle the next event: a sequence's last token, or the end of a step.
+        """Process this replica's next event: a sequence's last token, or the end of a step.
 
         number: number of the scheduled event; an outdated one is ignored.
         """

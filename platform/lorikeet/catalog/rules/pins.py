@@ -72,7 +72,9 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
 
 
 def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
-    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound if there is
+    none.
+    """
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)

@@ -52,7 +52,11 @@ def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> 
 
 
 def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
-    """Change the given limits of a key. Raises UnknownKey, InvalidInput, Conflict if revoked."""
+    """Change the given limits of a key.
+
+    Raises UnknownKey, InvalidInput for an admin's key, which has no limits, and Conflict if the key
+    is revoked.
+    """
     key = state.key(change.id)
     check_may_have_limits(key.tenant, change.options)
     if key.revoked:

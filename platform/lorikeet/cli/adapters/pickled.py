@@ -63,7 +63,9 @@ def _check_shards(folder: Path, files: list[str]) -> None:
 
 
 def _opened(path: Path) -> dict[Any, Any]:
-    """Read a pickle that is a table of tensors. Raises LorikeetError."""
+    """Read a pickle, which must be a table of tensors by name. Raises LorikeetError if it is
+    not.
+    """
     try:
         import torch
     except ImportError as error:

@@ -105,7 +105,9 @@ class _ProgressBar:
         return f"{show_size(self.arrived)} of {show_size(self._total)}"
 
     def restart(self, missing: int) -> None:
-        """Start over with this many bytes missing, and no unfinished parts."""
+        """Start over: show `missing` bytes as still to send, and forget the parts that were being
+        sent.
+        """
         with self._lock:
             self._sent.clear()
             self.arrived = self._total - missing
