@@ -249,8 +249,8 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
 
 
 async def actor_of(request: Request) -> str:
-    """Return the id of the admin's key of a request. The catalog's log records it with each
-    change.
+    """Return the id of the admin's key by which a request was authenticated. The catalog's log
+    records it with each change.
     """
     key: KeyRecord = request.state.key
     return key.id

@@ -51,7 +51,7 @@ class HoldPushed:
     minute.
 
     file: the gateway's file of the verified blob. Replicas on the gateway's machine take the blob
-        from it; others have received the blob as PushedParts.
+        from it; other replicas need it as PushedParts first.
     """
 
     ref: AdapterRef

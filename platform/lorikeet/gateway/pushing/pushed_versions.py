@@ -179,8 +179,9 @@ class PushedVersions:
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
         """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
-        Forgets versions that the state contains already, and expired ones. Raises PartitionsNotRead
-        if the tenant's partition of the catalog was not read yet.
+        Forgets pushed versions that the state contains already, that have expired, or that are no
+        longer announced. Raises PartitionsNotRead if the tenant's partition of the catalog was not
+        read yet.
         """
         now_s = self._clock()
         for key in list(self._held):
