@@ -109,8 +109,8 @@ class BaseShape:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Linears of decoder layers that adapters can change. `has` tells which of them a layer
-        has.
+        """Linears of decoder layers that adapters can change; `has` tells whether a layer has
+        one.
         """
         return FAMILIES[self.family].linears
 

@@ -73,7 +73,8 @@ def read_trtllm_pair(
 def _array(path: Path) -> np.ndarray:
     """Map a NumPy file into memory, and remove a first dimension of 1 from the array.
 
-    Raises AdapterRejected if the file cannot be read, or does not have two dimensions then.
+    Raises AdapterRejected if the file cannot be read, or if the result does not have two
+    dimensions.
     """
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -180,7 +180,7 @@ class SeenAdapters:
                 del self._seen[next(iter(self._seen))]
 
     def measured(self, digest: str, elements: int) -> None:
-        """Remember the size of an adapter's image."""
+        """Remember the size of an adapter's image on one GPU, if the adapter is remembered."""
         with self._lock:
             if digest in self._seen:
                 self._seen[digest].elements = elements

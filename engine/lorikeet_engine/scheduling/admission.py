@@ -44,8 +44,8 @@ class AdapterProvider(Protocol):
     def request(self, ref: AdapterRef, tenant: str) -> None:
         """Begin to load an adapter to the GPU for a tenant's request.
 
-        An adapter on the GPU is protected from eviction for a while instead. A second call for the
-        same adapter changes nothing.
+        If the adapter is on the GPU already, it is protected from eviction for a while. A second
+        call for the same adapter changes nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:

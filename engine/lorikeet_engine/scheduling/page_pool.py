@@ -37,10 +37,9 @@ class PagePool:
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the pages cached under these keys for the first group of layers, up to the first
-        key that is not cached.
+        """Return the pages cached under these keys, up to the first key that is not cached.
 
-        Adds no references to the pages.
+        They are pages of the first group of layers. Adds no references to them.
         """
         found: list[int] = []
         pages = self._pages_of[0]
@@ -102,7 +101,7 @@ class PagePool:
                     self._free.move_to_end(page, last=False)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
-        """Remove these keys in all groups, so that no sequence finds their pages."""
+        """Remove these keys in all groups of layers, so that no sequence finds their pages."""
         for key in keys:
             self.forget([pages[key] for pages in self._pages_of if key in pages])
 

@@ -341,7 +341,8 @@ class Chunk(NamedTuple):
     completes: whether the sequence's next token is sampled from the chunk.
     pages: the sequence's KV pages when the step was planned, one list for each group of layers. A
         sequence that is preempted later gets other pages.
-    state: use of the sequence's state; None in a model without delta nets.
+    state: use that the step makes of the sequence's state of delta nets; None in a model without
+        delta nets.
     """
 
     sequence: Sequence

@@ -53,8 +53,7 @@ class StepCounters:
     def step_read(self, launch: StepLaunch) -> float:
         """Count a step whose tokens the host has just read; return the seconds that it took.
 
-        They count from the step's launch, or from the reading of the previous step if that was
-        later.
+        The step's time begins at its launch, or when the previous step was read if that was later.
         """
         now_s = time.perf_counter()
         took_s = now_s - max(launch.launched_s, self._read_s)
@@ -65,9 +64,9 @@ class StepCounters:
         return took_s
 
     def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
-        """Count the output tokens that the step read last gave a sequence.
+        """Count the tokens that a sequence gives to its request from the step that was read last.
 
-        Does nothing for 0 tokens.
+        tokens: number of the tokens; may be 0.
         """
         if not tokens:
             return

@@ -108,7 +108,10 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64. Call it after synchronize."""
+        """Return the checksum of the copied image, [] int64.
+
+        Requires that synchronize has returned.
+        """
         assert self._total is not None, "parts were not launched"
         return self._total.wait()
 
