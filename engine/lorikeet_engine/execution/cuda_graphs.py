@@ -119,6 +119,8 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
+        attention: gives small steps a back end that their graphs contain; in larger steps, runs
+            between the graphs.
         weights: the adapters' weights that the ModelRunner uses.
         kv: the ModelRunner's KV pages.
         limits: largest step to capture graphs for.

@@ -82,7 +82,10 @@ class StepTimer:
         return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
 
     def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
-        """Make a chunk of `tokens` tokens that follow the first `depth` tokens of a prompt."""
+        """Make a chunk of `tokens` tokens that follow the first `depth` tokens of a prompt.
+
+        lease: the prompt's adapter; None for none.
+        """
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:

@@ -195,9 +195,10 @@ def dummy_chunk(
 
 
 def with_states(chunks: list[Chunk], slots: int) -> list[Chunk]:
-    """Give each dummy chunk the slot of a state, in a model with delta nets.
+    """Give each dummy chunk a slot for its state of delta nets, if the model has delta nets.
 
-    slots: number of slots, which chunks share if they are more; 0 for a model without delta nets.
+    slots: number of slots; if there are more chunks, several share a slot. 0 for a model without
+        delta nets.
     """
     if not slots:
         return chunks

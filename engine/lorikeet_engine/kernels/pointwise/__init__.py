@@ -54,7 +54,7 @@ def add_rms_norm(
     weight [width], in x's dtype or float32; None: x is returned
     lora: LoRA delta of that linear layer, added to delta
     delta_weight [width]: first, delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight,
-      rounded to its dtype before and after this norm; None: it does not
+      rounded to its dtype before and after this norm; None: delta is not normalised
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
       all else; None: they are complete. CUDA only
     → [tokens, width] like x

@@ -38,6 +38,7 @@ class Int4:
         the format's groups.
 
         weight: name of the weight.
+        parts: reader of the stored tensors.
         """
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
@@ -72,6 +73,7 @@ def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Ten
 
     name: name of the tensor.
     groups: number of groups.
+    parts: reader of the stored tensors.
     """
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):

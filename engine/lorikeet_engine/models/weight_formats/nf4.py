@@ -41,6 +41,7 @@ class Nf4:
         missing or malformed.
 
         weight: name of the weight.
+        parts: reader of the stored tensors.
         """
         state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
         if state.shape != (d_out, d_in):
