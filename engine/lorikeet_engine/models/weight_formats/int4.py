@@ -1,4 +1,6 @@
-"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero), shared by groups of inputs.
+"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero).
+
+Groups of inputs share scale and zero.
 
 AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stores it. GPTQ:
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.

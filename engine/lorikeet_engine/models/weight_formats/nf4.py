@@ -71,7 +71,8 @@ class Nf4:
 class _State:
     """Quantisation state that bitsandbytes stores as JSON with each weight.
 
-    nested_blocksize: magnitudes in a block of double quantisation; 0: magnitudes are floats.
+    nested_blocksize: number of magnitudes in a block of double quantisation; 0: the magnitudes are
+        stored as floats.
     """
 
     shape: tuple[int, ...]
