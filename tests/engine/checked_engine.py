@@ -48,7 +48,7 @@ class CheckedEngine:
 
     live: choices in flight, by request id.
     sound: False once a check has failed.
-    fault: "before" or "after" makes the next batch fail there.
+    fault: "before" or "after": the next batch fails before or after it is computed.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -115,7 +115,10 @@ class CheckedEngine:
             self._end(name, ended)
 
     def load(self, which: int = 0) -> None:
-        """Run one waiting piece of loading, if any piece waits."""
+        """Do one of the waiting pieces of work that load adapters, if any waits.
+
+        which: number of the piece, modulo the number of waiting pieces.
+        """
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
@@ -236,7 +239,7 @@ class CheckedEngine:
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
     def _check_states(self, running: list[Sequence]) -> None:
-        """Every slot of a state that is not free belongs to one running sequence."""
+        """Check that every slot of a state that is not free belongs to one running sequence."""
         pool = self.engine._cache.states
         if pool is None:
             return

@@ -84,7 +84,10 @@ class Answers:
     """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
-        """within_s: longest time that `until` and `all` wait."""
+        """Start without outputs.
+
+        within_s: longest time that `until` and `all` wait.
+        """
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}

@@ -182,7 +182,11 @@ def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.
 
 
 def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:
-    """Return the tokens that may follow, under a Descending grammar or none."""
+    """Return the tokens that may follow, under a Descending grammar or none.
+
+    said: output tokens so far.
+    stops: tokens that end the choice.
+    """
     text, may_end = set(range(VOCAB)), True
     if sampling.grammar is not None:
         matcher = DescendingGrammars().compile(sampling.grammar)

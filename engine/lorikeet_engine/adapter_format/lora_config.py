@@ -110,16 +110,16 @@ _OTHER_INITS = (
 class LoraConfig:
     """The LoRA config in a blob's metadata.
 
-    rank_pattern: ranks by full module name; r for all other modules.
+    rank_pattern: LoRA ranks by full module name; r for all other modules.
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
-    families: families of base models in which every targeted linear has weights; None: all families
-        that have the linears with weights.
-    kinds: for hybrids, the kinds that each layer may have for this to hold; none: there must be no
-        such layer.
-    unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
-        whose own module scales.
-    lost_biases: the linears' biases, if the base model has any, were trained with the adapter but
-        not saved.
+    families: families of base models that the adapter fits: each targeted linear has weights. None:
+        all families that have the linears with weights.
+    kinds: for hybrid base models, for each layer the kinds for which each targeted linear of the
+        layer has weights. If a layer has no such kind, the base model must not have that layer.
+    unscaled_embeddings: whether the adapter was trained by a release of PEFT that leaves out the
+        scale of embeddings whose own module scales.
+    lost_biases: whether biases of the linears, if the base model has any, were trained with the
+        adapter but not saved.
     """
 
     base_model_name_or_path: str
@@ -147,7 +147,7 @@ class LoraConfig:
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
             rank_pattern and alpha_pattern are their canonical names.
         warn: called with a sentence if releases of PEFT read the config differently, and the config
-            does not show which one trained.
+            does not show which release trained the adapter.
 
         Raises AdapterRejected if a value cannot be served, or if the config does not select exactly
         these modules.
@@ -207,8 +207,8 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
-    Trained biases and modules of the decoder are refused by the names of their tensors: PEFT takes
-    the options for base models without such parts, too.
+    The option for biases is not refused here, since PEFT accepts it for base models without biases;
+    trained biases are refused later, by the names of their tensors.
 
     raw: PEFT's config.
     """
@@ -234,9 +234,13 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 def _is_unscaled(
     raw: Mapping[str, Any], modules: Iterable[str], warn: Callable[[str], object]
 ) -> bool:
-    """Whether a release of PEFT that left out the scale of embeddings trained the adapter.
+    """Whether the adapter was trained by a release of PEFT that left out the scale of embeddings.
 
     False if the adapter does not change embeddings.
+
+    raw: PEFT's config.
+    modules: modules that have weights.
+    warn: called with a sentence if the config does not show the release.
     """
     adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
     if not adapts and not raw.get("trainable_token_indices"):
@@ -252,9 +256,12 @@ def _is_unscaled(
 
 
 def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
-    """Whether the adapter's biases of bias="lora_only" may have been trained but not saved.
+    """Whether biases may have been trained with the adapter but not saved.
 
-    Some releases of PEFT train these biases without saving them.
+    Some releases of PEFT train the biases of bias="lora_only" without saving them.
+
+    raw: PEFT's config.
+    warn: called with a sentence if so.
     """
     release = training_release(raw)
     saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
@@ -268,7 +275,10 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 
 def _is_of_vision_alone(key: str, value: Any) -> bool:
-    """Whether an option saves whole modules of a vision part alone, whose tensors are left out."""
+    """Whether an option only has modules of a vision part saved, whose tensors blobs leave out.
+
+    key, value: the option in PEFT's config.
+    """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)
 

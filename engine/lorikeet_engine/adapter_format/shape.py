@@ -22,7 +22,7 @@ from lorikeet_engine.adapter_format.families import (
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Shape of the gated delta nets of a base model; widths in elements.
+    """Sizes of the gated delta nets of a base model; widths are numbers of elements.
 
     Each key head, of width key_dim, serves value_heads / key_heads value heads of width value_dim.
 
@@ -47,23 +47,23 @@ class DeltaNetShape:
 
     @property
     def convolved(self) -> int:
-        """Number of channels of the convolution: queries, keys and values of all heads."""
+        """Number of channels of the convolution: elements of all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class BaseShape:
-    """Shape of a base model; widths in elements.
+    """Sizes of a base model; widths are numbers of elements.
 
     Tables of adapted modules have one row per decoder layer, and a last row, outer_layer, for
     modules outside the layers. They have one column for each of `modules`. The last four columns
     are used in the row outer_layer only.
 
-    tied: lm_head has the embeddings' weights.
+    tied: whether lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
     shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
-    delta_net: shape of the delta nets; None if no layer has one.
+    delta_net: sizes of the delta nets; None if no layer has one.
     """
 
     family: str
@@ -124,12 +124,17 @@ class BaseShape:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Linears of the decoder layers that adapters can change; see `has` for those of one."""
+        """Linears of decoder layers that adapters can change; `has` tells whether a layer has
+        one.
+        """
         return FAMILIES[self.family].linears
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers; module indices refer to these."""
+        """Linears of a layer, then modules outside the layers.
+
+        The index of a module is its place here.
+        """
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
@@ -168,7 +173,9 @@ class BaseShape:
         return [linear.name for linear in self.modules].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
-        """Return into how many pieces a width can be divided, and the elements of each piece."""
+        """Return the number of pieces that a width can be divided into, and the elements of a
+        piece.
+        """
         delta = self.delta_net or DeltaNetShape(0, 0, 0, 0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
@@ -224,7 +231,7 @@ class BaseShape:
 def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; empty for a family whose layers all have attention.
 
-    config: the base model's config, with the family's switches.
+    config: the base model's config, with defaults of the family's switches for missing keys.
     layers: number of layers.
     """
     if not family.is_hybrid:
@@ -243,9 +250,9 @@ def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[Laye
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNetShape:
-    """Return the shape of a base model's delta nets.
+    """Return the sizes of a base model's delta nets.
 
-    config: the base model's config, with the family's switches.
+    config: the base model's config, with defaults of the family's switches for missing keys.
     """
     key_heads = integer(config, "linear_num_key_heads")
     value_heads = integer(config, "linear_num_value_heads")

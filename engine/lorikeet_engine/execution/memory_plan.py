@@ -109,10 +109,10 @@ def count_pages(
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
-    """Return the number of rows of the adapters' table, a bound of the adapters in a slot pool.
+    """Return the number of rows of LoraWeights.table: a limit on the adapters in a slot pool.
 
     Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
-    the first group. Compared with that, table rows are small.
+    the first group. A table row is small compared with such an adapter.
 
     elements: size of the slot pool, in elements of the adapters' dtype.
     at_least: number of distinct adapters in a step; the result is never less.
@@ -123,7 +123,7 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """Return the calculator of the KV pages that sequences need with this model and settings."""
+    """Return a PageNeeds, which computes the KV pages of sequences with this model and settings."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 

@@ -95,11 +95,12 @@ class ModelRunner:
     ) -> None:
         """Have the processes of other GPUs launch a step; does nothing on an engine with one GPU.
 
-        Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
+        Call right before the step's `forward`, or if `graphs` is False before its `forward_eager`.
 
         previous: tokens that the previous step sampled, [rows] int64 on the device. Needed if the
             step has pending tokens.
-        scores: prompt scores that need additional logits.
+        scores: prompt scores, which need logits besides those for sampling; None: no prompt is
+            scored.
         graphs: whether CUDA graphs may be used.
         """
 
@@ -110,7 +111,8 @@ class ModelRunner:
         Keys and values are written to the KV pages. The caller owns the result and may change it in
         place.
 
-        scores: reader of the additional logits that prompts need to be scored.
+        scores: reader of logits of prompt tokens, besides the returned ones; None: no prompt is
+            scored.
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self._logits(self._graphs.forward(batch), batch, scores)
@@ -120,7 +122,7 @@ class ModelRunner:
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """Compute the result of `forward` without CUDA graphs.
 
-        scores: reader of the additional logits that prompts need to be scored.
+        scores: as for `forward`.
         """
         self._attention.plan(batch)
         if self._states is not None and batch.states is not None:
@@ -152,7 +154,7 @@ class SampledTokens:
     errors: Mapping[int, EngineError]
 
     def token(self, row: int) -> int:
-        """Return the token sampled in a row of the logits. Raises the row's error without one."""
+        """Return the token sampled in a row of the logits. Raises the row's error, if any."""
         if error := self.errors.get(row):
             raise error
         return self.tokens[row]
@@ -279,10 +281,12 @@ def sample(
     Each token is the likeliest one, or drawn with a random number that is a hash of the sequence's
     seed and step. So a request with a seed gets the same tokens in any batch with the same logits.
 
-    The matchers must have accepted the tokens of the previous step. The host waits for nothing.
-    Grammars, penalties and log probabilities cost time only for sequences that use them.
+    The matchers of the sequences' grammars must have accepted the tokens of the previous step. The
+    host waits for nothing. Grammars, penalties and log probabilities cost time only for sequences
+    that use them.
 
     budget: bounds the tokens that grammars force in the next step.
+    grammars: None on an engine without grammars.
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
@@ -326,7 +330,9 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
 
 
 def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:
-    """Return, by row, how many alternatives to report to sequences that want this mode's logprobs.
+    """Return, by row, how many likeliest tokens to report beside the sampled one.
+
+    Only sequences that want log probabilities of this mode have a row in the result.
 
     sequences: sequences by their row in the logits.
     """

@@ -93,7 +93,7 @@ def gemv_act_and_mul(
     """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
     One launch computes act_and_mul (kernels/pointwise) of gemv(x, weight, bias, config). The
-    product is rounded to x's dtype before the activation, as between two launches.
+    product is rounded to x's dtype first, as if another launch computed the activation.
 
     gelu: GELU instead of SiLU.
     """

@@ -15,7 +15,7 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Use that a step makes of states of delta nets; tensors on the device.
+    """States of delta nets (linear attention) that a step reads and updates; tensors on the device.
 
     prefills: layout of the sequences' tokens, and the slots of their states.
     decodes: whether the step has one token of each sequence.

@@ -246,8 +246,8 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window in tokens, a query's own token included; None: no window.
 
-    A window as long as the context excludes nothing, so it becomes None. Raises ModelError if
-    sliding_window is not a positive integer.
+    A window as long as the longest sequence excludes nothing, so it becomes None. Raises ModelError
+    if sliding_window is not a positive integer.
 
     raw: content of config.json.
     sliding: whether each layer has a sliding window, from _sliding_layers.

@@ -50,7 +50,7 @@ class KvGroups:
         windows: each layer's window in tokens, None for none; all that are not None are equal. If
             all are None, there is one group.
         context: length of the sequence in tokens.
-        have_kv: whether each layer has keys and values; empty: all have.
+        have_kv: whether each layer has keys and values; empty: all layers have.
         """
         if not all(have_kv):
             chosen = cls.of(tuple(compress(windows, have_kv)), context)

@@ -64,7 +64,7 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 _NEXT_TOKENS = "mtp."
-"""Prefix of tensors that predict more than one token at once, which answers do not depend on."""
+"""Prefix of the names of tensors for multi-token prediction, which the engine does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +295,7 @@ class _Layer:
         Adds delta and the output of attention or of the delta net to the hidden states x in place.
         Returns the MLP's output, which the next layer adds.
 
+        x [tokens, hidden]: hidden states.
         delta: product to add to x first, such as the previous layer's MLP output.
         """
         rounded = fp8.rounds(self.mixer.inputs.weight, len(x))

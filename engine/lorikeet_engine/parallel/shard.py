@@ -11,8 +11,9 @@ their adapters, and the router of a mixture of experts are whole in every proces
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
 z, b and a by output, out_proj by input.
 
-A linear whose outputs are stored head by head, several of each head, has its parts in the order in
-which products have them (BaseShape.parts): a gated q_proj first all gates, then all queries.
+A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
+them: first the gates of all its heads, then their queries, so that queries, keys and values lie
+side by side in the product. BaseShape.parts has the order, also of Qwen3-Next's fused linears.
 """
 
 import math
@@ -30,8 +31,8 @@ class ShardRange:
     """Part of one linear that a tensor parallel process keeps.
 
     inputs: columns of W [d_out, d_in] and of A [rank, d_in].
-    outputs: rows of W and of B [d_out, rank], in the order in which the product has them; several
-        ranges if the linear stores several stacked.
+    outputs: rows of W and of B [d_out, rank], in the order of the product's columns; several ranges
+        if several linears are stored stacked as one, such as q, k and v.
     """
 
     inputs: range
@@ -124,7 +125,8 @@ class Shard:
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return which inputs, or which outputs, of a linear this process keeps.
 
-        widths: kinds of the stacked parts of these inputs or outputs; each part gives one range.
+        widths: kinds of these inputs or outputs, in their order; several if several linears are
+            stored stacked as one.
         """
         parts = shape.parts(widths[0])
         if parts:

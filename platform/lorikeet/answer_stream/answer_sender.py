@@ -80,8 +80,8 @@ class AnswerSender:
         self._stream.put(self._request_id, items, ended=True)
 
     def _work(self) -> None:
-        """Send waiting outputs. Long log probabilities of prompts are sent in parts; between two
-        parts the event loop runs other tasks.
+        """Send waiting outputs. Log probabilities of a prompt's many tokens are sent in parts;
+        between two parts the event loop runs other tasks.
         """
         assert self._header is not None
         self._is_scheduled = False

@@ -74,8 +74,9 @@ class Vocabulary:
         return str(word).replace("▁", " ").encode()
 
     def _name_of(self, token: int, octets: bytes | None) -> str:
-        r"""Return a token's text. Bytes of an incomplete character are escaped, such as
-        \xf0\x9f.
+        r"""Return a token's text. Bytes of an incomplete character are escaped, such as \xf0\x9f.
+
+        octets: the token's bytes; None for a special token.
         """
         if octets is None:
             return str(self.tokenizer.id_to_token(token) or "")

@@ -57,7 +57,7 @@ class Choice:
     stop: the stop string that ended the choice; None if no stop string did.
     reasoning: thinking before the answer.
     prompt_logprobs: JSON of the prompt's log probabilities; None if not asked for.
-    token_ids: all tokens; None if not asked for.
+    token_ids: ids of all tokens of the choice; None if not asked for.
     prompt_token_ids: JSON of the prompt's token ids; None if not asked for.
     """
 
@@ -294,7 +294,7 @@ def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> byte
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
-    """Return token ids as a further JSON member of an object; b"" for None.
+    """Return token ids as a JSON member with a comma before it; b"" for None.
 
     name: key of the member.
     token_ids: the token ids as JSON.

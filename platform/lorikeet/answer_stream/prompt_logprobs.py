@@ -59,6 +59,10 @@ def _entry(
     """Return one token's entry in `prompt_logprobs`: the token and its alternatives by id.
 
     The entry of a prompt's first token is null.
+
+    vocabulary: names of tokens.
+    logprobs: None for a prompt's first token.
+    alternatives: maximum number of alternatives.
     """
     if logprobs is None:
         return b"null"

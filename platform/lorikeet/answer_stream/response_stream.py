@@ -1,8 +1,8 @@
 """Both ends of the single stream that carries all answers from one replica to one gateway.
 
-A step of the engine adds a delta to every answer. One Ray Serve call a delta would cost a replica's
-event loop 70 us, more than all other work on the delta, so one message carries all deltas. On a
-replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
+A step of the engine adds a delta to every answer. One Ray Serve call for each delta would cost a
+replica's event loop 70 us, more than all other work on the delta, so one message carries all
+deltas. On a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
 serving/engine_client.py reads the stream, delivers items to ResponseBuffers, and takes each call's
 items from its ResponseBuffer.
 """

@@ -68,7 +68,9 @@ def _fix(planned: PlannedStart, name: str) -> str:
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that host arenas and processes of all engines fit, and on the CPU the models too."""
+    """Check that host arenas and processes of all engines fit into host memory; on the CPU, the
+    models as well.
+    """
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
     processes = planned.engine_gpus * _PROCESS_BYTES[planned.device]

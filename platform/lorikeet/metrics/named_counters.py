@@ -98,7 +98,7 @@ class BusiestNameCounters(Collector):
                 self._tokens.add(amount, name, kind)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield both counters with their current values."""
+        """Yield the counters of requests and of tokens with their current values."""
         yield self._requests.collect()
         yield self._tokens.collect()
 

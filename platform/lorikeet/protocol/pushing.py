@@ -47,9 +47,11 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Request to keep an adapter in host memory until it is released or the request is not renewed.
+    """Request to keep an adapter in host memory until a ReleasePushed; if it is not repeated, for a
+    minute.
 
-    file: the gateway's file of the verified blob; replicas on its machine use it instead of parts.
+    file: the gateway's file of the verified blob. Replicas on the gateway's machine take the blob
+        from it; other replicas need it as PushedParts first.
     """
 
     ref: AdapterRef

@@ -126,8 +126,10 @@ class PromptEncoder:
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a chat whose only message is the user's; of the bare text if
+        """Return the token ids of a prompt that has only a user's message, or of the bare text if
         there is no chat template.
+
+        text: the message.
         """
         if self._tokenizer.chat_template is None:
             return self._tokens(text, "prompt")

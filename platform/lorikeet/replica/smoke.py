@@ -30,7 +30,7 @@ Run = Callable[[Request], Awaitable[Completions]]
 async def run_smoke_test(
     test: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
 ) -> SmokeResult:
-    """Continue each prompt with the adapter and without it.
+    """Continue each prompt of a smoke test with the adapter and without it.
 
     replica: name of this replica, for the result.
     encoder: encoder of the base model's prompts.

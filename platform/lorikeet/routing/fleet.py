@@ -100,7 +100,7 @@ class Fleet:
         return min((tokens for tokens in told if tokens is not None), default=None)
 
     def set_replicas(self, replicas: Iterable[str]) -> None:
-        """Replace the list of existing replicas by Serve's."""
+        """Replace the list of existing replicas by the list that Serve sends."""
         with self._lock:
             names = tuple(replicas)
             if self._replicas.keys() == set(names):

@@ -17,9 +17,11 @@ from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 2
-"""Maximum number of replicas in a candidate sample that have the adapter on the GPU."""
+"""Maximum number of replicas in a candidate sample that have the request's adapter on the GPU."""
 MOST_OFF_GPU = 2
-"""Maximum number of replicas in a candidate sample that have the adapter on host or disk."""
+"""Maximum number of replicas in a candidate sample that have the request's adapter on host or disk
+only.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,9 +222,9 @@ class TrackedReplica:
     def _queue_share(self, tenant: str | None) -> float:
         """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
-        The engine serves the tenant that has had the fewest tokens. Of every other tenant's queue,
-        therefore, about as many tokens go first as the tenant has waiting itself. Other gateways'
-        requests are assumed to be distributed over tenants like this gateway's.
+        The engine serves the tenant that has had the fewest tokens. So from every other tenant's
+        queue, about as many tokens go first as this tenant has waiting. Other gateways' requests
+        are assumed to be distributed over tenants like this gateway's.
         """
         waiting = self._own.tokens
         if not waiting:

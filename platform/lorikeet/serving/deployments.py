@@ -283,7 +283,8 @@ def _max_running(settings: Settings) -> dict[str, int]:
 
 
 def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
-    """Read the catalog; if the store is unreachable, start with an empty view and retry later.
+    """Read the catalog; if the store is unreachable, log that and return the catalog with an empty
+    view.
 
     Raises StoreRefused, unless this machine keeps a view of the catalog.
     """

@@ -75,7 +75,7 @@ class ServeEngineClient:
     async def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Send a call to a replica and stream its answer.
 
-        `run_call` below is `Replica.run_call` (replica/replica.py) behind Serve, which asks
+        The call is `Replica.run_call` (replica/replica.py), sent through Serve, which asks
         serving/request_router.py for a replica. The answer comes back on the stream that
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
@@ -85,7 +85,7 @@ class ServeEngineClient:
         - if its replica cannot load the adapter: to a replica that already has the adapter, or to
           any replica if the cause was a full disk.
 
-        Closing this generator cancels the call, and the replica aborts the request. The client's
+        Closing this generator cancels the call, and the replica aborts the request. A client's
         disconnect is noticed in gateway/client_disconnect.py.
 
         Raises Unavailable if no replica answers; GenerationFailed if the replica's code failed, or

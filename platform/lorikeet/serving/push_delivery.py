@@ -37,7 +37,7 @@ _IN_FLIGHT = 8
 _ANSWER_S = 2.0
 """Seconds that replicas have to answer a message."""
 _AFTER_SILENCE_S = 0.25
-"""Timeout of each later part once a replica has not answered.
+"""Timeout in seconds of each further part, once a replica has not answered one in time.
 
 A blob of 1 GiB then takes 64 s, not 512 s.
 """

@@ -27,7 +27,9 @@ _POLL_S = 0.05
 replicas.
 """
 _REOPEN_DELAYS_S = (0.1, 0.5, 2.0)
-"""Delays before a failed stream is reopened: after the first, second, and later failures."""
+"""Delays in seconds before a failed stream is reopened: after its first, its second, and each later
+failure.
+"""
 _CALLS = set[asyncio.Task[Any]]()
 """Running broadcasts: asyncio keeps only weak references to tasks."""
 

@@ -77,8 +77,8 @@ class _Search:
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed, then confirm with all seeds that the result is the
-        smallest.
+        """Find the smallest number of replicas that meets the goals: by bisection with one seed,
+        then with all seeds.
 
         work: replicas that the requests keep busy, as from `_work`.
         """
@@ -94,7 +94,8 @@ class _Search:
         return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """Return a number of replicas that is too small and a number that is enough, with one seed.
+        """Return two numbers of replicas, with one seed: one that is too small, and one that is
+        enough.
 
         most: limit on the replicas to try.
         Raises Unreachable if `most` replicas are not enough.

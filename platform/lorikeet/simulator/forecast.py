@@ -41,10 +41,11 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, in bytes that adapters take on one of its GPUs.
+    """Memory of a replica for adapters, counted in bytes of the part of adapters that one of its
+    GPUs holds.
 
     gpu_bytes: memory of each GPU.
-    host_bytes, disk_bytes: memory of the replica, divided by its GPUs.
+    host_bytes, disk_bytes: memory of the replica, divided by its number of GPUs.
     gpus: number of GPUs of the replica.
     """
 

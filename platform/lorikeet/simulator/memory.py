@@ -103,7 +103,7 @@ class Arena:
         return True
 
     def place(self, adapter: int, now_s: float) -> bool:
-        """Reserve space for an adapter that begins to load, evicting others if needed.
+        """Reserve space for an adapter that begins to load, evicting other adapters if needed.
 
         Returns False, without any change, if the adapter cannot fit.
         """
@@ -219,7 +219,7 @@ class ByteLru:
         return True
 
     def add(self, adapter: int) -> None:
-        """Add an adapter, and evict others if needed."""
+        """Add an adapter, and evict other adapters if needed."""
         if self.use(adapter):
             return
         self._held[adapter] = None

@@ -122,7 +122,7 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """Handle the next event: a sequence's last token, or the end of a step.
+        """Process this replica's next event: a sequence's last token, or the end of a step.
 
         number: number of the scheduled event; an outdated one is ignored.
         """
@@ -304,19 +304,22 @@ class _DecodeContext:
         self._begun = self._growth = 0.0
 
     def add(self, request: int, clock: float) -> None:
-        """Add a request that decodes its second token in the step after this clock."""
+        """Add a request that decodes its second token in the step after `clock`.
+
+        clock: number of steps so far.
+        """
         first, growth = self._line(request)
         self._begun += first - growth * clock
         self._growth += growth
 
     def remove(self, request: int, clock: float) -> None:
-        """Remove a request whose answer ends at this clock."""
+        """Remove a request whose answer ends at the step `clock`."""
         first, growth = self._line(request)
         self._begun -= first + growth * (self._fleet.answers[request] - 1) - growth * clock
         self._growth -= growth
 
     def at(self, clock: float) -> int:
-        """Return the tokens that all decoding requests attend to at this clock."""
+        """Return the tokens that all decoding requests together attend to in the step `clock`."""
         return round(self._begun + self._growth * clock)
 
     def _line(self, request: int) -> tuple[float, float]:

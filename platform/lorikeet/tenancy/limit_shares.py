@@ -58,7 +58,7 @@ class ShareClaim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatewayClaims:
-    """Message of a gateway to another.
+    """Message of one gateway to another: its claims to shares of limits.
 
     gateway: sender's name, new at every start.
     """
@@ -225,7 +225,9 @@ class LimitShares:
         return (demand + grace) / (total + count * grace)
 
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
-        """Yield each peer's last claim; a peer without one is assumed to have the even share."""
+        """Yield the last claim of each other gateway; one without a claim is assumed to have the
+        even share.
+        """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
 

@@ -8,7 +8,7 @@ from lorikeet.retry_after import until_queue_is_short, whole_seconds
 _SPAN_S = 30.0
 """Time constant, in seconds, of the exponential decay of first tokens in the measured rate."""
 _ENOUGH_S = 5.0
-"""Minimum decayed seconds of observation at full capacity before a queue time is estimated."""
+"""Seconds of observation at full capacity, with decay, below which no queue time is estimated."""
 
 
 class QueueTimeEstimator:

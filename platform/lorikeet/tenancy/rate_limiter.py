@@ -319,7 +319,8 @@ class RateLimitHold:
             del reading[tenant]
 
     def take_bytes(self, size: int) -> None:
-        """Count the body of a push before it arrives. Raises RateLimited.
+        """Count the body of a push before it arrives. Raises RateLimited beyond a limit on pushed
+        bytes.
 
         size: bytes of the pushed adapter.
         """

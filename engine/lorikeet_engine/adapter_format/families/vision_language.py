@@ -11,7 +11,8 @@ class TextDecoder:
 
     family: name of that family.
     defaults: values to assume for keys that config.json leaves out, if different from the family's.
-    unread: keys of config.json to ignore, since the vision-language model has its own head.
+    unread: keys of config.json to ignore, since the head of the vision-language model does not read
+        them.
     """
 
     family: str
@@ -31,6 +32,9 @@ def _sizes(
     """Return the default sizes of a config class of transformers, by key of config.json.
 
     Config files may leave out values that equal these defaults.
+
+    kv_heads: None if the class has as many heads of keys as of queries.
+    positions: default of max_position_embeddings.
     """
     return {
         "hidden_size": hidden,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
     """Return the attention back end for a model and a device: FlashInfer on CUDA, torch on CPUs.
 
-    If FlashInfer has no kernels for the model's shape, CUDA also uses torch's attention. Raises
+    On CUDA, torch's attention is used only if FlashInfer has no kernels for the shape. Raises
     SettingsError if FlashInfer is not installed, or if KV pages are FP8 and the GPU has no FP8.
     """
     if device.type != "cuda":

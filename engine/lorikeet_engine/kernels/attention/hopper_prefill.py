@@ -85,11 +85,11 @@ class HopperPrefill:
             torch.cuda.current_stream().synchronize()  # the plan's pinned buffer is free again
 
     def plan(self, batch: PagedSequences) -> bool:
-        """Plan the attention of a batch. Returns False, without a plan, if FA2 is faster for this
-        batch.
+        """Plan the attention of a batch.
 
-        The first call raises errors of compiling the kernels. Before each call, the caller waits
-        until the previous plan has been copied to the device.
+        Returns False, without a plan, if FA2 is faster for this batch. The first call raises errors
+        of compiling the kernels. Before each call, the caller must wait until the previous plan has
+        been copied to the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)

@@ -34,7 +34,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class PagedDecode:
-    """AttentionBackend for steps of few query tokens: decodes, and short prompts too.
+    """AttentionBackend for steps of few query tokens: decodes and short prompts.
 
     The kernel is captured in CUDA graphs of small steps: `attend` runs while a graph is captured,
     `plan` before every replay.

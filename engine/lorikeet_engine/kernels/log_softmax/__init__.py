@@ -1,4 +1,4 @@
-"""log_softmax of selected tokens: the most likely of each row, and one token chosen later.
+"""log_softmax of selected tokens: the most likely of each row, and one given token.
 
 For a row of logits x, whose largest is b, token t has the log probability
 (x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by descending logit;

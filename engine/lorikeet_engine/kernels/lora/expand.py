@@ -125,6 +125,7 @@ def _expand_few(
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
     arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
         first.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -241,6 +242,7 @@ def _expand(
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
     arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
         first.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.

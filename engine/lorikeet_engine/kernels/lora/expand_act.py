@@ -1,7 +1,8 @@
 """SiLU-and-mul of a prefill in Triton, which expands gate_up's LoRA delta in the same launch.
 
-gate_up's delta is two thirds of a layer's. Writing it by `expand` and reading it again would cost a
-prefill more time than all the rest of LoRA; here it never leaves the registers.
+gate_up's delta is two thirds of all deltas of a layer. Writing it by `expand` and reading it back
+would cost a prefill more time than all other work of LoRA; in this kernel it never leaves the
+registers.
 """
 
 import torch

@@ -79,7 +79,8 @@ def _list_owners(
     experts whose rows end before the row.
 
     pairs, expert_starts: `pairs` and `starts` of RoutedRows. slots, starts, lengths: see Segments.
-    owners: the list, written here. rows, experts, segments: numbers of these.
+    owners: the list, written here.
+    rows, experts, segments: number of routed rows, of experts and of segments.
     block: number of rows, and of experts or segments read at once.
     """
     row = tl.program_id(0) * block + tl.arange(0, block)

@@ -1,8 +1,9 @@
 """LoRA of experts for short runs: a program computes one row, without tensor cores.
 
 A run is the neighbouring rows of one expert and one adapter. Products of one row are bound by
-reading A and B: a tile would hold mostly zeros, and wait longer for its first numbers. Neighbouring
-rows of a run read the same numbers at about the same time, all but the first from the GPU's cache.
+reading A and B. A tile of several rows, as in expert_tiles, would hold mostly zeros, and its
+program would wait longer for the first numbers that it reads. The rows of a run read the same
+numbers of A and B at about the same time, all but the first row from the GPU's cache.
 """
 
 import torch
@@ -76,6 +77,7 @@ def _shrink(
     """Compute A·x of one row, for some ranks of one slice, over one part of d_in.
 
     x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
     v: result [rows, parts, slices, rank_stride] float32.
     pairs, per_token: see RoutedRows. owners: see ExpertStep.
     """
@@ -132,6 +134,7 @@ def _expand(
     """Add LoRA's delta to y, for one row and a block of columns of one slice.
 
     v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
     width: outputs of a slice. parts: number of parts of v, which are summed first.
     """
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)

@@ -84,6 +84,7 @@ def _gather(
     Ranks are gathered some at a time, so nothing is gathered for an adapter of rank 0.
 
     token_ids, v, y: see `gather`. arena, table: see LoraWeights. tiles: Tiles.rows.
+    slot_stride, layer_stride: strides of the table.
     linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
     hidden: width of an embedding.
     """

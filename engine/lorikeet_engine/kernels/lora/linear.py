@@ -98,7 +98,7 @@ def rows_of(x: Inputs) -> torch.Tensor:
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
-    """Prepare the LoRA work of a forward pass; on CUDA by one launch, before all others.
+    """Prepare the LoRA work of a forward pass; on CUDA by one launch, the first of the pass.
 
     segments: the tokens of each adapter.
     tokens: number of tokens of the pass.

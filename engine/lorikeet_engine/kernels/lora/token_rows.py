@@ -50,6 +50,7 @@ def _place_logits(
     """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time.
 
     v: result of `shrink`; its parts are summed first. arena, table: see LoraWeights.
+    slot_stride, layer_stride: strides of the table.
     tiles: Tiles.rows. linear: index of the trained head rows in the table.
     block_rows: number of trained tokens computed at once.
     """

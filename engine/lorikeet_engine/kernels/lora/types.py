@@ -14,8 +14,8 @@ class LoraWeights:
     """Weights of all adapters on the device.
 
     arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
-        [rank, d_out], so rows of both are as long as a hidden state whatever the rank. A of the
-        embeddings is transposed too, [vocabulary, rank]. LoRA's scaling is already inside B.
+        [rank, d_out], so that the length of their rows does not depend on the rank. A of the
+        embeddings is transposed, [vocabulary, rank]. LoRA's scaling is already inside B.
     table [slots, layers + 1, modules, 3] int64, indexed as in BaseShape: for each slot, layer and
         linear the element offsets of A and B in the arena, both multiples of 16, and the rank. Rank
         0: the adapter does not change this linear.
@@ -35,7 +35,7 @@ class LoraGroup:
 
     linears: indices of the fused linears in the modules of LoraWeights.table, such as (0, 1, 2) for
         qkv.
-    d_in: width of the input, which all share.
+    d_in: width of the input, which all fused linears share.
     d_outs: width of each linear's output, in the order in which the outputs lie side by side.
     """
 

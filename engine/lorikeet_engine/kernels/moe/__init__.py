@@ -8,7 +8,7 @@ on the order in which programs run.
 `reference`: the equations in torch, which run on the CPU.
 `fused`: the operators on CUDA.
 `routing`: Triton kernels that choose experts, sort pairs and sum results.
-`grouped`: products of few rows in Triton; torch's grouped product multiplies the many of a prefill.
+`grouped`: products of few rows in Triton; torch's grouped product multiplies a prefill's many rows.
 `grouped_fp8`: FP8 products of any number of rows, in Triton.
 `one_token`: a single token's experts in Triton, without sorting.
 """

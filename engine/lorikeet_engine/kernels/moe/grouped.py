@@ -47,6 +47,7 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
     """Return whether torch's grouped product supports these operands and is faster than `products`.
 
+    x, weight, gathered: see kernels.moe.expert_products.
     rows: number of rows of all experts.
     """
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS

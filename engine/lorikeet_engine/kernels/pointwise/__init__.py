@@ -54,7 +54,7 @@ def add_rms_norm(
     weight [width], in x's dtype or float32; None: x is returned
     lora: LoRA delta of that linear layer, added to delta
     delta_weight [width]: first, delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight,
-      rounded to its dtype before and after this norm; None: it does not
+      rounded to its dtype before and after this norm; None: delta is not normalised
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
       all else; None: they are complete. CUDA only
     → [tokens, width] like x
@@ -152,7 +152,10 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8 as well."""
+    """Compute act_and_mul, and round each row of its result to FP8 as well.
+
+    Arguments: see act_and_mul.
+    """
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
 

@@ -37,7 +37,7 @@ COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """Compute silu(g) · u of x + lora = [g, u], rounded once: see kernels.pointwise.
+    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise.
 
     In a prefill expand_act_and_mul expands the LoRA delta in the same launch.
     """

@@ -76,7 +76,10 @@ def _launch_add_rms_norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
-    """Return the RMS norm of a float32 row that is 0 beyond its width; gains: the norm's weight."""
+    """Return the RMS norm of a float32 row x, which must be 0 beyond its width.
+
+    gains: weight of the norm. eps: added to the mean square.
+    """
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
 

@@ -3,8 +3,8 @@
 The first launch reads the logits once, in chunks of each row: it adds up a chunk's weights, or, for
 a row with top_k, takes the largest logit of each group of neighbours. The second launch has one
 program for each row. The chunks' sums determine which chunk has the drawn token, so the program
-reads just one chunk more. top_p costs one more pass over the row for each draw, rejected or not: at
-most 1 / top_p draws on average.
+reads only this chunk again. top_p costs one more pass over the row for each draw, rejected or not:
+at most 1 / top_p draws on average.
 
 For top_k, the k-th largest of the groups' largest logits is a lower bound of the row's k-th logit.
 Few groups reach the bound, about k of 2,000, and all later passes read only these groups.
@@ -100,8 +100,8 @@ def _chunk(
     """Load a chunk of a row: its columns, and its float32 logits [_CHUNK].
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours and its length; the chunk is then one of these
-        groups' tokens. Length 0: a chunk of the whole row.
+    groups, listed: list of groups of neighbours and its length. The chunk consists of tokens of
+        these groups; if the length is 0, of any tokens of the row.
     chunk: index of the chunk.
     """
     place = tl.arange(0, _CHUNK)

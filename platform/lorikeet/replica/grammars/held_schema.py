@@ -337,7 +337,9 @@ class _Translation:
         return _Place(place, base, stays and key is None)
 
     def _target(self, ref: str) -> Any:
-        """Return the translation of the subschema to which a rewritten `$ref` refers.
+        """Return the translation of the subschema to which a `$ref` refers.
+
+        ref: `$ref` of the translated schema, from `_reference`.
 
         Raises LookupError if the `$ref` leads out of the schema or its target is being translated.
         """

@@ -72,6 +72,11 @@ class ModelGrammars:
         A forced token is the only token that its grammar allows; this method writes its mask
         itself. With hundreds of kilobytes of forced text, llguidance would take tens of
         milliseconds for each mask.
+
+        matchers: matchers that this class compiled, one for each choice.
+        bitmasks: a row for each matcher.
+
+        Returns for each matcher the error that its choice must end with, or None.
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"

@@ -1,5 +1,5 @@
-"""Sandbox that compiles each grammar in a child process before the engine does, and checks answers
-against schemas there.
+"""Sandbox that compiles each grammar in a child process before the engine does. The child process
+also checks answers against schemas.
 
 A schema of a few bytes can take minutes, gigabytes, or overflow the stack; the child process then
 dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.grammars.sandbox.

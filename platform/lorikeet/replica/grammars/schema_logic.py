@@ -29,7 +29,7 @@ class Inexpressible(Exception):
 class SchemaLogic:
     """Negation of schemas and proofs that schemas are disjoint, within a limited number of steps.
 
-    Schemas have only the keywords that held_schema leaves.
+    The schemas may have only keywords that held_schema keeps.
     """
 
     def __init__(self, resolve: Callable[[str], Any], most_steps: int) -> None:
