@@ -64,8 +64,8 @@ class _Ring:
 class RingWriter(_Ring):
     """Writing end of a ring buffer. Used by one thread at a time.
 
-    capacity: limit of the bytes of records that some reader has not read, each with 8 bytes for its
-        length.
+    capacity: maximum number of bytes of all records that some reader has not read yet. Each record
+        counts 8 bytes more, for its length.
     """
 
     def __init__(self, memory: SharedMemory, wake_fds: list[int]) -> None:
@@ -106,6 +106,7 @@ class RingReader(_Ring):
     def __init__(self, memory: SharedMemory, readers: int, index: int, wake_fd: int) -> None:
         """Open the ring for one of its readers.
 
+        memory: the ring's memory, which the writer and all readers map.
         readers: number of readers.
         index: index of this reader.
         wake_fd: reading end of this reader's pipe, which the writer writes to for each record.
