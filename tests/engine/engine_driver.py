@@ -24,6 +24,7 @@ from lorikeet_engine.request import (
 )
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars
+from tests.engine.given_costs import given_costs
 
 PAGE = 16
 
@@ -51,7 +52,8 @@ def build(
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)
-    return Engine(engine_settings, source, grammars=grammars)
+    with given_costs():
+        return Engine(engine_settings, source, grammars=grammars)
 
 
 class RecordingRunner:

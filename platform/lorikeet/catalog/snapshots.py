@@ -78,7 +78,10 @@ class Snapshots:
 
         state: may hold unread partitions, but no log entries that wait for such a partition.
         """
-        partitions = tuple(in_parallel(self._write, state.partitions))
+        # Partitions that never held anything are one object, written once.
+        distinct = {id(partition): partition for partition in state.partitions}
+        written = dict(zip(distinct, in_parallel(self._write, distinct.values()), strict=True))
+        partitions = tuple(written[id(partition)] for partition in state.partitions)
         manifest = Manifest(state.seq, state.time, partitions)
         body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "partitions": partitions}
         self._put(_key(state.seq), json.dumps(body).encode())
