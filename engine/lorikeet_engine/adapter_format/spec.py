@@ -43,7 +43,7 @@ class AdapterLimits:
     """Limits that an operator sets for adapters.
 
     max_rank: maximum LoRA rank of any linear.
-    max_bytes: maximum size of a blob.
+    max_bytes: maximum size of an adapter's blob, the one file that holds all of it.
     """
 
     max_rank: int
