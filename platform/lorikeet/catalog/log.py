@@ -19,7 +19,7 @@ from lorikeet.errors import Conflict, ObjectNotFound, StoreError, StoreRefused
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Entries per block; entries with the same seq // BLOCK form one."""
+"""Number of log entries in a block: entries with the same `seq // BLOCK` form a block."""
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17

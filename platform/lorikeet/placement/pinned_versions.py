@@ -23,7 +23,7 @@ class ResolvedPins:
 
     budgets: bytes of pinned images on one replica, by tenant; a tenant without budget is absent.
     until: time at which the next pin expires, Unix seconds. Until then, the same catalog state has
-    the same pins in force.
+        the same pins in force.
     """
 
     all: tuple[ResolvedPin, ...] = ()

@@ -85,9 +85,8 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, whether the adapter is already
-        on
-        the GPU or still loading.
+        """Return the replicas where requests wait for the adapter, on the GPU already or still
+        loading.
         """
         return self._loading.get(digest, ())
 

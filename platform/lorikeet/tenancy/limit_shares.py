@@ -225,9 +225,9 @@ class LimitShares:
         return (demand + grace) / (total + count * grace)
 
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
-        """Yield the last claim of each other gateway; a gateway without a claim is assumed to have
-        the
-        even share.
+        """Yield the last claim of each other gateway.
+
+        A gateway without a claim is assumed to have the even share.
         """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
