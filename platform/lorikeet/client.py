@@ -160,8 +160,7 @@ class Client:
         probabilities.
 
         The choices are drawn from the model's whole distribution at temperature 1 unless `fields`
-        say
-        otherwise, whatever defaults the base model's generation_config.json has.
+        say otherwise, whatever defaults the base model's generation_config.json has.
 
         Repeats the request for a minute while the service is busy or unavailable.
 

@@ -105,8 +105,7 @@ class CatalogReader(CatalogView):
 
     def _rebase(self) -> None:
         """Let each unread partition refer to the newest snapshot, if the partition refers to an
-        older
-        one.
+        older one.
 
         Fewer log entries then have to be applied to a partition when it is read.
         """

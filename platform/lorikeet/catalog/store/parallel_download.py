@@ -82,8 +82,7 @@ class _Progress:
 
     def wait_beyond(self, at: int) -> int:
         """Wait until byte `at` of the file is written; return the end of the bytes written in the
-        range
-        of that byte.
+        range of that byte.
 
         Raises the error of a range that failed.
         """
