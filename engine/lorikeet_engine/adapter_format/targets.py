@@ -135,6 +135,9 @@ class _Expected:
             wanted.append(tuple(kind for kind, lacking in lacks.items() if not lacking))
             if not wanted[-1] and layer <= last:
                 missing += next(iter(lacks.values()))
+        if self.layers and not any(LayerKind.ATTENTION in kinds for kinds in wanted):
+            # some layer of every base model has attention
+            missing += _lacking(self.layers[0][LayerKind.ATTENTION], given, targeted)
         return missing, tuple(wanted)
 
 
@@ -328,8 +331,8 @@ def _targeted(
 
     def selects(name: str) -> bool:
         is_parameter = name.endswith(".weight") or PARAMETER.fullmatch(name) is not None
-        if is_parameter and name not in given:
-            return targets_parameter(raw, name)
+        if name not in given:
+            return targets_parameter(raw, name) if is_parameter else named(name)
         return targets_parameter(raw, name) or named(name)
 
     return selects

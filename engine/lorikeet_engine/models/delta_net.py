@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter_format.base_config import refusal
+from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,
     Heads,
@@ -102,9 +103,9 @@ class DeltaNet:
         self.eps, self._ranks = config.norm_eps, ranks
         self.inputs = LoraLinear(checkpoint, shape, layer, "delta_in", bias=False)
         self.out = LoraLinear(checkpoint, shape, layer, "delta_out", bias=False)
-        kept = shard.ranges(shape)
-        channels = kept[shape.index("in_proj_qkv")].outputs
-        each = Cut((whole.value_heads,), kept[shape.index("in_proj_a")].outputs[0])
+        channels = shard.rows((Width.DELTA_KEYS, Width.DELTA_KEYS, Width.DELTA_VALUES), shape)
+        (heads,) = shard.rows((Width.DELTA_GATES,), shape)
+        each = Cut((whole.value_heads,), heads)
         path = f"model.layers.{layer}.linear_attn"
         self.kernel = checkpoint.read_parts(  # [channels, convolution]
             [f"{path}.conv1d.weight"] * len(channels),

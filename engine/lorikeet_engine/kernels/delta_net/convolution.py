@@ -140,7 +140,8 @@ def _prefill_convolution(
 ) -> None:
     """Compute some channels of one chunk of a sequence's tokens.
 
-    Only a sequence's first chunk reads its state, so the same program also sets the state.
+    Also writes the sequence's new state if the chunk is the sequence's first: only this chunk reads
+    the old state, so no other program needs it.
     """
     sequence = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64)
