@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def killed_by_sigint() -> Iterator[None]:
-    """Let SIGINT kill the process within the block, without a traceback; an ignored SIGINT stays
-    so.
+    """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored.
 
     A KeyboardInterrupt would print where the imports are, and would be lost if raised in a
     callback.

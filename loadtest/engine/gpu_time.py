@@ -65,8 +65,7 @@ class GpuTime:
 
 
 def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Return the median time of each function over several runs, by the GPU's clock if there is
-    one.
+    """Return the median milliseconds of each function, by the GPU's clock if there is one.
 
     The functions take turns, so that all see the GPU equally warm.
 

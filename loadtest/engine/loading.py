@@ -64,7 +64,7 @@ _PAUSE_S = 0.01
 _WITHIN_S = 60.0
 
 Adapters = Mapping[Residency, Iterator[AdapterRef]]
-"""For each tier, an endless iterator over adapters that a request finds in that tier."""
+"""Endless iterators over adapters, by the tier in which a request finds each of these adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,7 @@ class Measured:
 
 
 class Pass:
-    """A row's step on the device as two CUDA graphs, with adapters and without; checked when
-    built.
-    """
+    """A row's step on the device as two checked CUDA graphs, with adapters and without."""
 
     @torch.inference_mode()
     def __init__(self, model: LlamaModel, row: Row) -> None:
@@ -164,9 +162,7 @@ class _NoAttention:
 
 
 def _adapters(row: Row, device: torch.device) -> LoraWeights:
-    """Return an arena with one slot for each adapter of a row, packed as the slot pool packs
-    them.
-    """
+    """Return an arena with a row's adapters, packed as the slot pool packs them."""
     rows = torch.zeros(LAYERS, len(SHAPE.linears), 3, dtype=torch.int64)
     end = 0
     for layer in range(LAYERS):
