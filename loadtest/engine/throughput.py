@@ -51,7 +51,10 @@ ATTENTION = tuple(
 
 
 def zipf(population: int) -> Work:
-    """Return 1,024 requests, 256 at a time, over more adapters than the GPU has room for."""
+    """Return 1,024 requests, 256 at a time, over more adapters than the GPU has room for.
+
+    population: number of adapters.
+    """
     return Work(f"zipf {population}", 256, 128, population, 1024, Zipf(1.0), cold=True)
 
 
@@ -83,7 +86,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
-    """Check the tokens of a work, then time it `turns` times greedily and as often with sampling.
+    """Check the tokens that the engine generates for a set of requests, then time whole runs.
+
+    turns: number of timed greedy runs, and of timed sampled runs.
 
     Raises AssertionError if the engine's tokens are wrong.
     """

@@ -81,7 +81,11 @@ class Shard:
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
     def rows(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
-        """Return the rows that this process keeps of a tensor that stacks parts of these widths."""
+        """Return the rows that this process keeps of a tensor in which several parts are stacked.
+
+        widths: kind of the rows of each part, in order.
+        shape: shape of the whole base model.
+        """
         return self._share(widths, shape)
 
     def part_of(self, shape: BaseShape) -> BaseShape:
@@ -123,10 +127,12 @@ class Shard:
         return ShardRange(inputs, cut_outputs._share(linear.outputs, shape))
 
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
-        """Return which inputs, or which outputs, of a linear this process keeps.
+        """Return the inputs, or the outputs, of a linear that this process keeps.
 
-        widths: kinds of these inputs or outputs, in their order; several if several linears are
-            stored stacked as one.
+        widths: kind of these inputs or outputs; several kinds, in order, for the outputs of linears
+        that
+            are stored stacked as one.
+        shape: shape of the whole base model.
         """
         parts = shape.parts(widths[0])
         if parts:

@@ -303,7 +303,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
-    """Make cuBLAS leave `count` multiprocessors free, in this thread's products only."""
+    """Make cuBLAS leave `count` multiprocessors free during a `with` block.
+
+    Only matrix products that this thread launches leave them free.
+    """
     library = _cublas()
     if library is None:
         yield

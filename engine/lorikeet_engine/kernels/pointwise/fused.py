@@ -80,7 +80,10 @@ def add_weighed(
     weights: torch.Tensor,
     lora_of_weights: LoraDelta | None,
 ) -> None:
-    """Add sigmoid(weights + their delta) · (x + lora) to y in place, rounded once."""
+    """Compute y += sigmoid(weights + lora_of_weights) · (x + lora) in place, rounded once.
+
+    See kernels.pointwise.
+    """
     tokens, width = y.shape
     _add_weighed[(tokens, triton.cdiv(width, COLUMNS))](
         y, x, *operands(lora), weights, *operands(lora_of_weights), width, COLUMNS
@@ -105,7 +108,12 @@ def _add_weighed(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Add some columns of one token's shared expert. Operands: see `add_weighed`."""
+    """Add a shared expert's output to some columns of one token.
+
+    y, x, weights: see `add_weighed`. block: number of columns.
+    lora, adapted, lora_of_weights, adapted_weights: results of `operands` for the LoRA deltas of x
+    and of weights.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
