@@ -14,7 +14,9 @@ from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import NoCatalog, ObjectNotFound, StoreError
 
 SNAPSHOT_EVERY = 256
-"""Entries between two snapshots; a starting reader reads at most two blocks of the log."""
+"""Number of log entries between two snapshots; a starting reader reads at most two blocks of the
+log.
+"""
 
 
 class CatalogReader(CatalogView):

@@ -31,7 +31,7 @@ class Limits:
 
     requests_per_min: average rate of requests.
     tokens_per_min: average rate of tokens; prompt and answer count alike.
-    burst_s: seconds of an average rate that may arrive at once.
+    burst_s: amount that may arrive at once, in seconds of the average rate.
     max_concurrent: maximum number of requests at once.
     max_context: maximum number of tokens of one prompt plus its answer.
     tokens_per_month: budget of a calendar month, UTC.

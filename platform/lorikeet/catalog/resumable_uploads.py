@@ -150,6 +150,8 @@ class ResumableUploads:
         """Store the blob of an upload under its digest, unless the store has it.
 
         The store copies the uploaded parts if it can; else the bytes come from the file `blob`.
+
+        digest, owner: as in `begin`.
         """
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):

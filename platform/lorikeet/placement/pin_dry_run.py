@@ -15,7 +15,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 class PlannedLoad:
     """Load of an adapter on a replica.
 
-    now: nearest tier that has the adapter now.
+    now: nearest tier of the replica that has the adapter now.
     to: tier that the plan requires.
     """
 

@@ -63,7 +63,10 @@ _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a 
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
 _NO_ACCESS_LOG = {"enable_access_log": False}
-"""No access log by Serve: it buffers a thousand lines, and writing them blocks for 14 ms."""
+"""Option that turns Serve's access log off.
+
+Serve buffers a thousand lines of it, and writing them blocks for 14 ms.
+"""
 _SWITCH_INTERVAL_S = 0.5e-3
 """Seconds that a thread keeps the GIL while others want it; Python's default is 5 ms.
 

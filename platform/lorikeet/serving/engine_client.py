@@ -143,7 +143,10 @@ class ServeEngineClient:
             raise _translated(error, "changed_copies") from error
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
-        """Have all replicas hold an adapter in host memory; return True if all do."""
+        """Have all replicas hold an adapter in host memory; return True if all do.
+
+        blob: file on this machine that holds the adapter.
+        """
         return await self._deliveries[base_model].deliver(ref, blob)
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
@@ -305,7 +308,8 @@ def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None =
 
 
 def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
-    """Return True if `item` refuses the call for a failed load, and another replica can take it.
+    """Return True if `item` refuses the call because its adapter failed to load, and another
+    replica can take the call.
 
     Also tells the fleet of the failed load.
     """

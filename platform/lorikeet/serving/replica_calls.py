@@ -31,7 +31,7 @@ _REOPEN_DELAYS_S = (0.1, 0.5, 2.0)
 failure.
 """
 _CALLS = set[asyncio.Task[Any]]()
-"""Running broadcasts: asyncio keeps only weak references to tasks."""
+"""Tasks of running broadcasts, kept here because asyncio keeps only weak references to tasks."""
 
 
 def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:

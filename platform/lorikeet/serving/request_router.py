@@ -52,9 +52,10 @@ class AdapterAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return ranks of one replica each, best first, then one rank of all other replicas.
+        """Return groups of replicas: one for each ranked replica, best first, then one with the
+        others.
 
-        Serve tries the ranks in order until a replica has a free request slot. If no replica has,
+        Serve tries the groups in order until a replica has a free request slot. If no replica has,
         Serve waits a little and calls this again.
         """
         try:

@@ -47,12 +47,14 @@ class Capacity:
 def plan_capacity(
     needs: CapacityNeeds, on_simulation: Callable[[int], None] = lambda _: None
 ) -> Capacity:
-    """Search for the capacity that a demand needs. Raises Unreachable.
+    """Find the smallest number of replicas that meets the goals, and the pins that help.
 
     on_simulation: called with the number of replicas before each simulation.
 
     A tenant is pinned if it would miss its own goal, more than 1% of its requests meet a cold
     adapter, and the pin lets it meet the goal.
+
+    Raises Unreachable if no number of replicas meets the goals.
     """
     sample = needs.demand.requests(needs.counted_s, SEEDS[0])
     _check_feasible(needs, sample, len(SEEDS))

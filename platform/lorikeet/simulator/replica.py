@@ -177,7 +177,9 @@ class SimulatedReplica:
         self._place_next(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Start to copy adapters that wait for GPU memory, in their order, as long as they fit."""
+        """Start to copy adapters that wait for GPU memory, in order of arrival, as long as they
+        fit.
+        """
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 

@@ -52,7 +52,10 @@ class QueueTimeEstimator:
             )
 
     def enter(self, tenant: str, weight: float, now: float) -> None:
-        """Count a request that begins to wait for its first token."""
+        """Count a request that begins to wait for its first token.
+
+        weight: the tenant's weight; see TenantRecord.
+        """
         self._pass_until(now)
         self._under_way += 1
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
@@ -65,9 +68,9 @@ class QueueTimeEstimator:
         self._wait_no_more(tenant)
 
     def leave(self, tenant: str, now: float, *, begun: bool) -> None:
-        """Remove a request that has ended.
+        """Stop counting a request that has ended.
 
-        begun: the request got a first token.
+        begun: whether the request got a first token.
         """
         self._pass_until(now)
         self._under_way -= 1

@@ -10,10 +10,11 @@
             ├── prefill           until the first token
             └── decode            until the last token
 
-The last four have durations by the engine's clock, of the slowest choice; the gateway places them
-by its own clock, as late as messages allow. They leave gaps for tokenizing, detokenizing and
-messages between processes. Names follow OpenTelemetry's HTTP and GenAI conventions if these have
-one. Records hold no prompt, answer or key, so spans hold none either.
+The durations of the last four are the engine's measurements for the slowest choice. The gateway
+places these spans by its own clock, as late as the times of messages allow. The last four leave
+gaps for tokenizing, detokenizing and messages between processes. Names follow OpenTelemetry's HTTP
+and GenAI conventions where these define names. Records hold no prompt, answer or key, so spans hold
+none either.
 """
 
 from functools import lru_cache
