@@ -6,7 +6,7 @@ gets "default".
 A step is in one of three regimes:
 
 few      at most FEW_TOKENS tokens an adapter. Nearly all reads are weights, each for a token or
-         two: `expand` multiplies and sums in registers, a program's weights in one burst.
+         two: an `expand` program loads its weights at once, and multiplies and sums in registers.
 dense    more tokens an adapter: tensor cores, tiles of 16 tokens, so that weights are read once.
 prefill  more tokens than any decode: activations outweigh weights, so tiles are larger, and one
          program takes all ranks of a fused linear, so that x is read once.

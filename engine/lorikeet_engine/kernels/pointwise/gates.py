@@ -1,4 +1,6 @@
-"""Gates in Triton: a product's heads multiplied by an activation of another product, in one launch.
+"""Gates in Triton: the outputs of attention or of a delta net times an activation, in one launch.
+
+The activation, SiLU or sigmoid, is that of a linear layer's output, the gate.
 
 kernels/pointwise/__init__.py defines shapes and dtypes.
 """
