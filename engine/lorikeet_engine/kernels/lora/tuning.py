@@ -110,8 +110,8 @@ class LaunchConfig:
 
         0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
 
-        ranks: upper bound of the sum of all segments' ranks. Adapters with 2,900 ranks in sum weigh
-            about as much as an 8B model.
+        ranks: upper bound of the sum of all segments' ranks. Adapters whose ranks add up to 2,900
+            weigh about as much as an 8B model.
         """
         return [count for least, count in self.lora_sms if ranks >= least][-1]
 
