@@ -56,7 +56,7 @@ class ShrinkConfig:
     columns: columns of v for one program.
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
-    programs: number of programs to reach by splitting d_in.
+    programs: number of programs to aim for when d_in is split among programs.
     """
 
     columns: int

@@ -69,7 +69,7 @@ def _gate(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Gate some heads of one token.
+    """Multiply some heads of one token by the activations of their gates.
 
     x, gate, eps: see kernels.pointwise. y: result. lora, adapted: result of lora_operands.operands.
     weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
