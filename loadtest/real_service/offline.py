@@ -80,9 +80,9 @@ class ServiceWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Works of one offline process.
+    """Sets of requests that one offline process answers.
 
-    refs: adapters that the works name.
+    refs: adapters that the requests use, by number.
     """
 
     refs: tuple[AdapterRef, ...]
