@@ -56,7 +56,9 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Send the answer's first header, then the outputs that arrived before this call."""
+        """Send the answer's first header, then the items from outputs that arrived before this
+        call.
+        """
         self._header = header
         self._stream.put(self._request_id, (header,))
         self._work()

@@ -180,8 +180,9 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a call's grammar in the sandbox; return the encoded call with what is left of its
-        queue time.
+        """Try a call's grammar in the sandbox; return the encoded call with its queue time reduced
+        by
+        the time that the trial took.
 
         Raises the errors of GrammarSandbox.check.
         """
@@ -343,7 +344,8 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the limit on each choice's tokens at which their log probabilities fit into one body.
+    """Return the limit on each choice's tokens that makes their log probabilities fit into one
+    body.
 
     The result is the argument `limit` for a streamed chat or completion, and without logprobs.
 

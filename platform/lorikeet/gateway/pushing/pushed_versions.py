@@ -239,9 +239,9 @@ class PushedVersions:
         return version
 
     def _claim(self, version: PushedVersion) -> str | None:
-        """Record that a version's push moves its alias; return the alias.
+        """Record that a version's push moves the version's alias; return the alias.
 
-        None: the version has no alias, or a later push has moved it.
+        None: the version has no alias, or a later push has moved the alias.
         """
         alias = self._claimed(version)
         if alias is not None:

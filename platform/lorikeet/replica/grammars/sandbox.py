@@ -50,13 +50,12 @@ Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
 _FIND_FAULT = "\0"
-"""Prefix of a message to the child process that asks for a JSON schema's fault.
-
-The message is then a schema, not a grammar to try.
+"""Prefix of a message to the child process that asks for the fault of a JSON schema. The schema
+follows the prefix.
 """
 _FIND_LOOSE_FAULT = "\2"
-"""Prefix of a message to the child process that asks for a JSON schema's fault, where keywords that
-grammars cannot enforce are no faults.
+"""Prefix of a message to the child process that asks for the fault of a JSON schema. Unlike with
+_FIND_FAULT, keywords that grammars cannot enforce are no faults.
 """
 _CHECK = "\1"
 """Prefix of a message to the child process that is a JSON schema and a text to check against it."""

@@ -202,8 +202,8 @@ def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
 
 
 def whole_schema(schema: AnswerSchema) -> str:
-    """Return the name, for the list of ignored keywords, of a schema that the grammar leaves out
-    whole.
+    """Return the name of a schema that the grammar leaves out whole, for the list of ignored
+    keywords.
     """
     return _let_go("schema", schema, "$")
 
