@@ -47,7 +47,7 @@ Weight = torch.Tensor | Fp8Rows
 
 
 Inputs = torch.Tensor | Activations
-"""Input of a linear [tokens, d_in]; Activations, for FP8 weights, hold it rounded to FP8 as well."""
+"""Input of a linear [tokens, d_in]; Activations, for FP8 weights, also hold it rounded to FP8."""
 
 
 def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
