@@ -44,7 +44,7 @@ class AdapterSource(Protocol):
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
         is returned, the file is read again to compute it. Called on loading threads; may raise
-        anything: AdapterLoadFailed if the store answers that it has no such blob.
+        anything: AdapterMissing if the store answers that it has no such blob.
         """
 
 
