@@ -236,11 +236,8 @@ class Tiers:
         A pushed version may end before its prefetch. Requests and pins still report lost blobs.
         """
         digest, error = result.ref.digest, result.error
-        if (
-            not isinstance(error, AdapterMissing)
-            or digest in self._requests
-            or digest in self._pins
-        ):
+        needed = digest in self._requests or digest in self._pins
+        if needed or not isinstance(error, AdapterMissing):
             return result
         log.info("prefetch_skipped", extra={"adapter": str(result.ref), "reason": str(error)})
         return replace(result, error=None)
