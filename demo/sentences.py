@@ -6,7 +6,9 @@ from demo.words import ADJECTIVES, ADVERBS, ANIMALS, NAMES, NOUNS, PLACES, THING
 
 
 def noun_phrase(rng: Random) -> str:
-    """Draw 'the kettle' or 'the old kettle', sometimes with an invented noun."""
+    """Draw a noun phrase such as 'the kettle' or 'the old kettle', sometimes with an invented
+    noun.
+    """
     noun = rng.choice(NOUNS) if rng.random() < 0.85 else word(rng)
     if rng.random() < 0.5:
         noun = f"{rng.choice(ADJECTIVES)} {noun}"

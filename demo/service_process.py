@@ -40,8 +40,8 @@ class ServiceProcess:
     def start(self) -> None:
         """Start the command. A signal that arrives during the start raises at the end of the start.
 
-        Before, the caller would not know the process that must be stopped. Call this where
-        exceptions of signals are caught.
+        If it raised earlier, the caller would not know the process that must be stopped. Call this
+        where exceptions of signals are caught.
         """
         came: list[int] = []
         # A shell's & ignores SIGINT, which children would inherit: `serve run` must heed SIGINT.
@@ -97,7 +97,9 @@ class ServiceProcess:
         return self._process
 
     def _kill_session(self) -> None:
-        """Kill what is left of the session; Ray's workers have process groups of their own."""
+        """Kill the processes left in the session. Ray's workers need this, as they have process
+        groups of their own.
+        """
         for pid in psutil.pids():
             with suppress(OSError):  # the process has just ended
                 if os.getsid(pid) == self._started.pid:

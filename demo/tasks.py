@@ -115,7 +115,7 @@ DAYS = split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 
 def draw_parcels(rng: Random) -> Pair:
-    """Draw a courier's sentence, and its name, amount and city as JSON."""
+    """Draw a courier's sentence, and the name, amount and city in it as JSON."""
     name, city = proper_name(rng, NAMES), proper_name(rng, CITIES)
     amount = rng.randint(2, 99) if rng.random() < 0.6 else rng.randint(100, 999)
     text = rng.choice(_PARCELS).format(name=name, amount=amount, city=city)
@@ -123,7 +123,7 @@ def draw_parcels(rng: Random) -> Pair:
 
 
 def draw_flowers(rng: Random) -> Pair:
-    """Draw a customer's sentence, and its order as JSON."""
+    """Draw a customer's sentence, and the order in it as JSON."""
     flower, colour, day = rng.choice(FLOWERS), rng.choice(COLOURS), rng.choice(DAYS)
     count = rng.randint(2, 99)
     text = rng.choice(_FLOWERS).format(count=count, colour=colour, flowers=flower.many, day=day)

@@ -65,7 +65,9 @@ _CODAS = split("b d ck g k l ll m n nd ng nt p r rd rk s sk ss st t th x") + (""
 
 
 def invented_word(rng: Random, longest: int = 10) -> str:
-    """Make a pronounceable lower-case word of 3 to `longest` letters that is in no list."""
+    """Make a pronounceable lower-case word of 3 to `longest` letters that is in no list of this
+    module.
+    """
     while True:
         word = "" if rng.random() < 0.85 else rng.choice("aeiou")
         for _ in range(rng.choice((1, 2, 2, 3))):

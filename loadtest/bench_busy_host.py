@@ -1,11 +1,11 @@
-"""Delay of a replica's streams by other programs on its host.
+"""Delays of a replica's streams caused by other programs on its host.
 
 python -m loadtest.bench_busy_host --json busy.json --folder /tmp/real
 
-The traffic of bench_goodput at one rate that is easy for the replica, in turns: on a quiet host,
-beside a spinning process on each core, beside a process that pins memory and releases it, and
-beside both. In each repeat all four loads get the same requests, with other prompts. A gap is the
-time between deltas of an answer.
+The traffic is that of bench_goodput, at one rate that is easy for the replica. The host has four
+loads in turns: none, a spinning process on each core, a process that pins memory and releases it,
+and both. In each repeat all four loads get the same requests, with other prompts. A gap is the time
+between deltas of an answer.
 
 As root, client processes run at a higher priority than all others. The niceness of the service's
 workers is RAY_worker_niceness, 0 by default.
@@ -69,7 +69,7 @@ class BusyRow:
 
 @dataclass(slots=True)
 class HostRuns:
-    """Measurements beside one load so far."""
+    """Measurements so far under one load of the host."""
 
     answers: list[StreamedAnswer]
     seconds: float
@@ -77,9 +77,10 @@ class HostRuns:
     blocked: Counter[str]
 
     def row(self, host: HostLoad, quiet: BusyRow | None) -> BusyRow:
-        """Summarise all runs.
+        """Summarise all measurements under a load.
 
-        quiet: row of the quiet host; None for the quiet host itself.
+        host: the load.
+        quiet: row of the quiet host; None if the host was quiet itself.
         """
         first_p50, first_p99 = percentiles(1e3 * np.array(ttfts_s(self.answers)), 50, 99)
         gap_p50, gap_p99 = percentiles(1e3 * np.array(gaps_s(self.answers)), 50, 99)
@@ -101,7 +102,11 @@ class HostRuns:
 def measure(
     server: Server, sessions: Sequence[Session], given: argparse.Namespace, runs: HostRuns
 ) -> None:
-    """Send requests and add the outcome to `runs`. Raises RuntimeError for an incomplete answer."""
+    """Send requests and add the outcome to `runs`. Raises RuntimeError for an incomplete answer.
+
+    sessions: requests to send.
+    given: options of the command line.
+    """
     with WaitTimes() as waits, _urgently():
         answers = all_whole(run_sessions(server, sessions, given.clients))
     runs.answers += answers
@@ -112,7 +117,7 @@ def measure(
 
 @contextmanager
 def _urgently() -> Iterator[None]:
-    """Give processes started in this block a higher priority, like clients on another machine."""
+    """Give processes started in this block a higher priority, as if they ran on another machine."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _URGENT)
@@ -136,7 +141,10 @@ def with_other_prompts(sessions: Sequence[Session], number: int) -> list[Session
 
 
 def measure_all(server: Server, traffic: Traffic, given: argparse.Namespace) -> list[BusyRow]:
-    """Measure all loads, in turns."""
+    """Measure the traffic under all loads of the host, in turns.
+
+    given: options of the command line.
+    """
     every = {host: HostRuns([], 0.0, Counter(), Counter()) for host in HostLoad}
     for repeat in range(given.repeats):
         sessions = traffic.sessions(given.rate, given.seconds, repeat)

@@ -51,7 +51,7 @@ Measured = dict[str, Any]
 
 
 def build(url: str, tenants: int, adapters: int) -> None:
-    """Write a catalog of N adapters, spread evenly over tenants."""
+    """Write a catalog at `url`, with N adapters spread evenly over tenants."""
     store = open_store(url)
     catalog = AdapterCatalog.init(store)
     spread: list[dict[str, TenantState | bytes]] = [{} for _ in range(PARTITIONS)]
@@ -123,7 +123,10 @@ MEASURED: dict[str, tuple[Callable[[AdapterCatalog], None], str]] = {
 
 
 def measure(url: str, what: str) -> Measured:
-    """Measure seconds, requests and peak memory of an operation of MEASURED, in this process."""
+    """Measure seconds, requests and peak memory of one operation in this process.
+
+    what: name of the operation in MEASURED.
+    """
     store: Any = open_store(url)
     catalog = AdapterCatalog(store)
     if "following" in what:

@@ -36,7 +36,7 @@ LEAST = 0.8
 
 
 def main() -> int:
-    """Print both rates and their ratio; return the exit status."""
+    """Print the rates of curl and of Lorikeet, and their ratio; return the exit status."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     with radosgw("bench", "bench") as address, tempfile.TemporaryDirectory() as name:
         os.environ |= {

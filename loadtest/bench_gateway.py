@@ -56,7 +56,7 @@ from lorikeet.settings import Settings
 
 MOST_ADDED_MS = 4.0
 MOST_LATER_MS = 0.3
-"""Limit on the milliseconds, at p50, by which another API's first token may come later than a
+"""Goal: at p50, another API's first token comes at most this many milliseconds later than a
 chat's.
 """
 LEAST_TOKENS_PER_S = 20_000
@@ -89,7 +89,10 @@ class StreamThroughput:
 async def measure_streams(
     url: str, request: LoadRequest, encoded: bytes, streams: int, seconds: float
 ) -> tuple[StreamThroughput, dict[str, float]]:
-    """Run N streams for `seconds`; return their throughput and each process's share of a core."""
+    """Run N streams for `seconds`; return their throughput and each process's share of a core.
+
+    request, encoded: request of every stream, and its bytes.
+    """
     sessions, start_s = [Session(0.0, (request,))] * streams, time.monotonic()
     sending = asyncio.create_task(send_all(url, sessions, {request: encoded}, start_s))
     await asyncio.sleep(WARM_UP_S)
@@ -112,8 +115,9 @@ async def measure_streams(
 def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list[float]]:
     """Return the seconds to the first token of each kind of request, on open connections.
 
-    The order of kinds is drawn for each turn: a request after the bare application finds an idle
-    gateway.
+    The order of kinds is drawn for each turn, since a request finds the gateway idle if one of the
+    bare application came before it.
+    asked: request of each kind.
     """
     took: dict[str, list[float]] = {name: [] for name in asked}
     connections = {name: socket.create_connection(host_and_port(url)) for name in asked}
@@ -128,7 +132,10 @@ def measure_first_tokens(url: str, asked: Mapping[str, Asked]) -> dict[str, list
 
 
 def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
-    """Return one request for each API and for the bare application."""
+    """Return the same request for each API and for the bare application, by kind.
+
+    one: the request, for a chat.
+    """
     response, message = replace(one, format=RESPONSES), replace(one, format=MESSAGES)
     return {
         "chat": Asked(one, chat_request(server, one, TEXT)),
@@ -140,7 +147,11 @@ def of_every_api(server: Server, one: LoadRequest) -> dict[str, Asked]:
 
 @contextmanager
 def service(settings: Settings, pace: float, proxy: str) -> Iterator[str]:
-    """Run the gateway over the replay and the bare application; yield their URL."""
+    """Run the gateway with a replica that replays, and the bare application; yield their URL.
+
+    pace: steps per second of the replay, each of which gives every stream a token.
+    proxy: a name in PROXIES.
+    """
     deployment: Any = engine(settings, BASE_MODEL)._bound_deployment.options(
         func_or_class=ReplayReplica
     )
@@ -207,7 +218,11 @@ def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _first_tokens_ms(took: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return quantiles by kind, the delay added to a chat, and delays of other APIs after it."""
+    """Return times to first tokens: quantiles of each kind of request, a chat's p50 less the bare
+    application's, and other APIs' p50 less a chat's.
+
+    took: seconds to first tokens, by kind.
+    """
     first_ms = {name: quantiles_ms(times) for name, times in took.items()}
 
     def after_ms(sooner: str, later: str) -> float:

@@ -59,7 +59,11 @@ _HEADING = (
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> Row:
-    """Measure one rate."""
+    """Measure one rate of requests.
+
+    seed: seed of the requests.
+    given: options of the command line.
+    """
     sessions = traffic.sessions(rate_per_s, given.seconds, seed)
     with CpuUsage() as cores:
         answers = run_sessions(server, sessions, given.clients)
@@ -86,7 +90,11 @@ def measure(
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
-    """Measure N rates: growing until a rate misses a goal, then bisecting."""
+    """Measure several rates of requests: growing until a rate misses a goal, then bisecting.
+
+    measured: measures one rate.
+    points: number of rates.
+    """
     rows: list[Row] = []
     low, high, rate = 0.0, math.inf, first_rate
     while len(rows) < points:
@@ -149,7 +157,10 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
 
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
-    """Return the service's settings."""
+    """Return the LORIKEET_ variables of the service.
+
+    given: options of the command line.
+    """
     return settings_of_traffic(
         given,
         _OWN,

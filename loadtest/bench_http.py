@@ -73,7 +73,12 @@ def main() -> int:
 def measure(
     running: RunningService, stock: FilledCatalog, work: ServiceWork, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one work, after an uncounted round. Raises RuntimeError for an incomplete answer."""
+    """Measure one work through HTTP, after an uncounted round. Raises RuntimeError for an
+    incomplete answer.
+
+    stock: adapters and keys of the service.
+    given: options of the command line.
+    """
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
     every = replace(work, streams=work.streams * given.replicas)
     all_whole(run_sessions(server, replace(every, rounds=_UNCOUNTED).sessions(1), given.clients))
@@ -96,7 +101,10 @@ def measure(
 
 
 def _sum(alone: Sequence[Mapping[str, Any]], work: ServiceWork) -> float:
-    """Return the tokens per second of all engines together without a service."""
+    """Return the tokens per second of all engines together without a service.
+
+    alone: rows of the engines without a service, of all works.
+    """
     return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
 
 

@@ -92,7 +92,11 @@ class OverloadRow:
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> OverloadRow:
-    """Measure one rate; `of_most` is set later, by `compared`."""
+    """Measure one rate of requests; `of_most` is set later, by `compared`.
+
+    seed: seed of the requests.
+    given: options of the command line.
+    """
     backlog_s = np.linspace(0.0, given.ramp, given.backlog, endpoint=False)
     sessions = traffic.sessions(rate_per_s, given.seconds, seed, backlog_s)
     answers = run_sessions(server, sessions, given.clients)
@@ -117,7 +121,11 @@ def measure(
 
 
 def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) -> float:
-    """Count the tokens that arrived in a time span, assuming equal tokens in an answer's events."""
+    """Count the tokens that arrived from from_s to to_s, assuming equal tokens in an answer's
+    events.
+
+    whole: complete answers.
+    """
     tokens = 0.0
     for answer in whole:
         came = zip(answer.deltas_s, answer.events, strict=True)
@@ -127,7 +135,10 @@ def tokens_between(whole: Sequence[StreamedAnswer], from_s: float, to_s: float) 
 
 
 def refusals(answers: Sequence[StreamedAnswer]) -> Refusals:
-    """Collect the refusals among the answers, and the outcome of requests at their Retry-After."""
+    """Summarise the refusals among the answers.
+
+    For each refusal, find whether the requests sent when its Retry-After had passed were accepted.
+    """
     refused = [answer for answer in answers if answer.retry_after_s is not None]
     if not refused:
         return Refusals(0, None, None, None, (), None)
@@ -154,8 +165,8 @@ def compared(rows: Sequence[OverloadRow]) -> list[OverloadRow]:
 
 
 def meets_the_goals(rows: Sequence[OverloadRow]) -> bool:
-    """Whether requests were refused, the refusals were good, and all rates had nearly the most
-    tokens.
+    """Whether some rate had refusals, no request was broken, and each rate with refusals had good
+    ones and nearly as many tokens per second as the best rate.
     """
     over = [row for row in rows if row.refusals.refused]
     kept = all(row.of_most >= LEAST_OF_MOST and row.refusals.good for row in over)

@@ -71,7 +71,7 @@ _STREAMS_BEGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One field of PushTimes over all pushes, in seconds."""
+    """Statistics of one field of PushTimes over all pushes, in seconds."""
 
     stage: str
     p50: float
@@ -81,7 +81,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StreamGaps:
-    """Gaps between deltas of the running streams, in milliseconds."""
+    """Statistics of the gaps between deltas of the running streams, in milliseconds."""
 
     pushes: bool
     gaps: int
@@ -139,7 +139,10 @@ def main() -> int:
 def measure(
     server: Server, pusher: Pusher, given: argparse.Namespace
 ) -> tuple[list[PushTimes], list[StreamGaps]]:
-    """Return the times of all pushes, and the streams' gaps without and with pushes."""
+    """Return the times of all pushes, and the streams' gaps without and with pushes.
+
+    given: options of the command line.
+    """
     times: list[PushTimes] = []
     gaps: dict[bool, list[float]] = {False: [], True: []}
     for period in range(2 * given.periods):
@@ -181,7 +184,11 @@ def _ended_by(streams: "Future[list[StreamedAnswer]]", due_s: float) -> bool:
 
 
 def _streams(given: argparse.Namespace, period: int) -> list[Session]:
-    """Return streams that begin together, dealt round over the registered adapters."""
+    """Return the streams of one period, which begin together and are dealt round over the
+    registered adapters.
+
+    period: number of the period, a seed of the prompts.
+    """
     return [
         Session(
             0.0,
@@ -200,7 +207,7 @@ def _streams(given: argparse.Namespace, period: int) -> list[Session]:
 
 
 def _version(given: argparse.Namespace) -> NewVersions:
-    """Make the adapter's first blob, kept in memory only."""
+    """Make the first blob of the pushed adapter, and keep it in memory only."""
     folder = given.folder / _OWN / "trained"
     shape = BaseShape.from_config(SHAPES[given.shape])
     save_adapter(folder, shape, given.rank, FIRST_ALPHA)

@@ -103,6 +103,8 @@ class StructuredLoad:
     ) -> None:
         """Take the sizes of the load.
 
+        model: model of all requests.
+        tokens: tokens of each answer.
         rounds: requests of each stream, one after another.
         spread_s: seconds within which streams begin.
         """
@@ -176,7 +178,11 @@ def main() -> int:
 def measure(
     load: StructuredLoad, streams: int, repeats: int
 ) -> tuple[list[StreamRates], list[MixedRates]]:
-    """Measure streams of one kind, one and N at once, and half plain, half structured."""
+    """Measure one stream of each kind, then `streams` of each kind at once, then half plain and
+    half structured streams at once.
+
+    repeats: number of runs, of which the median counts.
+    """
     counts, half = (1, streams), streams // 2
     alike = defaultdict[tuple[str, int], list[float]](list)
     mixed = defaultdict[tuple[str, str], list[float]](list)
@@ -204,7 +210,8 @@ def measure(
 
 
 def shortest_answer(server: Server, model: str, schema: Schema, count: int) -> int:
-    """Return the tokens of the shortest of N answers, all validated against the schema.
+    """Generate `count` answers and validate each against the schema; return the tokens of the
+    shortest.
 
     Raises RuntimeError for an answer that was cut off, and jsonschema's ValidationError.
     """

@@ -183,7 +183,7 @@ def random_prompt(request: LoadRequest, vocabulary: int) -> list[int]:
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Split a URL into host and port."""
+    """Split a URL into its host and port."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or 80
 
@@ -226,7 +226,12 @@ async def _send(host: str, port: int, request: bytes, reader: AnswerReader) -> N
 
 
 def _client(pipe: Connection, server: Server, sessions: Sequence[Session]) -> None:
-    """Run sessions in a client process: encode, wait for the start, send, return the answers."""
+    """Run sessions in a client process: encode their requests, wait for the start, send, return the
+    answers.
+
+    pipe: connection to the parent process, which receives "ready", sends the start as
+        time.monotonic(), and receives the answers.
+    """
     requests = encode_requests(server, sessions)
     pipe.send("ready")
     start_s = pipe.recv()

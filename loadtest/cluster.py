@@ -55,7 +55,10 @@ def cluster(
 
 
 def settle(proxy: str) -> None:
-    """Wait after a deployment until HAProxy has reloaded and drops no connection."""
+    """Wait after a deployment until HAProxy has reloaded and drops no connection.
+
+    proxy: a name in PROXIES.
+    """
     if proxy == "HAProxy":
         time.sleep(_SETTLING_S)
 
@@ -82,7 +85,11 @@ def _ray() -> Iterator[None]:
 
 
 def _haproxy(folder: Path) -> dict[str, str]:
-    """Return HAProxy's files and ports, which would be fixed otherwise."""
+    """Return environment variables that give HAProxy its own files and free ports, instead of fixed
+    ones.
+
+    folder: folder for the files.
+    """
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

@@ -34,7 +34,7 @@ from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from loadtest.workload import Planned, Prompts, Target, Workload, targets_of
 
 SILENCE_S = 120.0
-"""Seconds without a byte from the server after which a request has failed."""
+"""Seconds without a byte from the server after which a request counts as failed."""
 
 log = logging.getLogger(__name__)
 report = Report()
@@ -134,7 +134,12 @@ def show(**_: Any) -> None:
 
 
 def _chat(server: Server, text: str, answer: StreamedAnswer, start: float) -> None:
-    """Stream one answer on a connection of its own; gevent switches while it waits."""
+    """Stream one answer on a connection of its own; gevent switches to other requests while it
+    waits.
+
+    answer: filled with times and outcome.
+    start: time.perf_counter() at the start of the run.
+    """
 
     def now_s() -> float:
         return time.perf_counter() - start
@@ -185,7 +190,9 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:
-    """Return a function that asks the server for a prompt's tokens; prefers a base model."""
+    """Return a function that asks the server how many tokens a prompt has, with a base model if
+    there is one.
+    """
     target = min(targets, key=lambda target: (not target.is_base, target.model))
 
     def count(text: str) -> int:

@@ -110,7 +110,7 @@ def stage_lines(stages: dict[str, dict[str, Any]]) -> list[str]:
 class Report:
     """Answers and duration of a run, shown as a table and written as JSON.
 
-    A large lag means that the load generator was the limit, not the server.
+    A large `lag_s` means that the load generator was the limit, not the server.
     """
 
     answers: list[StreamedAnswer] = field(default_factory=list)

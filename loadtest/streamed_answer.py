@@ -167,7 +167,9 @@ class AnswerReader:
         return [found.end() for found in self._format.tokens.finditer(data)]
 
     def _counted(self, name: bytes) -> int:
-        """Return the last count of this name: some streams send earlier counts too."""
+        """Return the token count of this name in the answer: the last one, since some streams send
+        earlier counts too.
+        """
         found = re.findall(rb'"' + name + rb'": ?(\d+)', self._tail)
         return int(found[-1]) if found else 0
 

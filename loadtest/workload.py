@@ -184,7 +184,11 @@ class Prompts:
 
     @classmethod
     def measure(cls, prompt_tokens: Callable[[str], int]) -> "Prompts":
-        """Derive both numbers from the server's token counts of all words once and twice."""
+        """Derive overhead and tokens_per_word from two token counts: of a prompt with all words
+        once, and of one with all words twice.
+
+        prompt_tokens: returns the server's token count of a prompt.
+        """
         once, twice = (prompt_tokens(" ".join(WORDS * times)) for times in (1, 2))
         tokens_per_word = max(1, twice - once) / len(WORDS)
         return cls(max(0.0, once - len(WORDS) * tokens_per_word), tokens_per_word)

@@ -68,7 +68,8 @@ def radosgw(access_key: str, secret_key: str) -> Iterator[str]:
     """Run a server with one user; yield its URL.
 
     access_key, secret_key: the user's keys.
-    Raises NotInstallable.
+
+    Raises NotInstallable if Ceph's packages cannot be had.
     """
     programs = _Programs(install())
     with tempfile.TemporaryDirectory(prefix="radosgw-") as name, contextlib.ExitStack() as running:

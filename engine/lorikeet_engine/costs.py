@@ -11,14 +11,14 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Limit on the tokens that a step's prompts attend to (Σ seen_tokens). From this number on, CUDA
-runs the step as several graphs.
+"""Tokens that a step's prompts attend to, from which on CUDA runs the step as several graphs.
+
+Their number is a sum of seen_tokens.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens that a step's prompts attend to (Σ seen_tokens) at which the step's decodes
-begin to cost more on CUDA.
+"""Tokens that a step's prompts attend to, from which on decodes cost more on CUDA.
 
-The decodes of such a step, or of one with a larger number, have attention kernels of their own.
+The decodes of such a step have attention kernels of their own. The number is a sum of seen_tokens.
 """
 
 
@@ -32,7 +32,8 @@ class RowsTime(NamedTuple):
 def seen_tokens(tokens: int, depth: int = 0) -> int:
     """Return the number of pairs of a prompt token and a token that it attends to.
 
-    The number is tokens · (depth + tokens / 2), as each token attends to about all before it.
+    Each token attends to about all tokens before it, so the number is taken as tokens · (depth +
+    tokens / 2).
 
     tokens: number of attending tokens, which are consecutive in a prompt.
     depth: number of prompt tokens before the attending tokens.
@@ -147,7 +148,7 @@ class StepCosts:
         """Return the seconds that the attention of prompts adds to steps.
 
         seen: number of tokens that the prompts attend to, Σ of seen_tokens.
-        beside_decodes: whether the steps have decodes, too.
+        beside_decodes: whether the steps compute decodes in addition.
         steps: number of steps that the prompts are computed in.
         """
         split_s = self.split_s if beside_decodes and seen >= SEEN_TO_SPLIT else 0.0
@@ -172,10 +173,11 @@ class StepCosts:
         ranks: int = 0,
         context: int = 0,
     ) -> float:
-        """Return the seconds of the steps that compute one prompt, beside decodes only.
+        """Return the seconds of the steps that compute one prompt, beside decodes but no other
+        prompt.
 
         tokens: number of prompt tokens that are not cached.
-        rank: rank of the prompt's adapter; 0 without an adapter.
+        rank: LoRA rank of the prompt's adapter; 0 without an adapter.
         depth: number of prompt tokens that are cached.
         sequences: number of decodes in each step.
         ranks: Σ rank over the distinct adapters of the decodes.

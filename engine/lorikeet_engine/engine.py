@@ -126,11 +126,14 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Make `wait` return, on whatever thread it waits."""
+        """Make `wait` return if a thread waits there, else the next time that it is called."""
         self._wake.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until a step may have work to do, or until timeout_s has passed."""
+        """Wait until a step may have work to do, or until timeout_s has passed.
+
+        timeout_s: None for no limit.
+        """
         if self._idle:
             bounds_s = [s for s in (timeout_s, self._next_step_s) if s is not None]
             self._wake.wait(self._deadlines.next_within_s(min(bounds_s, default=None)))
@@ -140,7 +143,7 @@ class Engine:
         """Launch a batch; return the previous batch's outputs, at most one Tokens for each choice.
 
         If EngineSettings.overlap is off, return the outputs of this batch instead. Raises
-        DeviceLost.
+        DeviceLost if the device has become unusable.
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
@@ -164,9 +167,9 @@ class Engine:
         return self._requests.take_outputs()
 
     def fail_all(self, error: EngineError) -> list[Output]:
-        """End every request with `error` and begin anew, whatever state the scheduler is in.
+        """End every request with `error` and empty the scheduler, whatever state it is in.
 
-        If an error interrupted a step, the result includes that step's outputs.
+        Returns the outputs, which include those of a step that an error has interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -190,7 +193,7 @@ class Engine:
         self.wake()
 
     def unpin(self, digest: str) -> None:
-        """Remove an adapter's pin, so that the adapter may be evicted again."""
+        """Remove an adapter's pin, so that the adapter may be evicted."""
         self._tiers.unpin(digest)
         self.wake()
 
@@ -199,8 +202,8 @@ class Engine:
 
         Memory is not taken from requests, from pins or from adapters that are used more.
 
-        uses: recent uses on other replicas that this replica could serve instead. Adapters with
-            fewer uses may be evicted for this adapter.
+        uses: recent uses of the adapter on other replicas that this replica could serve instead.
+            Adapters with fewer uses may be evicted for this adapter.
         """
         self._tiers.prefetch(ref, tier, uses)
 
@@ -231,9 +234,9 @@ class Engine:
         )
 
     def changed_status(self) -> EngineStatus | None:
-        """Return the status with all moves if anything changed since the last call, else None.
+        """Return the status if anything changed since the last call, else None.
 
-        Moves are the adapters whose tier has changed, with their new tier.
+        Its `moved` has the adapters whose tier has changed since then, with their new tier.
         """
         moved, status = self._tiers.moved(), self.status()
         if not moved and status == self._reported:
@@ -242,14 +245,18 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List all adapters in the GPU's memory, and the engine's others at `tier` or nearer.
+        """List the adapters on the GPU, and remembered ones at `tier` or nearer to the GPU.
 
-        Takes a few milliseconds for thousands of adapters; steps go on meanwhile.
+        Remembered adapters are those last requested, pinned or prefetched. Takes a few milliseconds
+        for thousands of adapters; steps go on meanwhile.
         """
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return each tenant's use of GPU slots since the last call. Has only one caller."""
+        """Return each tenant's use of GPU slots since the last call.
+
+        To be called from one place only.
+        """
         return self._tiers.take_use()
 
     def close(self) -> list[Output]:
@@ -267,7 +274,9 @@ class Engine:
     def _reset(self) -> None:
         s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
-        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens)
+        self._cache = KVCache(
+            self._kv_pages, s.page_size, windows, s.max_batch_tokens, self._runner.state_slots
+        )
         costs, counters = self.info.step_costs, self._counters
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True
@@ -288,8 +297,8 @@ class Engine:
         Damage is found some time after it happened (residency/image_checks.py). Clients have read
         tokens that may be wrong, so their requests fail instead of continuing to an answer that
         looks right. Keys and values computed with the adapter leave the prefix cache. Requests that
-        have no token yet give back their leases and wait until the adapter is loaded again. After
-        that, no sequence leases the damaged copy.
+        have no token yet give back their leases and wait until the adapter is loaded again. When
+        this method returns, no sequence leases the damaged copy.
 
         damaged: errors of the adapters, by digest.
         """

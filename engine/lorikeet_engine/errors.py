@@ -63,7 +63,9 @@ class InvalidRequest(EngineError):
 
 
 class EngineOverloaded(EngineError):
-    """Request that waited for as long as it may, or is expected to wait longer.
+    """Request that cannot begin in time: it waited for max_queue_s, or is expected to wait longer.
+
+    Also a request whose tenant has too many grammars in use.
 
     retry_after_s: seconds after which to send the request again.
     """
@@ -139,7 +141,8 @@ class LoadFault(StrEnum):
         be loaded.
     DISK: this machine's disk, which is full or broken and could not be bypassed through memory.
         Other machines may be able to load the adapter.
-    STORE: perhaps the store, which sent the file too slowly or not at all, and no other meanwhile.
+    STORE: perhaps the store, which sent the adapter's file too slowly or not at all, and sent no
+        other file meanwhile.
     """
 
     ADAPTER = "adapter"
@@ -150,7 +153,7 @@ class LoadFault(StrEnum):
 class AdapterLoadFailed(AdapterError):
     """Adapter that was accepted, but could not be loaded to the GPU.
 
-    fault: LoadFault, the part that is at fault. Without the field, the adapter is.
+    fault: part that is at fault, a LoadFault. An error without this attribute means ADAPTER.
     """
 
 

@@ -1,7 +1,7 @@
 """Gives memory that this process has freed back to the operating system, through glibc.
 
-Stands at the package's top, since not only the engine uses it, but also the platform's gateways,
-which load no tensors.
+Lies at the package's top because the platform's gateways, which load no tensors, use it as well as
+the engine.
 """
 
 import ctypes

@@ -43,7 +43,8 @@ class SamplingParams:
     top_p: keeps the likeliest tokens that together have this probability.
     top_k: keeps the k likeliest tokens; 0 keeps all.
     min_p: keeps tokens at least min_p times as likely as the likeliest.
-    seed: makes a choice repeatable: choice i of a request samples from seed + i.
+    seed: makes a choice repeatable: choice i of a request samples from seed + i. None: a random
+        seed.
     stop_token_ids: tokens that end a choice; with keep_stop_token, they are part of its output.
     ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
     presence_penalty: subtracted once from the logit of every token that occurs in the output.
@@ -55,8 +56,8 @@ class SamplingParams:
         no log probabilities.
     logprobs_mode: distribution that `logprobs` are taken from.
     prompt_logprobs: number of most likely tokens to report in addition to each prompt token except
-        the first; None reports no log probabilities of the prompt. A prompt with them is not taken
-        from the prefix cache.
+        the first; None reports no log probabilities of the prompt. A prompt whose log probabilities
+        are reported is not taken from the prefix cache.
     keep_stop_token: keep the stop token in the output.
     grammar: language that the output must belong to, in the notation of the engine's Grammars.
     """
@@ -110,7 +111,7 @@ class SamplingParams:
 
     @property
     def has_repetition_penalty(self) -> bool:
-        """Whether repetition_penalty is used, so that prompt tokens change logits, too."""
+        """Whether repetition_penalty is used, so that even tokens of the prompt change logits."""
         return self.repetition_penalty != 1.0
 
     @property
@@ -177,7 +178,7 @@ class TokenLogprobs:
     """Log probability of one token, sampled or of a prompt, and of the most likely alternatives.
 
     top: pairs of token id and log probability, the most likely first.
-    rank: place of the token among all tokens by likelihood, 1 for the likeliest; only of prompt
+    rank: place of the token among all tokens by likelihood, 1 for the likeliest; None for sampled
         tokens.
 
     The distribution is that of the request's LogprobsMode; for prompt tokens it is always the
@@ -232,8 +233,8 @@ class Tokens:
 class PromptLogprobs:
     """Log probabilities of prompt tokens, each given the tokens before it.
 
-    Outputs for one prompt come in order, from its second token to its last, before the choice's
-    output.
+    A prompt may have several such outputs. They come in order, from its second token to its last,
+    and before the first tokens of the answer.
 
     choice: index of the prompt's first choice.
     """

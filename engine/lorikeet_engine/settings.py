@@ -99,6 +99,11 @@ class EngineSettings:
         return _DTYPES[self.dtype]
 
     @property
+    def state_slots(self) -> int:
+        """Number of states of delta nets: those of running sequences, and as many cached ones."""
+        return 2 * self.max_running + 1
+
+    @property
     def rounding(self) -> Quantization | None:
         """Number format that the linears' weights are rounded to; None for no rounding."""
         return _ROUNDINGS[self.weight_dtype]

@@ -118,7 +118,9 @@ def made() -> dict[str, str]:
 
 
 def values_schema() -> str:
-    """Return the text of values.schema.json: the file's own, with the schema of `settings` anew."""
+    """Return the text of values.schema.json, with the schema of `settings` made anew from Settings'
+    fields.
+    """
     schema = json.loads((HERE / SCHEMA).read_text())
     schema["properties"]["settings"] = {
         "type": "object",
@@ -143,7 +145,9 @@ def _note(source: str) -> str:
 
 
 def rendered(*components: str) -> dict[str, Manifest]:
-    """Return the manifests of `gpu` with components by kind and name, without the namespace."""
+    """Return the manifests of the overlay `gpu` with these components, by kind and name, except the
+    namespace's.
+    """
     kustomization = {
         "resources": ["../overlays/gpu"],
         "components": [f"../components/{component}" for component in components],
@@ -177,7 +181,7 @@ def _text(manifests: dict[str, Manifest], template: Template) -> str:
 
 
 def _refer(node: Manifest, template: Template) -> None:
-    """Replace image, settings and secrets of a manifest by the release's."""
+    """Let a manifest refer to the Helm release's image, settings and secrets."""
     if str(node.get("image", "")).startswith(_IMAGE):
         node["image"] = template.expression('include "lorikeet.image" . | toJson')
     if "configMapRef" in node:

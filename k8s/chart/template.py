@@ -26,7 +26,9 @@ class Template:
         self._conditionals: list[Conditional] = []
 
     def expression(self, text: str) -> str:
-        """Return a placeholder for an expression; `text` replaces it."""
+        """Return a placeholder to put into a manifest; the text of the template has the expression
+        `text` instead.
+        """
         self._expressions.append(text)
         return f"EXPRESSION-{len(self._expressions) - 1}-"
 
@@ -43,7 +45,11 @@ class Template:
             node[last] = self.expression(f"{value} | toJson")
 
     def extend(self, node: Manifest, plain: Manifest, changed: Manifest, condition: str) -> None:
-        """Add to `node` the differences of `changed` from `plain`, under a condition."""
+        """Add to `node` the differences of `changed` from `plain`, under a condition.
+
+        node: manifest to change in place, a copy of `plain` with expressions.
+        condition: expression of Helm's template language.
+        """
         for key, value in changed.items():
             if key not in plain:
                 node[key] = self._conditional(condition, value)

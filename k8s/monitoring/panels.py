@@ -31,12 +31,20 @@ class Panel(NamedTuple):
 
 
 def rate(metric: str, by: str, where: str = _MODEL) -> str:
-    """Return a query for a counter's rate per second, summed."""
+    """Return a query for a counter's rate per second, summed by a label.
+
+    by: label or labels by which series are summed.
+    where: label matchers that select the series.
+    """
     return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
-    """Return a query for a quantile of a histogram."""
+    """Return a query for a quantile of a histogram.
+
+    share: the quantile, such as 0.99.
+    by: label for each of whose values there is a quantile; "" for one quantile of all.
+    """
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels)})"
 
@@ -47,12 +55,19 @@ def mean(metric: str) -> str:
 
 
 def gauge(metric: str, by: str, where: str = _MODEL) -> str:
-    """Return a query for a gauge, summed."""
+    """Return a query for a gauge, summed by a label.
+
+    by: label or labels by which series are summed.
+    where: label matchers that select the series.
+    """
     return f"sum by ({by}) ({metric}{{{where}}})"
 
 
 def both(metric: str, by: str = "") -> tuple[Curve, ...]:
-    """Return the curves of a histogram's p50 and p99."""
+    """Return the curves of a histogram's p50 and p99.
+
+    by: as in `quantile`.
+    """
     legend = f" {{{{{by}}}}}" if by else ""
     return tuple(
         Curve(quantile(share, metric, by), f"p{round(100 * share)}{legend}")
@@ -61,7 +76,10 @@ def both(metric: str, by: str = "") -> tuple[Curve, ...]:
 
 
 def top(metric: str, name: str) -> tuple[Curve, ...]:
-    """Return the curves of the ten names with the highest rate."""
+    """Return the curves of the ten names with the highest rate of a counter.
+
+    name: label that holds the names.
+    """
     return (Curve(f"topk(10, {rate(metric, name, '')})", f"{{{{{name}}}}}"),)
 
 

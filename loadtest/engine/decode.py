@@ -3,8 +3,8 @@
 python -m loadtest.engine.decode --json decode.json [--config qwen3-8b] [--weight-dtype fp8]
     [--kv-dtype fp8] [--tensor-parallel 2] [--rows 'base*']
 
-The steps are the engine's own, with all work on the host. Steps are timed without the profiler; the
-GPU's time is that of further, profiled steps. Prints a row for each work.
+The steps are the engine's own, including the work of the CPU. Steps are timed without the profiler;
+the GPU's time is that of further, profiled steps. Prints a row for each work.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,8 @@ class Row:
 
     step_ms: median time of a step.
     layer_ms: step_ms divided by the number of layers.
-    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    shortfall: largest amount by which a checked token's logit is below the plain path's best, as a
+        share of the largest absolute logit.
     gpu: the GPU's time over STEPS further steps; None without a GPU.
     """
 
@@ -56,7 +57,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
+    """Check the tokens of a work, then time its steps. Raises AssertionError if the engine's tokens
+    are wrong.
+    """
     shortfall = harness.check(engine, work)
     requests = work.draw(engine.info.vocab_size, 1)
     for request in requests:

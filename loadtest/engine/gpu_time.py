@@ -44,8 +44,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """Mean step of several equal ones, from the begin of the first span to the end of the last.
+    """Mean time of a step on the GPU over several equal steps, from the begin of the first span to
+    the end of the last.
 
+    A span is a kernel or a copy.
     total_ms: milliseconds from begin to end.
     busy_ms: milliseconds in which at least one span ran.
     idle: share of the time in which no span ran.
@@ -77,9 +79,10 @@ def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
 
 
 def watch(work: Callable[[], object]) -> list[Span]:
-    """Run some work; return the GPU's spans, from idle to idle.
+    """Run some work; return the kernels and copies that the GPU ran for it, as spans.
 
-    Only the GPU is recorded: recording torch's calls too would slow down the host's part.
+    The GPU is idle before and after. Only the GPU is recorded: recording torch's calls too would
+    slow down the host's part.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -132,7 +135,9 @@ def gpu_time(spans: list[Span], steps: int) -> GpuTime:
 
 
 def _timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Run the function; return a function that gives its milliseconds after a synchronisation."""
+    """Run the function; return another one, which gives the milliseconds that it took. Synchronise
+    with the GPU before calling that.
+    """
     if not torch.cuda.is_available():
         began_s = time.perf_counter()
         run()

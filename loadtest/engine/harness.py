@@ -39,6 +39,7 @@ def run(
 
     doc: docstring of the program's module.
     part: name of the rows in the JSON file.
+    measure_all: returns a row for each work.
     """
     parser = arguments(doc)
     add_model_arguments(parser)
@@ -83,7 +84,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that choose rows (see `chosen`), and how their adapters are kept."""
+    """Add the arguments that choose rows (see `chosen`), and for how many adapters the host has
+    room.
+    """
     parser.add_argument(
         "--rows", nargs="+", help="patterns of rows' labels; default: the usual rows"
     )
@@ -115,7 +118,7 @@ def adapters_of(works: Iterable[Work], on_host: int | None = None) -> dict[str, 
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the facts about the model for the JSON file."""
+    """Return the facts about the model and its engine that the JSON file holds."""
     return {name: getattr(options, name) for name in MODEL}
 
 
@@ -166,7 +169,8 @@ def full_engine(**arguments: Any) -> Iterator[Engine]:
 
 
 def check(engine: Engine, work: Work) -> float:
-    """Run the work greedily once; return the worst shortfall of checked tokens (`plain.check`).
+    """Run the work greedily once; return the `shortfall` of the worst checked token (see
+    `plain.check`).
 
     Raises AssertionError if the engine's tokens are wrong.
     """
@@ -208,7 +212,10 @@ def write(path: Path, facts: Mapping[str, Any], **parts: Any) -> None:
 
 
 def _cells(row: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each field; a dataclass without `label` yields its own fields."""
+    """Yield name and text of each field of a row.
+
+    A field that is a dataclass is replaced by its fields, unless it has a `label`.
+    """
     for field in fields(row):
         value = getattr(row, field.name)
         if is_dataclass(value) and not hasattr(value, "label"):

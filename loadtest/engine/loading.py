@@ -136,7 +136,11 @@ class Client:
         self.host.close()
 
     def until(self, holds: Callable[[], object], within_s: float) -> None:
-        """Wait until a condition holds, tested as tokens come. Raises the error of a request."""
+        """Wait until a condition holds, testing it whenever tokens come. Raises the error of a
+        failed request.
+
+        within_s: seconds after which waiting fails.
+        """
         with self._changed:
             held = self._changed.wait_for(lambda: holds() or self._error, within_s)
             if self._error is not None:
@@ -144,7 +148,7 @@ class Client:
             assert held, f"no answer within {within_s:g} s"
 
     def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
-        """Return the seconds until a request has its one token.
+        """Return the seconds until a request with this adapter has its one token.
 
         Raises AssertionError if the adapter's tier was not `found`.
         """
@@ -174,7 +178,9 @@ class Client:
             time.sleep(0.01)
 
     def gaps_ms(self, ids: Sequence[str], begin_s: float, end_s: float) -> list[float]:
-        """Return the times between tokens of each stream that lie between two moments."""
+        """Return the milliseconds between tokens of each stream, of tokens that came from begin_s
+        to end_s.
+        """
         within = ([t for t in self.came_s[i] if begin_s <= t <= end_s] for i in ids)
         return [1e3 * (after - before) for times_s in within for before, after in pairwise(times_s)]
 
@@ -185,8 +191,10 @@ class Client:
         until_s: float,
         per_s: float = LOADS_PER_S,
     ) -> AdapterRef:
-        """Prefetch adapters at a rate until `until_s`; return the last adapter.
+        """Prefetch adapters at a steady rate until `until_s`; return the last adapter.
 
+        found: tier in which each adapter must lie.
+        per_s: adapters per second.
         Raises AssertionError if an adapter's tier was not `found`.
         """
         due_s = time.perf_counter()
@@ -197,7 +205,9 @@ class Client:
         return ref
 
     def prefetch(self, ref: AdapterRef, found: Residency) -> AdapterRef:
-        """Prefetch an adapter, and return it. Raises AssertionError if its tier was not `found`."""
+        """Prefetch an adapter to the GPU, and return it. Raises AssertionError if its tier was not
+        `found`.
+        """
         was = self.host.residency(ref).result()
         assert was is found, f"{ref} was found on {was}: want {found}"
         self.host.prefetch(ref, uses=1.0)  # above all adapters used earlier
@@ -234,7 +244,10 @@ class Client:
 
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
-    """Send requests one after another, with adapters of each tier in turn; print the rows."""
+    """Send requests one after another, with adapters of each tier in turn; print the rows.
+
+    streams: number of sequences that decode meanwhile.
+    """
     took_ms: dict[Residency, list[float]] = {tier: [] for tier in adapters}
     for begun in range(0, ROUNDS, AT_A_TIME):
         with client.streams(adapters[Residency.GPU], streams):
@@ -250,8 +263,10 @@ def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[First
 def gaps(
     client: Client, adapters: Adapters, streams: int, per_s: float = LOADS_PER_S
 ) -> list[Gaps]:
-    """Measure streams without loads and beside loads from each tier, in turns; print the rows.
+    """Measure gaps of streams without loads and beside loads from each tier, in turns; print the
+    rows.
 
+    streams: number of decoding sequences.
     per_s: loads per second.
     """
     sources = (None, *(tier for tier in adapters if tier is not Residency.GPU))
@@ -276,6 +291,7 @@ def gaps(
 def loads(client: Client, adapters: Adapters, streams: int, gpu_bytes: int) -> Iterator[Load]:
     """Time loads from the host, one after another.
 
+    streams: number of sequences that decode meanwhile.
     gpu_bytes: bytes of an image on each GPU.
     """
     took_ms = []

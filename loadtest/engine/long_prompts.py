@@ -31,7 +31,7 @@ _WARM_TOKENS = 8  # tokens of each stream before prompts come
 
 @dataclass(frozen=True, slots=True)
 class LongPrompts:
-    """Prompts of M tokens beside N streams, one after another or all at once.
+    """Long prompts that come beside decoding streams, one after another or all at once.
 
     seconds: maximum seconds to wait for the prompts.
     """
@@ -116,7 +116,10 @@ class Streams:
 
 
 def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
-    """Time the work under this goal, which replaces the engine's own."""
+    """Time the work under an inter-token goal, which replaces the engine's own.
+
+    goal_s: the goal in seconds; None: no goal.
+    """
     costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
     engine._step_budget = None if goal_s is None else StepBudget(goal_s, costs, sizes)
     requests = _requests(engine, work.prompts, work.prompt_tokens, 1)
@@ -192,7 +195,7 @@ def _streams(engine: Engine, work: LongPrompts) -> Iterator[Streams]:
 
 
 def _requests(engine: Engine, count: int, prompt_tokens: int, tokens: int) -> list[Request]:
-    """Make requests of random prompts that share no prefix."""
+    """Make `count` requests of random prompts that share no prefix, for `tokens` tokens each."""
     rng, salt = np.random.default_rng(1), secrets.token_hex(8)
     prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_tokens)).tolist()
     return [

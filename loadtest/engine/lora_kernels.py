@@ -51,10 +51,10 @@ TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step.
+    """Step of the benchmark: its tokens and their adapters.
 
     pool_rank: largest rank that the step's pool could hold.
-    reach_ms: target of LoRA's time.
+    reach_ms: target of LoRA's time, in milliseconds.
     """
 
     tokens: int
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def floor_ms(self) -> float:
-        """Least time of LoRA, as the module defines it."""
+        """Shortest possible time of LoRA, as the module defines it, in milliseconds."""
         dims = [SHAPE.dims(i) for i in range(len(SHAPE.linears))]
         weights = self.adapters * self.rank * sum(d_in + d_out for d_in, d_out in dims)
         inputs = sum(dims[group[0]][0] for group in SHAPE.groups.values())
@@ -109,7 +109,9 @@ class Pass:
 
     @torch.inference_mode()
     def __init__(self, model: LlamaModel, row: Row) -> None:
-        """Check and capture. Raises AssertionError if a delta is not the float32 reference's."""
+        """Check the step's deltas and capture it. Raises AssertionError if a delta differs from a
+        float32 reference.
+        """
         torch.manual_seed(row.tokens + row.adapters)
         self._model, self._device = model, model.device
         self._weights, segments = _adapters(row, self._device), _segments(row, self._device)
@@ -125,7 +127,7 @@ class Pass:
         self.without = self._capture(replace(self._batch, segments=None))
 
     def recapture(self) -> None:
-        """Capture again with changed LoRA kernels."""
+        """Capture the step anew, after the LoRA kernels' launch config has changed."""
         self.with_lora = self._capture(self._batch)
 
     @torch.inference_mode()
@@ -201,7 +203,11 @@ def _batch(row: Row, segments: Segments, device: torch.device) -> Batch:
 
 
 def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.device) -> None:
-    """Check each fused linear of one layer, over fresh memory full of NaN."""
+    """Compare LoRA's delta for each fused linear of one layer with a float32 reference, over fresh
+    memory full of NaN.
+
+    segments: tokens of the step by adapter.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     step, layer = begin_step(weights, segments, row.tokens), LAYERS - 1
     for name, members in SHAPE.groups.items():

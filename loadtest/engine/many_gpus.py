@@ -141,6 +141,7 @@ class RunningJob:
 def jobs_of(part: int, gpus: int, folder: Path, commit: str) -> list[GpuJob]:
     """Return the jobs of one part, in the order in which they get GPUs.
 
+    gpus: number of GPUs to use.
     folder: folder for 8B's model.
     commit: commit that is measured.
     """
@@ -197,6 +198,7 @@ def run_all(
 ) -> list[Outcome]:
     """Run the jobs, each as soon as its GPUs are free and no earlier job waits for them.
 
+    folder: folder for logs and results.
     seconds: time for all jobs; a job that would have too little of it is not begun.
     report: called with all outcomes so far, after each job.
     """
@@ -249,7 +251,14 @@ def main() -> None:
 
 
 def _table(name: str, gpus: range, limit_s: float, *more: str) -> GpuJob:
-    """Return a job for steps and token rates of 70B's shapes, with adapters on GPUs alone."""
+    """Return a job that measures steps and token rates of 70B's shapes, with adapters on GPUs
+    alone.
+
+    name: name of the job.
+    gpus: indices of its GPUs.
+    limit_s: its time limit in seconds.
+    more: further options of `loadtest.engine.table`.
+    """
     ranks = len(gpus)
     rows = _ADAPTERS_ON_TWO_GPUS if "--parts" in more else (*_ADAPTERS, *_STEPS)
     parts = () if "--parts" in more else ("--parts", "throughput", "decode")

@@ -101,7 +101,12 @@ def request_of(
     salt: str,
     sampling: SamplingParams = GREEDY,
 ) -> Request:
-    """Make a request for exactly N tokens. Only requests of one salt share cached prefixes."""
+    """Make a request for exactly `tokens` tokens.
+
+    name: id of the request.
+    salt: only requests with equal salts share cached prefixes.
+    sampling: sampling parameters, except the number of tokens.
+    """
     sampling = replace(sampling, max_tokens=tokens, ignore_eos=True)
     return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
 
@@ -129,7 +134,9 @@ def generate(engine: Engine, requests: list[Request]) -> Run:
 
 
 def begin(engine: Engine, requests: list[Request]) -> None:
-    """Step until each of the submitted requests has a token; only decode steps follow."""
+    """Step until each of the submitted requests has its first token; after that, only decode steps
+    follow.
+    """
     begun: set[str] = set()
     while len(begun) < len(requests):
         engine.wait(1.0)

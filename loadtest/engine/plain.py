@@ -66,14 +66,18 @@ def tolerance(dtype: torch.dtype, rounding: Quantization | None = None) -> float
 
 
 def some(answers: Series[Answer], count: int = 8) -> Series[Answer]:
-    """Choose a few answers, in odd strides, to cover adapters that are dealt round."""
+    """Choose `count` answers or fewer, in odd strides, to cover adapters that are dealt round over
+    them.
+    """
     return answers[:: len(answers) // count | 1][:count]
 
 
 def check(engine: Engine, answers: Series[Answer]) -> float:
-    """Return the worst shortfall; raise AssertionError, with the request's id, if it is too large.
+    """Compare the tokens of some answers with the plain path; return the worst token's shortfall
+    (see `shortfalls`).
 
-    Engine thread only; the engine must be idle.
+    Raises AssertionError, with the request's id, if it is too large. Engine thread only; the engine
+    must be idle.
     """
     model = engine._runner.model
     if engine._settings.tensor_parallel > 1:
@@ -97,9 +101,12 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
 
 
 def shortfalls(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[float]:
-    """Return for each answer the worst shortfall of a token's logit from the plain path's best.
+    """Return for each answer the largest amount by which a token's logit is below the plain path's
+    best.
 
-    Shares of the row's largest absolute logit; NaN if a logit is NaN. One adapter at a time.
+    The amounts are shares of the position's largest absolute logit; NaN if a logit is NaN. Answers
+    of one adapter are computed at a time.
+    tiers: adapters, which are loaded as needed.
     """
     found: dict[int, float] = {}
     for group in _groups(answers):
@@ -112,7 +119,8 @@ def shortfalls(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list
 def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[torch.Tensor]:
     """Compute for each answer the logits [tokens, vocab] float32 of its tokens.
 
-    All answers in one pass: their rows and their adapters, which are loaded, must fit into memory.
+    All answers are computed in one pass: their rows and their adapters, which are loaded, must fit
+    into memory.
     """
     shape = model.config.shape
     sequences = sequences_of(answers, len(model.config.kv_groups.windows))

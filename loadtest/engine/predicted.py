@@ -40,12 +40,12 @@ from lorikeet_engine.models.config import ModelConfig
 BYTES_PER_S = 4.3e12
 """Bytes per second that an H200 reads.
 
-docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels".
+Source: docs/benchmarks.md, "Decode steps" and the floors of "LoRA kernels".
 """
 OPERATIONS_PER_S = 758e12
 """Operations per second of an H200 on bfloat16 matrices of 8,192 × 8,192.
 
-docs/benchmarks.md, "Prefill".
+Source: docs/benchmarks.md, "Prefill".
 """
 FP8_TIMES = 2
 """Speed-up of FP8 products on tensor cores, from NVIDIA's datasheets of Hopper. Not measured."""
@@ -57,7 +57,7 @@ WORK = Work("base", 256, 128)
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Least time of a model's work on an H200.
+    """Lower bound on the time of a model's work on an H200.
 
     fp8_weights: whether the linears are FP8.
     fp8_kv: whether the KV cache is FP8.
@@ -96,7 +96,9 @@ class Roofline:
         return token * sum(min(context, window or context) for window in self.config.windows)
 
     def prompts_s(self, work: Work) -> float:
-        """Return the time of all prompts; the last token of each gives the first of an answer."""
+        """Return the seconds of all prompts' prefill; a prompt's last token gives the first token
+        of its answer.
+        """
         head = 2 * self.head_elements * work.requests
         linears = 2 * self.linear_elements * work.requests * work.prompt_tokens
         attention = prefill.flops(self.config, work.requests, work.prompt_tokens) - head - linears
@@ -104,8 +106,9 @@ class Roofline:
         return products_s + (attention + head) / OPERATIONS_PER_S
 
     def step_s(self, sequences: int, context: int) -> float:
-        """Return the time of a decode step.
+        """Return the seconds of a decode step.
 
+        sequences: number of decoding sequences.
         context: tokens that each sequence sees, its own included.
         """
         each = FP8_BYTES if self.fp8_weights else FLOAT_BYTES

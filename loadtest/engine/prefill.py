@@ -40,7 +40,8 @@ class Row:
     tflops: rate of the model's products on the GPU; without a GPU, over the whole step.
     matmul_tflops: rate of the large matmul.
     share: tflops as a share of matmul_tflops.
-    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    shortfall: largest amount by which a checked token's logit is below the plain path's best, as a
+        share of the largest absolute logit.
     gpu: the GPU's time in a further step; None without a GPU.
     """
 
@@ -54,7 +55,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
+    """Check the tokens of a work, then time its step. Raises AssertionError if the engine's tokens
+    are wrong.
+    """
     shortfall = harness.check(engine, work)
     runs = [_step(engine, work, run) for run in range(1, 1 + STEPS)]
     step_ms, gpu = median(1e3 * (run.ticks_s[0] - run.began_s) for run in runs), None
@@ -74,7 +77,10 @@ def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
 
 
 def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
-    """Return the operations of a forward pass of whole prompts; a multiply and an add are two."""
+    """Return the operations of a forward pass of whole prompts; a multiply and an add are two.
+
+    sequences, tokens: number of prompts, and tokens of each.
+    """
     c = config.shape
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
@@ -85,7 +91,9 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
 
 
 def _pairs(tokens: int, window: int | None) -> int:
-    """Return the visible pairs of query and key of a prompt in a layer with this window."""
+    """Return the number of pairs of a query and a key that it sees, for a prompt in a layer with
+    this window.
+    """
     within = min(tokens, window or tokens)
     return within * (within + 1) // 2 + (tokens - within) * within
 

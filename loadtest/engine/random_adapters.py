@@ -90,7 +90,11 @@ class EmptySource:
 
 
 def random_tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors that all of `RandomBlobs` share, by PEFT's names."""
+    """Return the tensors that all adapters of `RandomBlobs` share, by PEFT's names.
+
+    shape: shapes of the base model.
+    linears: names of the adapted linears.
+    """
     random = torch.Generator().manual_seed(1)
     tensors = {}
     for layer in range(shape.layers):
@@ -113,7 +117,10 @@ def random_scaling(index: int) -> float:
 
 
 def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
-    """Return adapters without blobs, for `fill_host` and `fill_device`, distinct by targets."""
+    """Return adapters without blobs, for `fill_host` and `fill_device`.
+
+    on: part of the adapters' names, so that sets of adapters with other targets are distinct.
+    """
     names = [f"random-{on.name.lower()}-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
@@ -144,7 +151,7 @@ def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) ->
 def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
     """Load adapters of one layout to the device, as many at a time as the host has room for.
 
-    The host keeps none of them. No request may run.
+    The host keeps none of them afterwards. No request may run meanwhile.
     """
     at_once = tiers._host.elements // layout.image_elements
     for first in range(0, len(refs), at_once):

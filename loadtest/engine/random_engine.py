@@ -50,9 +50,9 @@ def random_engine(
     """Build an engine with `random_refs(adapters)`, of rank RANK, on its host.
 
     folder: folder for temporary files.
-    room: adapters that the GPU holds.
-    on_host: adapters that the host has room for, if not all; all are then on the GPU, which must
-        hold them, and none stays on the host.
+    room: number of adapters for which the GPU has room.
+    on_host: number of adapters for which the host has room, if not for all; then all are on the
+        GPU, which must have room for them, and none stays on the host.
     others: further adapters by their targets, on the host; the GPU has room for all of them.
     settings: all settings except folders and memory for adapters.
     """
@@ -80,10 +80,13 @@ def roomy_engine(
     others: Mapping[Targets, int] = NO_OTHERS,
     rank: int = RANK,
 ) -> tuple[Engine, PackedLayout]:
-    """Build an engine without adapters; return it and the layout of an adapter.
+    """Build an engine with memory for adapters, but with no adapters yet; return it and the layout
+    of an adapter.
 
-    on_gpu, on_host: adapters of `rank` that GPU and host have room for.
-    others: further adapters by their targets, with room in both places.
+    source: where the engine fetches adapters.
+    on_gpu, on_host: number of adapters of `rank` for which GPU and host have room.
+    others: number of further adapters by their targets, for which both have room too.
+    settings: all settings except folders and memory for adapters.
     """
     shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
     layout = random_layout(shape, rank, world=settings.tensor_parallel)

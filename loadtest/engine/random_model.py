@@ -137,7 +137,13 @@ class RandomCheckpoint(Checkpoint):
         shard: Shard = WHOLE,
         block: tuple[int, int] | None = None,
     ) -> None:
-        """block: block of `Fp8Rows`, for linears that are rounded to FP8."""
+        """Begin a checkpoint whose tensors are drawn when they are read.
+
+        device, dtype: device and dtype of the tensors.
+        rounding: format to which linears are rounded; None: not rounded.
+        shard: part of each tensor that this rank reads.
+        block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
+        """
         self.device = device
         self.shard = shard
         self.dtype = dtype
@@ -190,7 +196,12 @@ def random_model(
     rounding: Quantization | None = None,
     ranks: RankGroup | None = None,
 ) -> LlamaModel:
-    """Build the model of a folder that holds config.json alone, with random weights."""
+    """Build the model of a folder that holds config.json alone, with random weights.
+
+    max_context: limit on a sequence's tokens; None: the config's.
+    rounding: format to which linears are rounded, unless the config names one.
+    ranks: processes that share the model, of which this is one; None: no other.
+    """
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard
     stored = config.quantized_linears

@@ -37,7 +37,9 @@ Sum = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds of one bfloat16 sum in a graph; None if the sum is unavailable."""
+    """Microseconds of one bfloat16 sum in a graph, by method; None if this machine does not support
+    the method.
+    """
 
     kib: int
     nccl_us: float
@@ -62,7 +64,7 @@ class NormRow:
 
 
 def measure(group: RankGroup, device: torch.device) -> list[Row]:
-    """Measure all sizes, in one of several ranks that do the same."""
+    """Measure sums of all sizes. Every rank of the group calls this at the same time."""
     sums: dict[str, Sum] = {"nccl": dist.all_reduce}
     if can_map_peers(device, group.world):
         symmetric = SymmetricSums(device, SIZES[-1]).map_peers()
@@ -81,7 +83,9 @@ def measure(group: RankGroup, device: torch.device) -> list[Row]:
 
 
 def measure_norms(group: RankGroup, device: torch.device) -> list[NormRow]:
-    """Measure all row counts that a norm can sum, in one of several ranks that do the same."""
+    """Measure sum and norm for all numbers of rows that one launch can do. Every rank of the group
+    calls this at the same time.
+    """
     found = []
     for width in WIDTHS:
         group.sums.connect_rows(width)
@@ -111,7 +115,12 @@ def _time_norm(
 
 
 def check(group: RankGroup, sum_: Sum, tensor: torch.Tensor, name: str) -> None:
-    """Raise AssertionError unless a sum is right at every element, several times in a row."""
+    """Raise AssertionError unless a sum over the ranks is right at every element, several times in
+    a row.
+
+    sum_: the sum, which replaces each rank's `tensor` by the total.
+    name: name of the sum, for the error.
+    """
     # even with 8 ranks, every partial sum is exact in bfloat16
     each = torch.arange(tensor.numel(), device=tensor.device) % 7
     for turn in range(1, 4):

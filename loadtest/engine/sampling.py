@@ -105,8 +105,9 @@ GROUPS = (
 class Row:
     """Steps of one case, in milliseconds.
 
+    A round is one run of every case of the group.
     step_ms: median of all steps.
-    over_greedy_ms: median of the rounds' differences to the group's first case.
+    over_greedy_ms: median over the rounds of the difference to the group's greedy case.
     rounds_ms: median of each round.
     """
 
@@ -119,7 +120,9 @@ class Row:
 
 
 def measure(engine: Engine, group: Group) -> Iterator[Row]:
-    """Check, then time. Raises AssertionError if the engine's tokens are wrong."""
+    """Check the tokens of a group's cases, then time their steps. Raises AssertionError if the
+    engine's tokens are wrong.
+    """
     harness.check(engine, Work("base", _PROMPT, 32, requests=min(group.requests, 64)))
     for case in group.cases:
         check_draws(engine, group, case)
@@ -172,7 +175,12 @@ def _are_close(got: TokenLogprobs, want: TokenLogprobs) -> bool:
 def _draw(
     logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """Draw tokens for rows with these outputs; return them, and the log probabilities by row."""
+    """Draw a token for each row of logits; return the tokens, and the requested log probabilities
+    by row.
+
+    params: sampling parameters of each row.
+    made: output of each row so far.
+    """
     slots, vocab = logits.shape
     penalties = Penalties(slots, vocab, logits.device)
     rows = [
@@ -214,7 +222,11 @@ def _time(engine: Engine, group: Group, case: Case, prompts: list[list[int]]) ->
 
 
 def _request(group: Group, case: Case, index: int, prompt: list[int]) -> Request:
-    """Make one request; all of a group find each other's prompts in the prefix cache."""
+    """Make one request. All requests of a group share a salt, so they find each other's prompts in
+    the prefix cache.
+
+    index: number of the request in its case.
+    """
     name, tokens = f"{case.name} {index}", group.made + _LEFT
     return request_of(name, prompt, tokens, None, f"{group.made}", case.of(index))
 

@@ -62,7 +62,8 @@ class Row:
     tokens_per_s, sampled_tokens_per_s: rate of each timed run.
     step_ms, sampled_step_ms: median step in the second half of the first run.
     of_greedy: sampled rate as a share of the greedy rate beside it, median.
-    shortfall: worst shortfall of a checked token, as a share of the largest logit.
+    shortfall: largest amount by which a checked token's logit is below the plain path's best, as a
+        share of the largest absolute logit.
     of_base: first greedy rate as a share of the base model's rate at these lengths; None if the
         base model was not measured before.
     predicted_tokens_per_s: prediction for the base model; None if not requested.
@@ -82,7 +83,10 @@ class Row:
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
-    """Check, then time N turns. Raises AssertionError if the engine's tokens are wrong."""
+    """Check the tokens of a work, then time it `turns` times greedily and as often with sampling.
+
+    Raises AssertionError if the engine's tokens are wrong.
+    """
     answers = _run(engine, work, 0).answers
     shortfall = plain.check(engine, plain.some(answers))
     greedy, sampled = list[Run](), list[Run]()

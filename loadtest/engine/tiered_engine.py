@@ -64,14 +64,14 @@ _LARGE_BYTES = 256 << 20
 
 
 def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
-    """Return the bytes of an adapter on all linears on the host."""
+    """Return the bytes on the host of an adapter on all linears."""
     shape = BaseShape.from_config(config)
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     return layout.image_elements * settings.torch_adapter_dtype.itemsize
 
 
 def counts_of(image: int) -> TierCounts:
-    """Return the counts for adapters of N bytes."""
+    """Return the numbers of adapters for adapters of `image` bytes each."""
     return FEW if image > _LARGE_BYTES else TierCounts()
 
 
@@ -81,7 +81,7 @@ def write_random_blobs(
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     rank: int = RANK,
 ) -> RandomBlobs:
-    """Write blobs of the adapters for the engine's disk."""
+    """Write blobs of the adapters that the engine's disk will hold."""
     return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, rank)
 
 
@@ -93,11 +93,14 @@ def tiered_engine(
     settings: EngineSettings = SETTINGS,
     rank: int = RANK,
 ) -> Engine:
-    """Build an engine with all adapters in their tiers; the adapters of host and disk were used in
-    order.
+    """Build an engine with all adapters in their tiers; those of host and disk have each been used
+    once, in order.
 
     folder: folder for the engine's files.
+    blobs: adapters of the disk.
+    counts: number of adapters in each tier.
     settings: all settings except folders and memory for adapters.
+    rank: rank of the adapters.
     Raises AssertionError if tokens made with the adapters are wrong.
     """
     on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare
@@ -116,9 +119,11 @@ def tiered_engine(
 
 
 def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
-    """Check one request after another.
+    """Send a request to each adapter, one after another, and check the tokens of the first few and
+    of the last.
 
-    last: number of last adapters that are on the GPU, so that the checks load nothing.
+    last: number of last adapters to check: those that are still on the GPU, so that the checks load
+        nothing.
     """
     drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.info.vocab_size, 0)
     answers: list[plain.Answer] = []
@@ -129,7 +134,7 @@ def _check(engine: Engine, refs: Sequence[AdapterRef], last: int) -> None:
 
 
 def _await_image(disk: DiskCache, digest: str) -> None:
-    """Wait until the disk tier has also packed an adapter that it holds."""
+    """Wait until the disk tier has written the image of an adapter whose blob it holds."""
     end_s = time.monotonic() + _WRITTEN_WITHIN_S
     while disk.holds(digest) and not disk.has_image(digest):
         assert time.monotonic() < end_s, "an image was not written to the disk"

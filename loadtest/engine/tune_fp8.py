@@ -74,18 +74,20 @@ class Products:
     """Copies of a weight, and tokens to multiply by them."""
 
     def __init__(self, d_out: int, d_in: int, tokens: int) -> None:
-        """Draw weights and tokens."""
+        """Draw copies of a weight [d_out, d_in] and `tokens` inputs."""
         copies = max(2, min(32, _COPIES_BYTES // (d_out * d_in)))
         self._weights = [_rounded(d_out, d_in, i) for i in range(copies)]
         self._x = _rounded(tokens, d_in, copies)
         self._want = self._x.floats() @ self._weights[0].floats().T
 
     def cublas_us(self) -> float:
-        """Return cuBLASLt's time."""
+        """Return cuBLASLt's time in microseconds."""
         return self._us(lambda weight: fused.multiply(self._x, weight, None, torch.bfloat16))
 
     def us(self, config: ProductConfig) -> float | None:
-        """Return a config's time; None if the config cannot run or computes a wrong product."""
+        """Return a config's time in microseconds; None if the config cannot run or computes a wrong
+        product.
+        """
 
         def call(weight: Fp8Rows) -> torch.Tensor:
             return few_tokens.multiply(self._x, weight, None, torch.bfloat16, config)
@@ -126,7 +128,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def candidates(tokens: int) -> Iterator[ProductConfig]:
-    """Yield the configs that fit on a multiprocessor."""
+    """Yield the configs to try for `tokens` tokens: those that fit on a multiprocessor."""
     for (out, inner, warps, stages), split in product(_BLOCKS, _SPLITS):
         shared, sums = (out + tokens) * inner * stages, out * tokens // (32 * warps)
         if shared <= _MOST_SHARED and sums <= _MOST_SUMS:
@@ -140,7 +142,11 @@ def compile_one(case: tuple[int, ProductConfig]) -> None:
 
 
 def measure(linear: str, d_out: int, d_in: int, tokens: int) -> Row:
-    """Try the candidates one after another."""
+    """Time all configs for one weight and number of tokens, one after another; return the row of
+    the best.
+
+    linear: name of the weight's linear.
+    """
     products = Products(d_out, d_in, tokens)
     tried = ((products.us(config), config) for config in candidates(tokens))
     timed = [(us, config) for us, config in tried if us is not None]

@@ -40,7 +40,10 @@ _REPLAYS = 10
 
 
 def tune(model: LlamaModel, regime: Regime, rows: list[Row]) -> LaunchConfig:
-    """Return the best launch config found for these rows; print each improvement."""
+    """Return the best launch config found for one regime of tokens; print each improvement.
+
+    rows: steps by which configs are judged.
+    """
     best = tuning.launch_config(regime, model.device)
     steps = [Pass(model, row) for row in rows]
     least = _cost(best, rows, steps)
@@ -76,7 +79,12 @@ def _changed(config: LaunchConfig, knob: str, value: int) -> LaunchConfig:
 
 
 def _cost(config: LaunchConfig, rows: list[Row], steps: list[Pass]) -> float:
-    """Return the minimised cost; infinity for a config that the GPU has no room for."""
+    """Return the cost of a config, the number to minimise; infinity for a config that the GPU has
+    no room for.
+
+    The cost is the mean plus the worst of LoRA's time as a share of its target, over the rows.
+    steps: captured step of each row.
+    """
     tiles.launch_config = lambda _regime, _device: config  # type: ignore[attr-defined,assignment]
     shares = []
     for row, step in zip(rows, steps, strict=True):

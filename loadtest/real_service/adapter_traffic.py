@@ -61,6 +61,7 @@ class Traffic:
     ) -> list[Session]:
         """Draw requests that arrive at a rate; each seed gives different requests.
 
+        seconds: length of the run.
         more_at_s: arrival times of further requests, in seconds from the start.
         """
         rng = np.random.default_rng(seed)
@@ -93,7 +94,7 @@ class Traffic:
 
 
 def add_traffic_arguments(parser: argparse.ArgumentParser, adapters: int, seconds: float) -> None:
-    """Add the arguments of `settings_of_traffic` and `warm_service`.
+    """Add the arguments that `settings_of_traffic` and `warm_service` read.
 
     adapters, seconds: defaults of the arguments of these names.
     """
@@ -125,7 +126,11 @@ def add_traffic_arguments(parser: argparse.ArgumentParser, adapters: int, second
 
 
 def settings_of_traffic(given: argparse.Namespace, own: str, **others: object) -> dict[str, str]:
-    """Return the variables of `settings_of_model`, with those of `add_traffic_arguments`."""
+    """Return the LORIKEET_ variables for the options of `add_traffic_arguments` and of the model.
+
+    given: options of the command line.
+    own, others: as in `settings_of_model`.
+    """
     return settings_of_model(
         given,
         own,

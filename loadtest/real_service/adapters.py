@@ -86,6 +86,7 @@ def fill_catalog(
 
     The settings name one base model, that of all adapters. On a local store blobs are written
     straight to their final paths; each takes rank × sum of the base's widths × 2 bytes.
+    weights: linears and layers that each adapter changes.
     """
     store = open_store(settings.catalog)
     catalog = AdapterCatalog.init(store, actor=TENANT)
@@ -120,21 +121,30 @@ def save_adapter(
     alpha: float,
     weights: AdapterWeights = EVERY_LINEAR,
 ) -> Path:
-    """Write an adapter's folder as PEFT's save_pretrained does; return the folder."""
+    """Write an adapter's folder as PEFT's save_pretrained does; return the folder.
+
+    shape: shapes of the base model.
+    weights: linears and layers that the adapter changes.
+    """
     _save_matrices(folder, shape, rank, weights)
     _save_config(folder, rank, alpha, weights)
     return folder
 
 
 def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LINEARS) -> int:
-    """Return an adapter's bytes on the device, without the padding of its matrices."""
+    """Return an adapter's bytes on the device, without the padding of its matrices.
+
+    shape: a name in SHAPES.
+    device: cpu or cuda, which decides the dtype.
+    linears: names of the adapted linears.
+    """
     base = BaseShape.from_config(SHAPES[shape])
     widths = sum(sum(base.dims(base.index(linear))) for linear in linears)
     return base.layers * widths * rank * (2 if device == "cuda" else 4)
 
 
 def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWeights) -> None:
-    """Write the matrices alone; equal for equal arguments."""
+    """Write the matrices of an adapter without its config; equal arguments give equal matrices."""
     random = torch.Generator().manual_seed(rank)
     tensors = {}
     for layer in range(weights.layers or shape.layers):
@@ -153,7 +163,11 @@ def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWe
 def _pack(
     folder: Path, settings: Settings, weights: AdapterWeights, adapter: int, rank: int
 ) -> tuple[Path, BlobFacts]:
-    """Return the blob of one adapter, and the facts that validation finds."""
+    """Pack one adapter; return its blob, and the facts about it that validation finds.
+
+    folder: has the matrices of each rank in a folder of that name.
+    adapter: number of the adapter, which decides its alpha.
+    """
     own = folder / f"a{adapter}"
     own.mkdir()
     (own / WEIGHTS_FILE).hardlink_to(folder / str(rank) / WEIGHTS_FILE)

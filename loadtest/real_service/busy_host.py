@@ -116,7 +116,8 @@ def _turn_on_cpu(memory: torch.Tensor) -> None:
 
 
 class WaitTimes:
-    """`with` block that measures what threads of the service's processes wait for.
+    """`with` block that measures the time for which threads of the service's processes wait, and
+    where.
 
     Threads that end within the block are not counted.
     """
@@ -156,7 +157,9 @@ class WaitTimes:
 
 
 def _tasks() -> Iterator[tuple[str, Path]]:
-    """Yield for each thread of the service its process kind and its folder in /proc."""
+    """Yield for each thread of the service the kind of its process, and the thread's folder in
+    /proc.
+    """
     for pid, part in parts_of_processes().items():
         with suppress(OSError):
             yield from ((part, task) for task in Path(f"/proc/{pid}/task").iterdir())

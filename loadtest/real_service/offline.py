@@ -56,7 +56,7 @@ class ServiceWork:
 
     @property
     def label(self) -> str:
-        """Lengths, as in 256/128."""
+        """Lengths of prompt and answer in tokens, as in 256/128."""
         return f"{self.prompt_tokens}/{self.output_tokens}"
 
     def sessions(self, seed: int) -> Sequence[Session]:
@@ -99,7 +99,11 @@ class Job:
 
 
 def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> dict[str, Any]:
-    """Check, then time. Raises AssertionError if tokens are wrong or too few."""
+    """Check the tokens of a work, then time it. Raises AssertionError if tokens are wrong or too
+    few.
+
+    refs: all adapters that the works name.
+    """
     once = _requests(engine, replace(work, rounds=1), refs, 0)
     shortfall = plain.check(engine, plain.some(generate(engine, once).answers))
     done = generate(engine, _requests(engine, work, refs, 1))
@@ -110,9 +114,10 @@ def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> di
 def run_beside(
     job: Job, variables: Mapping[str, str], processes: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """Run N engines at the same time, each on a device of its own; return all their rows.
+    """Run several engines at the same time, each on a device of its own; return all their rows.
 
     variables: LORIKEET_ variables of the service.
+    processes: number of engines.
     folder: folder for the job and the rows.
     Raises CalledProcessError.
     """

@@ -104,7 +104,11 @@ class Pusher:
         self._model = ""
 
     def push(self) -> PushTimes:
-        """Push the next version; return its times. Raises RuntimeError, httpx.HTTPError."""
+        """Push the next version; return its times.
+
+        Raises RuntimeError if the service refuses the push or an answer is incomplete,
+        httpx.HTTPError if it does not answer.
+        """
         digest = self._versions.renew()
         sent_s = 0.0
 
@@ -136,7 +140,8 @@ class Pusher:
         )
 
     def ask(self) -> float:
-        """Request the newest version from each replica; return when the last one answered.
+        """Request the newest version from each replica; return time.monotonic() of the slowest
+        one's first token.
 
         The seeds of the requests count up and so choose the replicas. Raises RuntimeError.
         """

@@ -77,7 +77,7 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, kv: str = "20GiB") -> None:
-    """Add the arguments of `settings_of_model`.
+    """Add the arguments that `settings_of_model` reads.
 
     kv: default of --kv.
     """

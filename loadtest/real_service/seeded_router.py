@@ -16,7 +16,7 @@ class SeedsChooseReplicas(AdapterAffinityRouter):
     """
 
     def initialize_state(self, name: str, **prices: Any) -> None:
-        """Set the adapter and changes of the cost model.
+        """Set the adapter whose requests go by seed, and change coefficients of the cost model.
 
         name: the adapter's name without its tenant.
         prices: fields of CostCoefficients that replace the measured ones.
@@ -30,7 +30,9 @@ class SeedsChooseReplicas(AdapterAffinityRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replica of the seed for the one adapter, else the product's choice."""
+        """Return the replica chosen by the request's seed if it is for the one adapter, else the
+        product's choice.
+        """
         call = call_of(pending_request)
         if call is None or call.adapter is None or call.adapter.name != self._name:
             return await super().choose_replicas(candidate_replicas, pending_request)

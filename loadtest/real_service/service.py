@@ -47,7 +47,7 @@ class RunningService:
     def wait_until_resident(self, admin_key: str, adapters: int, replicas: int) -> None:
         """Wait until enough adapters are on the GPU of every replica.
 
-        adapters: adapters that each replica must hold.
+        adapters: number of adapters that each replica must hold.
         replicas: expected number of replicas.
         Raises TimeoutError.
         """

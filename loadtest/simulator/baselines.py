@@ -81,8 +81,8 @@ class HashRing:
 class BoundedHashing:
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
-    A request goes around the ring, from the adapter's point, to the first replica with fewer
-    requests than BOUND times the mean.
+    A request goes to the first replica with fewer requests than BOUND times the mean, around the
+    hash ring from the adapter's point.
     """
 
     def __init__(self, seed: int) -> None:

@@ -26,7 +26,7 @@ class Scenario:
     """Traffic, and the fleet that serves it. Other fields are described in FleetSetup.
 
     popularity: text for `parse_popularity`.
-    load: share of the requests per second that all replicas could answer with full batches.
+    load: requests per second, as a share of what all replicas could answer with full batches.
     rate_per_s: requests per second; overrides `load`.
     cv: coefficient of variation of the gaps between arrivals.
     trace: file for `TrafficTrace.read`; replaces drawn arrivals and lengths.

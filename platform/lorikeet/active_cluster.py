@@ -87,9 +87,9 @@ class ServiceAccountToken(httpx.Auth):
 def update_selectors(api: httpx.Client, namespace: str) -> bool:
     """Make every selector name the serving cluster if two clusters exist, and no cluster otherwise.
 
-    Return whether all selectors are right. A failure is logged for another attempt, and does not
-    affect the other selectors. Raises KubernetesRefusal if Kubernetes permanently refuses to list
-    the clusters.
+    Returns whether all selectors are right; a failure is logged, so that the caller can try again,
+    and does not affect the other selectors. Raises KubernetesRefusal if Kubernetes permanently
+    refuses to list the clusters.
     """
     try:
         cluster = _serving_cluster(api, namespace)
@@ -149,9 +149,9 @@ def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> 
 
 
 def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
-    """Return the name of the cluster that serves tenants; None if it is the only cluster.
+    """Return the name of the cluster that serves tenants if there are several clusters.
 
-    Returns None, too, if the service's selector names no existing cluster.
+    Returns None if there is only one, or if the service's selector names no existing cluster.
     """
     found = _read(
         api,
@@ -165,8 +165,9 @@ def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
 
 
 def _read(api: httpx.Client, path: str, **params: str) -> dict[str, Any]:
-    """Read from Kubernetes' API: an object, or a list if `params` are given.
+    """Read an object from Kubernetes' API, or a list of objects if `params` are given.
 
+    path: path of the object or list in the URL, below the API's root.
     Returns {} if the object does not exist.
     """
     response = api.get(path, params=params)

@@ -34,7 +34,9 @@ def _is_url(value: object) -> bool:
 
 
 def parse_prefixes(value: object) -> object:
-    """Return the prefixes in `s3://bucket/prefix,s3://…`. Raises ValueError."""
+    """Return the prefixes in a list such as `s3://bucket/prefix,s3://…`. Raises ValueError for
+    another form.
+    """
     if not isinstance(value, str):
         return value
     prefixes = tuple(item.strip().rstrip("/") for item in value.split(",") if item.strip())
@@ -57,7 +59,7 @@ class Address(NamedTuple):
 
 
 def parse_address(value: object) -> object:
-    """Return the Address of `host:port` or `[ipv6]:port`. Raises ValueError."""
+    """Return the Address of `host:port` or `[ipv6]:port`. Raises ValueError for another form."""
     if not isinstance(value, str):
         return value
     host = rf"\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*)"
@@ -77,7 +79,9 @@ def parse_collector(value: object) -> object:
 
 
 def public_port(environ: Mapping[str, str]) -> int:
-    """Return the port for tenants: the value of PORT, or Serve's default. Raises InvalidSetting."""
+    """Return the port for tenants: the value of PORT, or Serve's default. Raises InvalidSetting if
+    PORT is no port.
+    """
     text = environ.get("PORT") or str(SERVES_PORT)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
         raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")

@@ -41,7 +41,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
-    """Return True if the served linears equal the linears of a quantised copy of the base model.
+    """Whether the served linears equal the linears of a quantised copy of the base model.
 
     copy: name of the copy.
     quantization: quantization of the served linears, as in EngineInfo; None if they are not
@@ -55,9 +55,7 @@ def _has_values_of(copy: str, quantization: str | None) -> bool:
 
 
 def _is_partly(copy: str) -> bool:
-    """Return True if a copy's name shows that it is Unsloth's and leaves some linears
-    unquantised.
-    """
+    """Whether a copy's name shows that Unsloth made it and left some linears unquantised."""
     return copy.lower().endswith("-unsloth-bnb-4bit")
 
 

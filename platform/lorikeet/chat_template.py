@@ -62,7 +62,11 @@ def template_warning(trained: str | None, served: str | None, base_model: str) -
 
 
 def bounded_text(path: Path, max_bytes: int) -> str:
-    """Return a regular file's text of at most `max_bytes` bytes. Raises OSError or ValueError."""
+    """Return the text of a regular file.
+
+    Raises ValueError if the file is not regular, is larger than `max_bytes` or is no text, and
+    OSError if it cannot be read.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     with path.open("rb") as file:

@@ -120,8 +120,8 @@ class Client:
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their `config`.
         name: the adapter's name, without its tenant.
         alias: alias to point at the version.
-        lifetime_s: seconds after which the version is deleted; such a version never becomes
-            durable. None: the version is kept.
+        lifetime_s: seconds after which the version is deleted; such an ephemeral version never
+            becomes durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
@@ -156,7 +156,8 @@ class Client:
     def sample(
         self, model: PushResult | str, prompt: str | Sequence[int], **fields: Any
     ) -> list[SampledChoice]:
-        """Return n choices for a prompt, with token ids and log probabilities.
+        """Return the n choices that the service samples for a prompt, with token ids and log
+        probabilities.
 
         They are drawn from the model's whole distribution at temperature 1 unless `fields` say
         otherwise, whatever defaults the base model's generation_config.json has.
@@ -165,7 +166,7 @@ class Client:
 
         fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
             value is None are left out.
-        Raises LorikeetError.
+        Raises LorikeetError with the service's code.
         """
         if fields.get("stream"):
             raise InvalidInput("samples are not streamed: leave stream out", param="stream")
@@ -210,7 +211,14 @@ class Client:
         blob: Path | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send a request, and repeat it until the deadline while the service is busy or down."""
+        """Send a request, and repeat it until the deadline while the service is busy or down.
+
+        deadline_s: time.monotonic() after which the request is not repeated.
+        key: API key to send.
+        query: parameters of the URL.
+        blob: file to send as the body.
+        body: JSON to send as the body.
+        """
         headers = {"authorization": f"Bearer {key}"}
         while True:
             content = blob.open("rb") if blob else None
@@ -237,7 +245,7 @@ class Client:
 
 
 def _save(weights: Mapping[str, Any], config: TrainersConfig | None, folder: Path) -> None:
-    """Write tensors and their config as PEFT does."""
+    """Write an adapter's tensors and their config into a folder, as PEFT does."""
     from safetensors.torch import save_file  # imports torch, which pushing a folder does not need
 
     if config is None:

@@ -312,4 +312,4 @@ class ObjectNotFound(StoreError):
 
 
 class ObjectExists(StoreError):
-    """Object of an if-absent write that already exists."""
+    """Failure of an if-absent write: the object already exists."""

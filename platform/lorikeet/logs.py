@@ -49,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_unexpected(event: str, request_id: str, error: Exception) -> None:
-    """Log an unexpected exception's type and stack.
+    """Log an unexpected exception's type and stack as the event `event`.
 
     The exception's text is not logged, since it may quote a prompt or a key.
     """

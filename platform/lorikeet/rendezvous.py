@@ -11,7 +11,8 @@ _ORDERS_REMEMBERED = 32_768  # with 64 replicas each: 20 MB, and 2 s of hashing 
 
 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
-    """Return the replicas in order of preference for `key`: by a hash of both names, highest first.
+    """Return the replicas in order of preference for `key`: by a hash of key and replica's name,
+    highest first.
 
     Adding or removing a replica changes the first choice only of keys whose first choice is this
     replica.

@@ -28,7 +28,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Response as its client got it, with the whole conversation.
+    """Response as its client got it, with the whole conversation up to it.
 
     created: Unix seconds.
     turns: items of all inputs and outputs in order, the response's own output last, so that

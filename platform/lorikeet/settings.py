@@ -72,10 +72,10 @@ def _parse_models(value: object) -> object:
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
-    """Return values by base model, parsed from one value for all base models, or from `a=4,b=1` for
-    some base models.
+    """Return a setting's values by base model, from one value for all base models or from
+    `a=4,b=1`.
 
-    Base models that are not named get the field's default. Raises ValueError.
+    Base models that `a=4,b=1` does not name get the field's default. Raises ValueError.
 
     given: the field's name, and the fields validated before, among them the base models.
     """

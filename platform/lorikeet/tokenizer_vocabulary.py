@@ -33,7 +33,7 @@ class TokenizerVocabulary(NamedTuple):
 
 
 def read_vocabulary(folder: Path) -> TokenizerVocabulary | None:
-    """Return the vocabulary of a folder's tokenizer; None without a file of one that can be read.
+    """Return the vocabulary of a folder's tokenizer; None if no file with a vocabulary can be read.
 
     Skips files larger than MAX_TOKENIZER_BYTES and files that are not regular.
     """
@@ -52,7 +52,8 @@ def read_vocabulary(folder: Path) -> TokenizerVocabulary | None:
 def vocabulary_warning(
     trained: TokenizerVocabulary | None, served: TokenizerVocabulary | None, base_model: str
 ) -> str | None:
-    """Return a warning if an adapter's tokenizer has tokens that its base model's reads otherwise.
+    """Return a warning if an adapter's tokenizer has tokens that its base model's tokenizer lacks
+    or numbers otherwise.
 
     The result is a clause without a full stop, or None.
 
@@ -89,7 +90,9 @@ def _digest(vocabulary: Any) -> str:
 
 
 def _ids(tokens: Any) -> Mapping[str, int]:
-    """Return added tokens' ids by token. Raises ValueError unless they are that, and few enough."""
+    """Return the mapping from token to id that `tokens` is. Raise ValueError if it is something
+    else, or has more than MAX_ADDED tokens.
+    """
     if not isinstance(tokens, Mapping) or len(tokens) > MAX_ADDED:
         raise ValueError(f"want at most {MAX_ADDED} added tokens")
     if not all(isinstance(each, str) and isinstance(at, int) for each, at in tokens.items()):

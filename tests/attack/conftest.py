@@ -74,7 +74,7 @@ def attacker(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 def service_bytes(service: Service) -> int:
-    """Bytes of memory that only the service's processes use."""
+    """Bytes of memory of the service's processes that they share with no other process."""
     ours = 0
     for process in psutil.process_iter():
         try:

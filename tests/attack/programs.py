@@ -87,7 +87,7 @@ class Attacker:
             writer.close()
 
     async def leave_unread(self, body: Any) -> None:
-        """Send a request, check that its answer begins, and leave the rest unread for a while."""
+        """Send a request, check that its answer begins, and read no more of it for a while."""
         url, content = httpx.URL(self.url), _encoded(body)
         asking = socket.socket()
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)  # kernel takes little
@@ -121,7 +121,10 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def schema(number: int, fields: int = 2000) -> dict[str, Any]:
-    """Request with a large JSON schema; each number gives another schema."""
+    """Request with a large JSON schema; each number gives another schema.
+
+    fields: number of properties in the schema.
+    """
     properties = {f"field_{number}_{i}": {"type": "string", "maxLength": 9} for i in range(fields)}
     form = {"type": "object", "properties": properties, "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": form}}

@@ -11,7 +11,10 @@ class Crash(BaseException):
 
 
 class Mortal:
-    """Store whose process dies before or, with `after`, after its call number `calls`."""
+    """Store whose process dies at its call number `calls`.
+
+    after: whether the process dies right after the call, instead of before.
+    """
 
     def __init__(self, store: ObjectStore, calls: int, *, after: bool) -> None:
         self._store = store

@@ -75,7 +75,7 @@ class ReportingEngines:
 
 @dataclass(frozen=True)
 class Lorikeet:
-    """A running gateway and how to call the command on it."""
+    """A running gateway, and calls of the command-line client on it."""
 
     url: str
     admin_key: str
@@ -83,7 +83,10 @@ class Lorikeet:
     engines: ReportingEngines
 
     def run(self, *arguments: str, **environment: str) -> Result:
-        """Run the command in a terminal of 100 columns."""
+        """Run the command in a terminal of 100 columns.
+
+        environment: environment variables to set.
+        """
         own = {"LORIKEET_SERVER": self.url, "LORIKEET_ADMIN_KEY": self.admin_key, "COLUMNS": "100"}
         return CliRunner().invoke(app, arguments, env=own | environment, prog_name="lorikeet")
 
@@ -119,6 +122,8 @@ def serving(
 ) -> Iterator[Lorikeet]:
     """Run a gateway over a catalog.
 
+    key: an admin's key.
+    part_bytes: size of the parts in which blobs are uploaded.
     served: fields of the base model, such as quantization.
     """
     engines = ReportingEngines()

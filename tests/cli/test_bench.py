@@ -21,7 +21,7 @@ from tests.gateway.conftest import Gateway, Items, repeat, serving
 from tests.waiting import eventually
 
 TENANTS = ("acme", "globex")
-WAIT_S = 0.05
+WAIT_S = 0.5
 
 
 @pytest.fixture(scope="module")

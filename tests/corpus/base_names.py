@@ -14,7 +14,10 @@ def _base(name: str, called: str | None, says: str = EQUAL) -> Feature:
 
 
 def _chosen(called: str | None) -> Build:
-    """Pass the base model's name to register, as an admin does."""
+    """Give the base model's name to register, as an admin does.
+
+    called: name in the adapter's config; None: it has none.
+    """
 
     def build(draft: Draft) -> None:
         draft.name_base(called)

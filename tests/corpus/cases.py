@@ -94,7 +94,11 @@ def five_hundred() -> list[Case]:
 
 
 def _drawn(random: Random, fault: Sequence[Feature], number: int) -> Case:
-    """Draw a random case of features that fit each other."""
+    """Draw a random case of features that fit each other.
+
+    fault: refused features that the case has in any case.
+    number: number of the case, its seed.
+    """
     chosen = list(fault)
     for axis in random.sample(list(Axis), len(Axis)):
         fitting = [f for f in ACCEPTED[axis] if all(map(f.fits, chosen))]

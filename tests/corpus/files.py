@@ -51,7 +51,12 @@ def _beside(*names: str) -> Build:
 def _packed(
     pack: Callable[[Path, Iterable[tuple[Path, str]]], object], ending: str, at: str = ""
 ) -> Build:
-    """Put the adapter's files into a folder of an archive."""
+    """Put the adapter's files into an archive.
+
+    pack: writes an archive of files, each with its name in the archive.
+    ending: ending of the archive's name.
+    at: folder in the archive, with a slash; empty for its top.
+    """
 
     def build(draft: Draft) -> None:
         draft.source = draft.scratch / f"my-adapter{ending}"

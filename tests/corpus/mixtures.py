@@ -26,7 +26,10 @@ def _trained(name: str, build: Build, says: str = EQUAL) -> Feature:
 
 
 def _options(name: str, says: str = EQUAL, **options: Any) -> Feature:
-    """Feature with an adapter of LoraConfig(**options); no target_modules: parameters only."""
+    """Feature with an adapter that LoraConfig(**options) makes.
+
+    Without target_modules in the options, only parameters are targeted.
+    """
     options = {"target_modules": [], **options}
     return _trained(name, lambda draft: save(draft, **options), says)
 

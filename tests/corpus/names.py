@@ -141,7 +141,10 @@ WRAPPING: tuple[Feature, ...] = (
 
 
 def _place(name: str, was: str, says: str = EQUAL) -> Feature:
-    """Feature that moves the layers to another path than `model`."""
+    """Feature that moves the layers to another path than `model`.
+
+    was: the other path, with a dot at its end.
+    """
     return Feature(
         name,
         Axis.PLACE,

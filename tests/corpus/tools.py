@@ -36,7 +36,10 @@ def _targets(tensors: Tensors) -> list[str]:
 
 
 def _configured(draft: Draft, **keys: Any) -> None:
-    """Write a config of these keys and those that every config has."""
+    """Write a config of the keys that every config has, and further ones.
+
+    keys: the further keys.
+    """
     was = draft.config()
     common = {"peft_type": "LORA", "r": was["r"], "lora_alpha": was["lora_alpha"]}
     draft.write_config({**common, "target_modules": _targets(draft.tensors()), **keys})
@@ -44,7 +47,7 @@ def _configured(draft: Draft, **keys: Any) -> None:
 
 
 def _torchtune(draft: Draft) -> None:
-    """Write a config of five keys.
+    """Write a config of only five keys, as torchtune does.
 
     pytorch/torchtune 375d71b, training/checkpointing/_checkpointer.py and
     models/convert_weights.py, which restores the usual order of the heads' rows.
@@ -53,7 +56,7 @@ def _torchtune(draft: Draft) -> None:
 
 
 def _torchtune_dora(draft: Draft) -> None:
-    """Write DoRA's magnitudes, which torchtune's config does not mention (same files)."""
+    """Write DoRA's magnitudes, which torchtune's config does not mention (sources: _torchtune)."""
     _torchtune(draft)
     draft.edit_weights(
         lambda tensors: (
@@ -101,7 +104,7 @@ def _megatron(draft: Draft) -> None:
 
 
 def _tinker(draft: Draft) -> None:
-    """Convert for serving.
+    """Write the config with which tinker-cookbook converts an adapter for serving.
 
     thinking-machines-lab/tinker-cookbook 125e52e, tinker_cookbook/weights/_adapter.py.
     """
@@ -112,7 +115,10 @@ def _tinker(draft: Draft) -> None:
 
 
 def _tinker_unembedding(draft: Draft) -> None:
-    """Train the unembedding too, as Tinker does by default (same file); no copy of it is saved."""
+    """Adapt lm_head in addition, as Tinker does by default, and save no copy of it.
+
+    Source: that of _tinker.
+    """
     rank, shape = draft.config()["r"], draft.base.shape
     vocabulary = draft.base.model().config.vocab_size
 
@@ -129,7 +135,7 @@ def _tinker_unembedding(draft: Draft) -> None:
 
 
 def _verl(draft: Draft) -> None:
-    """Merge a checkpoint's shards, with an alpha that was never set.
+    """Write the config of verl's merged checkpoints, whose alpha was never set.
 
     volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
     """

@@ -36,7 +36,8 @@ FLAGS = {
 class Patient:
     """Environment and machine of a planned start.
 
-    more: variables beside environ; an empty value unsets one.
+    environ: environment variables.
+    more: variables to set in addition to environ; an empty value unsets one.
     wait_s: time limit of each check.
     """
 

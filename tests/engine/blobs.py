@@ -166,7 +166,7 @@ def elements(ranks: Ranks) -> int:
 
 
 def until(holds: Callable[[], bool], wake: threading.Event, timeout_s: float = 10.0) -> None:
-    """Test the condition again whenever `wake` is set, as an engine's loop does."""
+    """Wait until the condition holds; test it whenever `wake` is set, as an engine's loop does."""
     end_s = time.monotonic() + timeout_s
     while not holds():
         assert wake.wait(end_s - time.monotonic()), "nothing woke the engine in time"

@@ -48,7 +48,7 @@ class CheckedEngine:
 
     live: choices in flight, by request id.
     sound: False once a check has failed.
-    fault: "before" or "after" makes the next batch fail there.
+    fault: "before" or "after": the next batch fails before or after it is computed.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -115,7 +115,10 @@ class CheckedEngine:
             self._end(name, ended)
 
     def load(self, which: int = 0) -> None:
-        """Run one waiting piece of loading, if any piece waits."""
+        """Do one of the waiting pieces of work that load adapters, if any waits.
+
+        which: number of the piece, modulo the number of waiting pieces.
+        """
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
@@ -230,9 +233,20 @@ class CheckedEngine:
         leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
         assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}
         assert all(s.lease for s in scheduler.running if s.adapter)
+        self._check_states(scheduler.running)
         slots = [s.penalty_slot.index for s in sequences if s.penalty_slot]
         assert len(set(slots)) == len(slots) == self.slots - self.engine._sampler.penalties.free
         assert not any(s.penalty_slot for s in scheduler.waiting)
+
+    def _check_states(self, running: list[Sequence]) -> None:
+        """Check that every slot of a state that is not free belongs to one running sequence."""
+        pool = self.engine._cache.states
+        if pool is None:
+            return
+        owned = [slot for s in running for slot in (s.kv.state, *s.kv.saving.values())]
+        held = {s.kv.restore for s in running} - {None}
+        assert len({*owned, *held}) == len(owned) + len(held)
+        assert pool.free + len(owned) + len(held) == self.engine._runner.state_slots
 
     def _most_windowed(self, sequence: Sequence) -> int:
         """Return how many pages of a window a sequence may hold: its own and those of steps in

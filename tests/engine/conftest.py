@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import transformers
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention.protocol import PageTable
-from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.kernels.delta_net import Prefills
+from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.parallel import followers
 from tests.engine.blob_shelf import BlobShelf
 
@@ -116,6 +118,21 @@ MOE: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 5,
+        "layer_types": [
+            *("linear_attention", "full_attention", "linear_attention"),
+            *("linear_attention", "full_attention"),
+        ],
+        "head_dim": 32,
+        "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 20,
+    },
+}
 EIGHT_HEADS = {"num_attention_heads": 8}
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -205,7 +222,7 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE and VARIANTS; "tied " before a family's name ties its embeddings.
+    Names: of FAMILIES, MOE, HYBRID, VARIANTS; "tied " before a family's name ties its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -213,7 +230,7 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **VARIANTS}[name.removeprefix("tied ")]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)
@@ -290,7 +307,17 @@ class PagedTokens:
             kv_lengths=kv_lengths,
             page_tables=tuple(self._page_table(chunks, group) for group in range(groups)),
             segments=None,
+            states=self._state_rows(chunks),
         )
+
+    def _state_rows(self, chunks: dict[str, Sequence[int]]) -> StateRows:
+        """Return the places of states: each sequence has the slot of its first page."""
+        tensor = partial(torch.tensor, device=self.device, dtype=torch.int64)
+        lengths, slots = [*map(len, chunks.values())], [self.tables[name][0] for name in chunks]
+        begins = [self.lengths[name] == len(tokens) for name, tokens in chunks.items()]
+        prefills = Prefills.of(lengths, slots, torch.device(self.device))
+        fresh, restores = tensor([*compress(slots, begins)]), tensor([]).view(2, 0)
+        return StateRows(prefills, max(lengths) == 1, fresh, restores)
 
     @property
     def all_pages(self) -> int:

@@ -28,7 +28,7 @@ _TEXT = re.compile(rf"below (\d+), end under (\d+)(?:, {_RUN})?(?:, {_FAULT})?")
 
 
 class Panic(BaseException):
-    """Not an Exception, as pyo3's panics are none."""
+    """Error of a grammar's code that is no Exception, like pyo3's panics."""
 
 
 @dataclass

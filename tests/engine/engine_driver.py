@@ -61,7 +61,7 @@ class RecordingRunner:
         self.batches: list[Batch] = []
         self.error: Exception | None = None
         self._runner = engine._runner
-        self.kv_windows = self._runner.kv_windows
+        self.kv_windows, self.state_slots = self._runner.kv_windows, self._runner.state_slots
         engine._runner = self  # type: ignore[assignment]
 
     @property
@@ -84,7 +84,10 @@ class Answers:
     """Outputs of an engine, collected by request and choice."""
 
     def __init__(self, engine: Engine, within_s: float = 60.0) -> None:
-        """within_s: longest time that `until` and `all` wait."""
+        """Start without outputs.
+
+        within_s: longest time that `until` and `all` wait.
+        """
         self.engine, self._within_s = engine, within_s
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}

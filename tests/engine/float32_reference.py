@@ -206,7 +206,10 @@ def compare(
 ) -> float:
     """Compare a request's answers with the reference, which is fed the sampled tokens.
 
-    tolerance: for every log-probability; a fifth of it for the root mean square of a request's.
+    name: adapter of the request; None for the base model alone.
+    draws: logits and tokens that the engine's sampler has recorded.
+    tolerance: limit on the error of each log probability; the root mean square of the errors of a
+        choice may be a fifth of it.
 
     Returns the share of tokens for which the reference's two best differ by more than the
     tolerance.

@@ -18,11 +18,15 @@ import torch
 
 from loadtest.engine.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format.families import LayerKind
+from lorikeet_engine.adapter_format.shape import DeltaNetShape
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
-from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
@@ -53,13 +57,17 @@ class HashModel:
     """Keeps (token, position, mark) as a token's key; the mark is a number from the token's
     adapter.
 
-    Groups of layers with a window keep the same keys, and must agree with the group without.
+    Groups of layers with a window keep the same keys, and must agree with the group without. With
+    states, a sequence's state is a hash of its tokens, and must agree with its keys.
     before: called with every batch before it is computed; may raise.
     after: called after every batch; may raise.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, states: bool = False) -> None:
         self.config, self.shape = config, config.shape
+        if states:
+            kinds, net = (LayerKind.DELTA_NET,), DeltaNetShape(1, 1, 1, 1, 2)
+            self.shape = replace(config.shape, kinds=kinds, delta_net=net)
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.tokens = 0  # tokens computed so far
         self.started = False  # at an engine's start sequences share pages as they never do later
@@ -67,7 +75,12 @@ class HashModel:
         self.after: Callable[[], None] = lambda: None
 
     def forward(
-        self, batch: Batch, kv: torch.Tensor, lora: LoraWeights, attention: object
+        self,
+        batch: Batch,
+        kv: torch.Tensor,
+        lora: LoraWeights,
+        attention: object,
+        states: DeltaStates | None = None,
     ) -> torch.Tensor:
         self.before(batch)
         self.tokens += len(batch.token_ids)
@@ -79,7 +92,10 @@ class HashModel:
         windows = self.config.kv_groups.windows
         for i, (start, end) in enumerate(pairwise(batch.query_starts.tolist())):
             whole, *others = (_read(keys, table, i) for table in batch.page_tables)
-            hidden[start:end, 0] = torch.tensor(_hashes(whole, len(whole) - (end - start)))
+            before = len(whole) - (end - start)
+            hidden[start:end, 0] = torch.tensor(_hashes(whole, before))
+            if batch.states is not None and states is not None and self.started:
+                _update(states.matrices[0].flatten(), batch.states, i, whole, before)
             for window, read in zip(windows[1:], others, strict=True):
                 seen = min(len(whole), end - start - 1 + window)
                 same = np.array_equal(read[-seen:], whole[-seen:])
@@ -100,17 +116,19 @@ def build(
     *,
     kv_pages: int,
     windows: tuple[int | None, ...] = WHOLE,
+    states: bool = False,
     **settings: Any,
 ) -> tuple[Engine, HashModel]:
     """Build an engine over a new HashModel.
 
     windows: windows of the model's groups of layers.
+    states: whether sequences have states.
     """
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
     config = ModelConfig.from_folder(folder / "model")
     config = replace(config, kv_groups=KvGroups(1, windows, ()))
-    model = HashModel(config)
+    model = HashModel(config, states=states)
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
@@ -164,7 +182,11 @@ def predict_scores(prompt: tuple[int, ...], mark: float = 0.0, shift: float = 0.
 
 
 def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:
-    """Return the tokens that may follow, under a Descending grammar or none."""
+    """Return the tokens that may follow, under a Descending grammar or none.
+
+    said: output tokens so far.
+    stops: tokens that end the choice.
+    """
     text, may_end = set(range(VOCAB)), True
     if sampling.grammar is not None:
         matcher = DescendingGrammars().compile(sampling.grammar)
@@ -186,6 +208,34 @@ def _read(keys: torch.Tensor, table: PageTable, sequence: int) -> npt.NDArray[np
     pages = torch.from_numpy(table.pages[table.starts[sequence] : table.starts[sequence + 1]])
     at = pages.long().repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
     return keys[at[: table.kv_lengths[sequence]], :3].numpy()
+
+
+def _update(
+    states: torch.Tensor,
+    rows: StateRows,
+    sequence: int,
+    whole: npt.NDArray[np.generic],
+    before: int,
+) -> None:
+    """Check a sequence's state before a step, and update and save it.
+
+    states: [slots].
+    whole: the sequence's entries in its pages, of which the first `before` are of earlier steps.
+    """
+
+    def state(tokens: int) -> float:
+        return float(zlib.crc32(np.ascontiguousarray(whole[:tokens], np.float32)) % 2**24)
+
+    prefills = rows.prefills
+    slot = int(prefills.slots[sequence])
+    assert (slot in rows.fresh.tolist()) == (before == 0)
+    assert before == 0 or states[slot] == state(before), "a state of other tokens"
+    states[slot] = state(len(whole))
+    first, start = int(prefills.first_chunks[sequence]), int(prefills.starts[sequence])
+    chunks, saves = prefills.chunks[first:].tolist(), prefills.saves[first:].tolist()
+    for (owner, token), to in zip(chunks, saves, strict=True):
+        if owner == sequence and to >= 0:
+            states[to] = state(before + token - start + batch_builder.CHUNK)
 
 
 def _hash(read: npt.NDArray[np.generic]) -> float:

@@ -50,9 +50,14 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
 
 
 def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
-    """Engine of two processes, the second of which gets a signal when the first reaches a stage.
+    """Build an engine of two processes; the second gets a signal when the first reaches a stage.
 
-    The file `lost` in the folder is written just before the signal, and has the process's id.
+    The file `lost` in the folder is written just before the signal, and has the second process's
+    id.
+
+    stage: key of _STAGES.
+    sent: number of the signal.
+    build: builds the engine.
     """
     owner, name = _STAGES[stage]
     unharmed = getattr(owner, name)

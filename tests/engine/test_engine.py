@@ -64,7 +64,7 @@ def blow_up(folder):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
     def test_base_model_requests_in_a_mixed_batch_equal_transformers(
         self, make, tiny_checkpoints, family
     ):

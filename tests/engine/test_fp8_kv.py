@@ -165,7 +165,7 @@ def test_a_modelopt_checkpoint_may_scale_only_keys_and_values(tiny_checkpoints, 
 def test_one_scale_can_serve_keys_and_values(tiny_checkpoints, tmp_path):
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "one", "self_attn.kv_scale")
     model = load_model(folder, torch.device("cpu"), torch.float32)
-    scales = model._layers[1].attention.kv_scales
+    scales = model._layers[1].mixer.kv_scales
     assert scales.key == scales.value == pytest.approx(LAYER_SCALES[1][1])
 
 
@@ -173,7 +173,7 @@ def test_the_largest_scale_of_all_heads_is_used(tiny_checkpoints, tmp_path):
     scales = (((0.02, 0.3), (0.5, 0.4)),) * 2
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "heads", NAMES[0], scales)
     model = load_model(folder, torch.device("cpu"), torch.float32)
-    found = model._layers[0].attention.kv_scales
+    found = model._layers[0].mixer.kv_scales
     assert (found.key, found.value) == (pytest.approx(0.3), pytest.approx(0.5))
 
 

@@ -13,7 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
 from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
@@ -53,7 +55,7 @@ calls = st.tuples(
 
 
 class Traffic(RuleBasedStateMachine):
-    overlap, windows = False, WHOLE
+    overlap, windows, states = False, WHOLE, False
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -67,6 +69,7 @@ class Traffic(RuleBasedStateMachine):
             self.folder,
             kv_pages=kv_pages * (2 if len(self.windows) > 1 else 1),
             windows=self.windows,
+            states=self.states,
             max_running=running,
             max_batch_tokens=running + spare,
             max_batch_adapters=2,
@@ -118,11 +121,38 @@ class WindowedTraffic(Traffic):
     overlap, windows = True, WINDOWED
 
 
+class StatefulTraffic(Traffic):
+    """Traffic of a model whose sequences have states, saved behind any page."""
+
+    overlap, states = True, True
+
+    @initialize(
+        running=st.sampled_from((4, 5, 3, 2, 1)),
+        spare=st.sampled_from((20, 7, 3, 0)),
+        kv_pages=st.sampled_from((14, 8, 10, 6, 4)),
+        places=st.sampled_from((1, 2, 3)),
+    )
+    def begin(self, running, spare, kv_pages, places):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(KVCache, "state_piece", PAGE)
+        self.patch.setattr(batch_builder, "CHUNK", PAGE)
+        super().begin(running, spare, kv_pages, places)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+
 class TestTraffic(Traffic.TestCase):
     settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+class TestStatefulTraffic(StatefulTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 

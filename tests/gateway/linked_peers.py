@@ -8,8 +8,9 @@ from lorikeet.protocol.peers import Peers, Poll
 class LinkedPeers(Peers):
     """Peers of one gateway.
 
-    silent: number of other gateways that do not answer.
-    trouble: error that asking raises.
+    others: peers of the gateways that answer its questions.
+    silent: number of further gateways, which do not answer.
+    trouble: error that asking raises; None: asking succeeds.
     """
 
     def __init__(self, *others: Peers, silent: int = 0) -> None:

@@ -24,7 +24,12 @@ def promise(
     created: float = 0.0,
     size: int = 10,
 ) -> ResolvedPin:
-    """Build a pin of the ref's adapter, or of its tenant if there are several refs."""
+    """Build a pin of the ref's adapter, or of its tenant if there are several refs.
+
+    replicas: number of replicas that are to hold the pin; None: all.
+    created: time at which the pin was created.
+    size: size of each adapter.
+    """
     name = refs[0].name if len(refs) == 1 else None
     pin = PinRecord(
         refs[0].tenant, name, "prod", tier, replicas, priority, "", None, created, "ann"

@@ -13,7 +13,11 @@ GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK
 def replica(
     room: int, *on_gpu: str, host: int = 0, on_host: tuple[str, ...] = (), **more
 ) -> ReplicaView:
-    """Build a replica that holds these adapters on its GPU, each used once."""
+    """Build a replica that holds these adapters, each used once.
+
+    room: bytes for adapters on the GPU.
+    host: bytes for adapters on the host.
+    """
     held = dict.fromkeys(on_host, HOST) | dict.fromkeys(on_gpu, GPU)
     return ReplicaView(room, host, held, dict.fromkeys(held, 1.0), **more)
 

@@ -18,7 +18,7 @@ class Clock:
 
 
 class Gateway:
-    """Rate limiter of one gateway. A settled gateway is not new."""
+    """Rate limiter of one gateway, and its shares of tenants' limits."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Gateway:
 
 
 def settled(clock: Clock, **options: object) -> Gateway:
-    """Make the only gateway, an hour after its start."""
+    """Make the only gateway, and let an hour pass, so that it does not count as new."""
     gateway = Gateway(clock, **options)  # type: ignore[arg-type]
     agree([gateway])
     clock.now += 3600
@@ -57,7 +57,7 @@ def settled(clock: Clock, **options: object) -> Gateway:
 
 
 def agree(gateways: Sequence[Gateway]) -> None:
-    """Run a round of every gateway, in which all answer."""
+    """Let every gateway agree on its shares with the others, all of which answer."""
     for gateway in gateways:
         now = gateway.clock()
         statement = gateway.shares.claim(now)

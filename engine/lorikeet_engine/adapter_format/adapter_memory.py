@@ -28,8 +28,11 @@ class AdapterMemory:
         """Return the bytes that an adapter takes on each GPU of its replica.
 
         The host holds one part of this size for each GPU.
-        elements: number of elements of the adapter's largest part, where GPUs share it.
+
+        elements: number of elements of the adapter's image on one GPU. If GPUs share the adapter:
+            of the largest of their parts.
         gpus: number of GPUs that share the adapter.
+
         Raises AdapterTooLarge if the adapter does not fit on a GPU or on the host.
         """
         taken = elements * _ELEMENT_BYTES[self.dtype]

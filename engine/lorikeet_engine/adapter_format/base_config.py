@@ -18,8 +18,8 @@ _OUTSIDE = (
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file in a base model's folder.
 
-    Raises ModelError, whose `field` is the file's name, if the file cannot be read or has no
-    object.
+    Raises ModelError, whose `field` is the file's name, if the file cannot be read or does not hold
+    a JSON object.
     """
     try:
         raw = json.loads(path.read_bytes())

@@ -1,8 +1,9 @@
 """Copies of the base model's own matrices, which trainers save along with an adapter.
 
-PEFT also saves lm_head if it is targeted, and lm_head and embeddings if the vocabulary seems to
-have grown. A blob does not contain these copies, but their hashes, so that whoever has the base
-model's weights can check that the copies equal them. A copy that differs was trained or resized.
+Beside LoRA's matrices, PEFT saves lm_head if it is targeted, and lm_head and embeddings if the
+vocabulary seems to have grown. A blob contains hashes instead of these copies, so that whoever has
+the base model's weights can check that the copies equal them. A copy that differs was trained or
+resized.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """Identity of a matrix [vocabulary, hidden] that a trainer copied from the base model.
+    """Identity of a copy of one of the base model's matrices: [vocabulary, hidden].
 
-    module: embed_tokens or lm_head.
+    module: the matrix that was copied: embed_tokens or lm_head.
     dtype: F32, F16 or BF16.
     sha256: SHA-256 of the matrix's bytes in this dtype.
     """

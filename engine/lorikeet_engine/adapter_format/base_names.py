@@ -12,8 +12,8 @@ _QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", r
 def last_part(name: str) -> str:
     """Return the name without owner or folder: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
 
-    Also understands Windows folders, and the caches of the Hub and of ModelScope, which writes ___
-    for each dot.
+    The name may be a path, even of Windows, and a path in the cache of Hugging Face's Hub or of
+    ModelScope, which writes ___ for each dot.
     """
     name = name.replace("\\", "/").rstrip("/")
     snapshot = _SNAPSHOT.search(name)
@@ -31,12 +31,12 @@ def unquantised_name(name: str) -> str:
 
 
 def is_nf4_copy(name: str) -> bool:
-    """Whether the name is of a copy that bitsandbytes quantised to NF4, in Unsloth's naming."""
+    """Whether the name is that of a copy in bitsandbytes' NF4, in Unsloth's naming."""
     return name.lower().endswith("bnb-4bit")
 
 
 def is_fp8_copy(name: str) -> bool:
-    """Whether the name is of a copy in FP8, as Qwen and Red Hat name theirs."""
+    """Whether the name is that of an FP8 copy, in the naming of Qwen and Red Hat."""
     return _FP8.search(last_part(name)) is not None
 
 

@@ -26,7 +26,7 @@ class QuantizedLinears:
     """Storage format of a checkpoint's quantised linears.
 
     group: number of inputs that share a scale, for AWQ and GPTQ; 0 if all inputs share a scale.
-    zeros_less_one: zero points are stored minus one, as in GPTQ's first version.
+    zeros_less_one: whether zero points are stored minus one, as in GPTQ's first version.
     block: numbers of rows and columns that share a scale, for FP8; None: one scale per row or per
         matrix.
     """
@@ -41,6 +41,8 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
     """Parse the quantisation in config.json; return None if the linears are stored as floats.
 
     Raises ModelError, whose `field` is the key at fault, for unsupported formats.
+
+    raw: content of config.json.
     """
     # compressed-tensors up to 0.5 had a key of its own
     config = raw.get(_FIELD) or raw.get("compression_config")
@@ -80,7 +82,7 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
     """Parse an FP8 config: one scale per block, as in DeepSeek's models, or one per matrix.
 
-    Blocks: transformers' FineGrainedFP8Config.
+    The keys for blocks are those of transformers' FineGrainedFP8Config.
     """
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:
@@ -89,14 +91,14 @@ def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a quantisation config rounds only keys and values, and no linear."""
+    """Whether a quantisation config is about keys and values only, not about linears."""
     return not _object(config, "config_groups") and bool(config.get("kv_cache_scheme"))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Parse the schemes FP8, FP8_DYNAMIC and FP8_BLOCK of compressed-tensors.
+    """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC or FP8_BLOCK.
 
-    Linears that are not quantised are recognised by their tensors, not by this config.
+    The config is not needed to find linears that are not quantised: their tensors show that.
     """
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":
@@ -112,6 +114,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
 
 def _online_transforms(config: Mapping[str, Any]) -> list[str]:
     """Return the places of rotations (QuIP, SpinQuant) that are not merged into the weights.
+
+    Such rotations must be computed at run time, which is not supported.
 
     config: transform_config of compressed-tensors.
     """
@@ -157,7 +161,7 @@ def is_nf4(quantization: str | None) -> bool:
 
 
 def _group_of_4_bits(config: Mapping[str, Any]) -> int:
-    """Return the group size of AWQ's or GPTQ's 4-bit integers."""
+    """Return the group size of AWQ's or GPTQ's 4-bit integers; 0 if all inputs share a scale."""
     _require(config, "bits", 4)
     _require(config, "rotation", None)  # else GPTQModel rotates the inputs of down_proj at run time
     group = config.get("group_size")
@@ -177,9 +181,11 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> object:
-    """Return the value under a key of the config, strings in lower case.
+    """Return the value under a key of the config; a string in lower case.
 
-    wanted: values that are supported; ModelError is raised for any other.
+    Raises ModelError for a value that is not wanted.
+
+    wanted: values that are supported.
     absent: value to assume if the config has none.
     """
     value = config.get(key, absent)

@@ -1,6 +1,6 @@
 """Makes a blob from a trainer's folder: one safetensors file, identical for identical adapters.
 
-Also writes folders in PEFT's format, into which other formats are converted.
+Can also write a folder in PEFT's format, as a target for converters of other formats.
 """
 
 import hashlib
@@ -50,7 +50,10 @@ Tensor = tuple[str, np.ndarray]
 
 
 Warn = Callable[[str], object]
-"""Shows one sentence to the owner of a folder that can be served."""
+"""Function that shows a warning of one sentence to the owner of a trainer's folder.
+
+The folder can be served nevertheless.
+"""
 
 
 def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
@@ -59,10 +62,12 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     Tensors keep their bytes, except tensors of dtypes that no engine reads. Tensors are sorted, and
     named as PEFT names them for an unwrapped base model. The config becomes one key of the header's
     metadata. Copies of the base model's matrices are left out; another key has their hashes.
-    Tensors that no answer to a text depends on are left out, too.
+    Tensors that answers to texts do not depend on, such as those of a vision part, are left out as
+    well.
 
     out: the file to write; removed if writing fails.
     warn: called with a sentence if the adapter is not served entirely as it was trained.
+
     Raises AdapterRejected for a folder without an adapter that engines can serve.
     """
     raw, mlx = _read_config(folder), is_mlx(folder)
@@ -101,7 +106,9 @@ def write_peft_folder(
 ) -> None:
     """Write a new folder in PEFT's format, which write_blob accepts.
 
+    tensors: tensors by PEFT's names.
     config: content of adapter_config.json.
+
     Raises AdapterRejected for content that write_blob refuses, and then leaves no folder behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,8 +129,8 @@ def write_peft_folder(
 def trained_on(blob: Path) -> str | None:
     """Return the name of the base model that a blob's adapter was trained on.
 
-    "" if the blob's config names none; None if the file is not a blob.
-    Raises AdapterRejected if the header or the config is bad.
+    Returns "" if the blob's config names none, and None if the file is not a blob. Raises
+    AdapterRejected if the header or the config is malformed.
     """
     config = read_header(blob).metadata.get(METADATA_KEY)
     return None if config is None else LoraConfig.from_json(config).base_model_name_or_path
@@ -167,7 +174,10 @@ def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
 
 
 def _of_the_decoder(tensors: Mapping[str, SavedTensor], warn: Warn) -> dict[str, SavedTensor]:
-    """Leave out training state and tensors of a vision part; warn of the latter."""
+    """Return the tensors that are neither training state nor of a vision part.
+
+    Warns of tensors of a vision part. Raises AdapterRejected if there are no others.
+    """
     kept = {name: tensor for name, tensor in tensors.items() if not is_training_state(name)}
     vision = [name for name in kept if is_of_vision(name)]
     if vision and len(vision) == len(kept):

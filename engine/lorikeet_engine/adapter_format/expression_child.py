@@ -12,11 +12,18 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 _NAME = re.compile(r"(?:\(\.\*\\\.\)\?\()?([\w.]+)\)?")
-"""Expression that is a name, or a name after any prefix. PEFT may write one for each linear."""
+"""Pattern of expressions that match only a name, or a name after any prefix.
+
+PEFT may write such an expression for each linear.
+"""
 
 
 def main() -> None:
-    """Match texts with expressions from the connection until its other end is closed."""
+    """Serve the connection until its other end is closed.
+
+    Each message has expressions and texts; the answer tells the first expression that matches each
+    text, or is an error message.
+    """
     connection = Connection(int(sys.argv[1]))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -47,9 +54,9 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 
 
 def _ending(expression: str) -> str:
-    """Return how each matching text ends: with the last part of the name in the expression.
+    """Return an ending that all texts have that match an expression, so that others can be skipped.
 
-    "" if the expression is more than a name. Texts with another ending need not be matched.
+    That is the last part of the name, if the expression matches only a name, else "".
     """
     name = _NAME.fullmatch(expression)
     return name[1].rpartition(".")[2] if name else ""

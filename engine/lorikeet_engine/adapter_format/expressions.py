@@ -27,7 +27,7 @@ _CHILD = Path(__file__).with_name("expression_child.py")
 class Expressions:
     """Matcher for the regular expressions of one PEFT config, in the syntax of Python's `re`.
 
-    A context manager, which ends the child process. The first use starts that process.
+    The first call starts a child process. To be used as a context manager, which ends that process.
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,12 @@ class Expressions:
     def first_matches(
         self, expressions: Sequence[str], texts: Iterable[str], field: str
     ) -> Mapping[str, int]:
-        """Return the first expression that matches each text fully, as an index in `expressions`.
+        """Return, for each text, the index of the first expression that matches all of it.
 
         Texts that no expression matches are left out.
-        field: config key to name in errors.
+
+        texts: names of modules, for instance.
+        field: config key that holds the expressions, for errors.
 
         Raises AdapterRejected if an expression is too long or malformed, or if matching takes too
         much time or memory.
@@ -77,8 +79,8 @@ class Expressions:
     ) -> Mapping[str, int] | str | None:
         """Send expressions and texts to the child process, and return its answer.
 
-        The answer is, for each matched text, the index of its first expression; or a message about
-        an invalid expression; or None if the child process died.
+        The answer is, for each matched text, the index of the first expression that matches it; or
+        a message about an invalid expression; or None if the child process died or is too slow.
         """
         if self._process is None:
             self._process = self._start()

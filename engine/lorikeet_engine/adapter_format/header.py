@@ -66,7 +66,10 @@ def read_header(
     """Parse a safetensors header, and check that its tensors cover the file and fit their shapes.
 
     The tensors' bytes must follow one another without gaps.
+
     dtype_bytes: allowed dtypes, and the bytes of an element of each.
+    limits: limits on the header.
+
     Raises AdapterRejected, whose `field` is the tensor at fault or "header".
     """
     with path.open("rb") as file:
@@ -82,11 +85,13 @@ def parse_header(
 ) -> BlobHeader:
     """Parse the header of a safetensors file of which only the beginning may be present.
 
-    Checks and raises as `read_header` does.
+    Checks the header and raises errors as `read_header` does.
+
     file: the beginning of the file, up to the end of the header at least.
     file_bytes: size of the whole file.
     name: name of the file, for errors.
     dtype_bytes: allowed dtypes, and the bytes of an element of each.
+    limits: limits on the header.
     """
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
@@ -119,6 +124,7 @@ def header_bytes(
     """Return the bytes of a safetensors header.
 
     tensors: dtype and shape of each tensor, by name, in the order of their bytes in the file.
+    metadata: content of `__metadata__`.
 
     Raises AdapterRejected if the header is larger than MAX_HEADER_BYTES.
     """
@@ -136,7 +142,7 @@ def header_bytes(
 
 
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
-    """Parse a JSON object without repeated or unprintable keys, NaN or Infinity.
+    """Parse a JSON object. Repeated or unprintable keys, NaN and Infinity are refused.
 
     field: `field` of the AdapterRejected that is raised for any other text.
     """

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
-from lorikeet_engine.adapter_format.families import EMBEDDINGS
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, LayerKind
 from lorikeet_engine.adapter_format.header import parse_json_object
 from lorikeet_engine.adapter_format.peft_release import (
     LOST_BIASES,
@@ -99,7 +99,7 @@ _UNKNOWN = (
     "this option is not known: PEFT or another trainer may compute something else with it. If it "
     "is only a note of the trainer, remove it from adapter_config.json"
 )
-_OPTIONAL = {"families", "lost_biases", "unscaled_embeddings"}
+_OPTIONAL = {"families", "kinds", "lost_biases", "unscaled_embeddings"}
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -110,14 +110,16 @@ _OTHER_INITS = (
 class LoraConfig:
     """The LoRA config in a blob's metadata.
 
-    rank_pattern: ranks by full module name; r for all other modules.
+    rank_pattern: LoRA ranks by full module name; r for all other modules.
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
-    families: families of base models in which every targeted linear has weights; None: all families
-        that have the linears with weights.
-    unscaled_embeddings: the adapter was trained by a PEFT that leaves out the scale of embeddings
-        whose own module scales.
-    lost_biases: the linears' biases, if the base model has any, were trained with the adapter but
-        not saved.
+    families: families of base models that the adapter fits: each targeted linear has weights. None:
+        all families that have the linears with weights.
+    kinds: for hybrid base models, for each layer the kinds for which each targeted linear of the
+        layer has weights. If a layer has no such kind, the base model must not have that layer.
+    unscaled_embeddings: whether the adapter was trained by a release of PEFT that leaves out the
+        scale of embeddings whose own module scales.
+    lost_biases: whether biases of the linears, if the base model has any, were trained with the
+        adapter but not saved.
     """
 
     base_model_name_or_path: str
@@ -128,6 +130,7 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float]
     peft_type: str = "LORA"
     families: Sequence[str] | None = None
+    kinds: Sequence[Sequence[LayerKind]] = ()
     unscaled_embeddings: bool = False
     lost_biases: bool = False
 
@@ -144,14 +147,14 @@ class LoraConfig:
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
             rank_pattern and alpha_pattern are their canonical names.
         warn: called with a sentence if releases of PEFT read the config differently, and the config
-            does not show which one trained.
+            does not show which release trained the adapter.
 
         Raises AdapterRejected if a value cannot be served, or if the config does not select exactly
         these modules.
         """
         modules = sorted(modules)
         with Expressions() as run:
-            families = check_targets(raw, modules, run)
+            bases = check_targets(raw, modules, run)
             ranks, alphas = resolve_patterns(raw, modules, run, warn)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         return _checked(
@@ -161,7 +164,8 @@ class LoraConfig:
             use_rslora=raw.get("use_rslora") or False,
             rank_pattern={canonical_module(m): rank for m, rank in ranks.items() if rank != r},
             alpha_pattern={canonical_module(m): a for m, a in alphas.items() if a != alpha},
-            families=families,
+            families=bases.families,
+            kinds=bases.kinds,
             unscaled_embeddings=_is_unscaled(raw, modules, warn),
             lost_biases=_has_lost_biases(raw, warn),
         )
@@ -203,8 +207,8 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
-    Trained biases and modules of the decoder are refused by the names of their tensors: PEFT takes
-    the options for base models without such parts, too.
+    The option for biases is not refused here, since PEFT accepts it for base models without biases;
+    trained biases are refused later, by the names of their tensors.
 
     raw: PEFT's config.
     """
@@ -230,9 +234,13 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 def _is_unscaled(
     raw: Mapping[str, Any], modules: Iterable[str], warn: Callable[[str], object]
 ) -> bool:
-    """Whether a release of PEFT that left out the scale of embeddings trained the adapter.
+    """Whether the adapter was trained by a release of PEFT that left out the scale of embeddings.
 
     False if the adapter does not change embeddings.
+
+    raw: PEFT's config.
+    modules: modules that have weights.
+    warn: called with a sentence if the config does not show the release.
     """
     adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
     if not adapts and not raw.get("trainable_token_indices"):
@@ -248,9 +256,12 @@ def _is_unscaled(
 
 
 def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
-    """Whether the adapter's biases of bias="lora_only" may have been trained but not saved.
+    """Whether biases may have been trained with the adapter but not saved.
 
-    Some releases of PEFT train these biases without saving them.
+    Some releases of PEFT train the biases of bias="lora_only" without saving them.
+
+    raw: PEFT's config.
+    warn: called with a sentence if so.
     """
     release = training_release(raw)
     saves = release is not None and not LOST_BIASES <= release < SAVED_BIASES
@@ -264,7 +275,10 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 
 def _is_of_vision_alone(key: str, value: Any) -> bool:
-    """Whether an option saves whole modules of a vision part alone, whose tensors are left out."""
+    """Whether an option only has modules of a vision part saved, whose tensors blobs leave out.
+
+    key, value: the option in PEFT's config.
+    """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)
 
@@ -282,12 +296,19 @@ def _checked(**raw: Any) -> LoraConfig:
             raise _bad("want an object", key, raw[key])
     families = raw.get("families")
     if families is not None and not (
-        isinstance(families, list | tuple) and all(isinstance(each, str) for each in families)
+        _is_list(families) and all(isinstance(each, str) for each in families)
     ):
         raise _bad("want names of families", "families", families)
     for key in ("lost_biases", "unscaled_embeddings"):
         if not isinstance(raw.get(key, False), bool):
             raise _bad("want true or false", key, raw[key])
+    kinds = raw.get("kinds", ())
+    if not _is_list(kinds) or not all(_is_list(layer) for layer in kinds):
+        raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)
+    known = {kind.value: kind for kind in LayerKind}
+    if any(kind not in [*known] for layer in kinds for kind in layer):
+        raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)
+    raw["kinds"] = tuple(tuple(known[kind] for kind in layer) for layer in kinds)
     raw["families"] = None if families is None else tuple(families)
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
@@ -295,6 +316,10 @@ def _checked(**raw: Any) -> LoraConfig:
     for rank in raw["rank_pattern"].values():
         _check_rank(rank, "rank_pattern")
     return LoraConfig(**raw)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _check_rank(value: Any, key: str) -> None:

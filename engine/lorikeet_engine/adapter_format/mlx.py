@@ -55,7 +55,10 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
 def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
     """Convert MLX's adapter_config.json to PEFT's.
 
-    Raises AdapterRejected if it is not of a LoRA adapter, or has no usable rank and scale.
+    raw: content of MLX's file.
+
+    Raises AdapterRejected if the config is not that of a LoRA adapter, or has no usable rank and
+    scale.
     """
     kind, given = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
     if kind != "lora":

@@ -28,23 +28,27 @@ _ADDED_WITH_THE_VERSION = ("alora_invocation_tokens", "arrow_config", "ensure_we
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?:\.?(?:rc|post)\d+)?(?:\+.*)?")
 
 SEPARATE_PATTERNS: Release = (0, 14, 0)
-"""First release in which rank_pattern and alpha_pattern are looked up independently."""
+"""First release that looks up rank_pattern and alpha_pattern independently of each other."""
 WHOLE_PATTERNS: Release = (0, 15, 0)
-"""First release in which a pattern's key matches as one expression, and names without a dot."""
+"""First release in which a pattern's key is matched as a whole, even if it has alternatives (a|b).
+
+It is also the first in which a key can match a module name without a dot.
+"""
 SCALED_EMBEDDINGS: Release = (0, 18, 0)
 """First release that multiplies adapters of embeddings by the embeddings' own scale."""
 LOST_BIASES: Release = (0, 7, 0)
 """First release that trains biases for bias="lora_only" and leaves them out of the file."""
 SAVED_BIASES: Release = (0, 21, 0)
-"""First release that saves the trained biases of bias="lora_only" again."""
+"""First release after LOST_BIASES that saves the biases that bias="lora_only" trains."""
 EXPERTS_OUT_IN: Release = (0, 19, 1)
-"""First release that takes parameters of experts as [experts, out, in]."""
+"""First release that takes the shape of experts' parameters as [experts, out, in]."""
 
 
 def training_release(raw: Mapping[str, Any]) -> Release | None:
     """Return the release of PEFT that wrote a config; None if the config does not show it.
 
-    None for configs of other tools, and for development versions before the newest difference.
+    None for configs of other tools. Development versions are known only if they are later than
+    EXPERTS_OUT_IN.
 
     raw: PEFT's config.
     """
@@ -67,6 +71,11 @@ def training_release(raw: Mapping[str, Any]) -> Release | None:
 
 
 def is_before(raw: Mapping[str, Any], release: Release) -> bool:
-    """Whether a config shows that a release of PEFT earlier than `release` wrote it."""
+    """Whether a release of PEFT earlier than `release` wrote a config.
+
+    False if the config does not show its release.
+
+    raw: PEFT's config.
+    """
     found = training_release(raw)
     return found is not None and found < release

@@ -46,7 +46,7 @@ class SavedTensor(TensorSpan):
     """A tensor's place in one of the safetensors files of a trainer's folder.
 
     dtype: F32, F16, BF16, F64, F8_E4M3 or F8_E5M2.
-    transposed: the file holds the matrix of this shape in column-major order.
+    transposed: whether the file holds the matrix in column-major order, as its transpose.
     """
 
     file: Path
@@ -58,7 +58,7 @@ class SavedTensor(TensorSpan):
         return _IN_BLOBS.get(self.dtype, self.dtype)
 
     def transpose(self) -> "SavedTensor":
-        """Return the transposed matrix."""
+        """Return the transpose of the matrix, without reading the file."""
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def pieces(self) -> Iterator[bytes]:
@@ -109,7 +109,9 @@ def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
 
 
 def refuse_added_tokens(names: Container[str]) -> None:
-    """Raise AdapterRejected if there is a separate file for added tokens, as vLLM once read.
+    """Raise AdapterRejected if the folder has a separate file with embeddings of added tokens.
+
+    Earlier releases of vLLM read such files.
 
     names: names of the files in the adapter's folder.
     """
@@ -144,8 +146,8 @@ def pickled_weights(names: Collection[str]) -> list[str]:
     """Return the pickles in a folder that hold an adapter's weights: one file, or all shards.
 
     PEFT wrote adapter_model.bin; DeepSpeed's and accelerate's checkpoints have pytorch_model.bin or
-    its shards. A pickle of another name counts if it is the only one beside a trainer's state.
-    Empty without such files.
+    its shards. A pickle of another name counts if it is the only one, apart from pickles of a
+    trainer's state. Returns [] if there are none.
 
     names: names of the files in the folder.
     """

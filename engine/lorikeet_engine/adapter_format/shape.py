@@ -13,21 +13,46 @@ from lorikeet_engine.adapter_format.families import (
     HEAD,
     HEAD_ROWS,
     VISION_LANGUAGE,
+    Family,
+    LayerKind,
     Linear,
     Width,
 )
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """Sizes of the gated delta nets of a base model; widths are numbers of elements.
+
+    Each key head, of width key_dim, serves value_heads / key_heads value heads of width value_dim.
+
+    convolution: number of tokens that the convolution before the delta rule reads.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    convolution: int
+
+    @property
+    def convolved(self) -> int:
+        """Number of channels of the convolution: elements of all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class BaseShape:
-    """Shape of a base model; widths in elements.
+    """Sizes of a base model; widths are numbers of elements.
 
     Tables of adapted modules have one row per decoder layer, and a last row, outer_layer, for
     modules outside the layers. They have one column for each of `modules`. The last four columns
     are used in the row outer_layer only.
 
-    tied: lm_head has the embeddings' weights.
+    tied: whether lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
+    kinds: kind of each layer; empty: all layers have attention.
+    delta_net: sizes of the delta nets; None if no layer has one.
     """
 
     family: str
@@ -40,6 +65,8 @@ class BaseShape:
     vocabulary: int
     tied: bool = False
     experts: int = 0
+    kinds: tuple[LayerKind, ...] = ()
+    delta_net: DeltaNetShape | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -63,9 +90,11 @@ class BaseShape:
         if head_dim % 2:
             raise refusal("head_dim", head_dim, "an even number")
         keys = FAMILIES[family].experts
+        layers = integer(config, "num_hidden_layers")
+        kinds = _kinds(config, FAMILIES[family], layers)
         return cls(
             family=family,
-            layers=integer(config, "num_hidden_layers"),
+            layers=layers,
             hidden=hidden,
             intermediate=integer(config, keys.width if keys else "intermediate_size"),
             heads=heads,
@@ -74,22 +103,37 @@ class BaseShape:
             vocabulary=integer(config, "vocab_size"),
             tied=flag(config, "tie_word_embeddings"),
             experts=_experts(config, keys.counts) if keys else 0,
+            kinds=kinds,
+            delta_net=_delta_net(config) if LayerKind.DELTA_NET in kinds else None,
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Linears of each decoder layer that adapters can change."""
+        """Linears of decoder layers that adapters can change; `has` tells whether a layer has
+        one.
+        """
         return FAMILIES[self.family].linears
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers; module indices refer to these."""
+        """Linears of a layer, then modules outside the layers.
+
+        The index of a module is its place here.
+        """
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
     def outer_layer(self) -> int:
         """Row of tables for lm_head and the embeddings, after the rows of the decoder layers."""
         return self.layers
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of the decoder layer with this index."""
+        return self.kinds[layer] if self.kinds else LayerKind.ATTENTION
+
+    def has(self, layer: int, linear: int) -> bool:
+        """Whether the decoder layer with this index has the linear with this index."""
+        return self.linears[linear].kind in (None, self.kind(layer))
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -114,11 +158,18 @@ class BaseShape:
         return [linear.name for linear in self.modules].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
-        """Return into how many pieces a width can be divided, and the elements of each piece."""
+        """Return the number of pieces that a width can be divided into, and the elements of a
+        piece.
+        """
+        delta = self.delta_net or DeltaNetShape(0, 0, 0, 0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
+            Width.GATED_QUERIES: (self.heads, 2 * self.head_dim),
             Width.KEYS: (self.kv_heads, self.head_dim),
+            Width.DELTA_KEYS: (delta.key_heads, delta.key_dim),
+            Width.DELTA_VALUES: (delta.value_heads, delta.value_dim),
+            Width.DELTA_GATES: (delta.value_heads, 1),
             Width.INTERMEDIATE: (self.intermediate, 1),
             Width.EXPERTS: (self.experts, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
@@ -128,11 +179,54 @@ class BaseShape:
     def key(self, width: Width) -> str:
         """Return the key of config.json that holds the number of a width's pieces."""
         keys = FAMILIES[self.family].experts
-        return keys.width if keys and width is Width.INTERMEDIATE else width
+        if keys and width is Width.INTERMEDIATE:
+            return keys.width
+        shared = {Width.GATED_QUERIES: Width.QUERIES, Width.DELTA_GATES: Width.DELTA_VALUES}
+        return shared.get(width, width)
 
     def _elements(self, width: Width) -> int:
         count, each = self.pieces(width)
         return count * each
+
+
+def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer; empty for a family whose layers all have attention.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    layers: number of layers.
+    """
+    if not family.is_hybrid:
+        return ()
+    kinds = config["layer_types"]
+    if kinds is None:
+        every = integer(config, "full_attention_interval")
+        full, delta = LayerKind.ATTENTION, LayerKind.DELTA_NET
+        kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
+    known = {kind.value for kind in LayerKind}
+    if not isinstance(kinds, list) or len(kinds) != layers or not known.issuperset(kinds):
+        raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(LayerKind)}")
+    if LayerKind.ATTENTION not in kinds:
+        raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for at least one layer")
+    return tuple(map(LayerKind, kinds))
+
+
+def _delta_net(config: Mapping[str, Any]) -> DeltaNetShape:
+    """Return the sizes of a base model's delta nets.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    """
+    key_heads = integer(config, "linear_num_key_heads")
+    value_heads = integer(config, "linear_num_value_heads")
+    if value_heads % key_heads:
+        want = f"a multiple of the {key_heads} key heads"
+        raise refusal("linear_num_value_heads", value_heads, want)
+    return DeltaNetShape(
+        key_heads=key_heads,
+        key_dim=integer(config, "linear_key_head_dim"),
+        value_heads=value_heads,
+        value_dim=integer(config, "linear_value_head_dim"),
+        convolution=integer(config, "linear_conv_kernel_dim"),
+    )
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:

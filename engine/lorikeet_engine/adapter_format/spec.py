@@ -10,7 +10,13 @@ from typing import TypeVar
 from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
 from lorikeet_engine.adapter_format.experts.names import is_of_experts
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER_MODULES
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    OUTER_MODULES,
+    LayerKind,
+)
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
@@ -27,6 +33,7 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
+_KINDS = {LayerKind.ATTENTION: "attention", LayerKind.DELTA_NET: "a gated delta net"}
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
 
@@ -57,11 +64,12 @@ class AdapterLimits:
 class LinearLora:
     """One linear that an adapter changes: A is [rank, d_in], and B [d_out, rank].
 
-    Matrices of experts have another first dimension: the number of experts, or 1 if all experts
-    share the matrix.
+    Matrices of experts have one dimension more, the first: the number of experts, or 1 if all
+    experts share the matrix.
 
     layer, linear: row and column of the linear in tables; see BaseShape.
     name: the linear's name, for error messages.
+    rank: LoRA rank.
     scaling: factor of B @ A.
     a, b: places of the matrices in the blob.
     gathers: whether the linear's input is a token id, as for embeddings.
@@ -90,11 +98,12 @@ class LinearLora:
 class AdapterSpec:
     """Content of a blob that was validated against a base model.
 
+    base_model: name of the base model that the adapter was trained on, as its config has it.
     linears: adapted linears, sorted by layer, then by index in the shape's modules.
-    max_rank: largest rank of any adapted linear.
+    max_rank: largest LoRA rank of any adapted linear.
     size_bytes: size of the blob.
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
-        apply to the head too.
+        apply to the head as well.
     """
 
     base_model: str
@@ -132,15 +141,19 @@ class AdapterSpec:
         """Return the number of elements of the adapter's packed image.
 
         Matrices have their true ranks, begin at aligned offsets, and are counted for all experts.
-        dims: returns (d_in, d_out) of the module with this index: of the whole, as BaseShape does,
-            or of one GPU's part.
+
+        dims: returns (d_in, d_out) of the module with this index: of the whole module, as
+            BaseShape.dims does, or of its part on one GPU.
         """
         matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
         return sum(map(aligned, matrices + rows))
 
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
-        """Yield each matrix once: its linear, and 0 for the linear's A or 1 for its B."""
+        """Yield each matrix as (its linear, 0 for A or 1 for B).
+
+        A matrix that two linears share is yielded for the first of them only.
+        """
         shared = self.shared_a
         for part in self.linears:
             held = (part.layer, part.linear) in shared
@@ -174,6 +187,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     _check_family(config, shape)
+    _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
@@ -206,7 +220,8 @@ def pair_tensors(
     """Group LoRA tensors into pairs: {module: {"A": tensor, "B": tensor}}.
 
     tensors: the tensors by name.
-    split: returns the module and the side, A or B, that a tensor's name stands for.
+    split: parses a tensor's name, and returns the module and the side, A or B.
+
     Raises AdapterRejected for incomplete pairs.
     """
     pairs: dict[str, dict[str, Span]] = {}
@@ -228,9 +243,11 @@ def pair_tensors(
 def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
     """Return the rank of a module's A and B, which must have the same rank.
 
-    Matrices of experts may have an additional dimension.
+    Matrices of experts may have one dimension more.
+
     sides: A and B of the module.
-    want: rank according to the config; None: not checked.
+    want: LoRA rank according to the config; None: not checked.
+
     Raises AdapterRejected if the ranks disagree.
     """
     a, b = sides["A"].shape, sides["B"].shape
@@ -285,8 +302,10 @@ def _linear(
 
 
 def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape: BaseShape) -> None:
-    """Raise AdapterRejected if PEFT has trained biases of the base model, but has not saved
-    them.
+    """Raise AdapterRejected if biases of the base model were trained but not saved.
+
+    config: tells whether biases may have been lost.
+    linears: linears that the adapter changes.
     """
     family = FAMILIES[shape.family]
     for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():
@@ -299,7 +318,7 @@ def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape:
 
 
 def _leaves_out_the_scale(config: LoraConfig, shape: BaseShape) -> bool:
-    """Whether the adapter was trained without the scale of the base model's embeddings."""
+    """Whether the adapter was trained without the factor on the base model's embeddings."""
     return config.unscaled_embeddings and FAMILIES[shape.family].scales_in_module
 
 
@@ -325,6 +344,23 @@ def _check_family(config: LoraConfig, shape: BaseShape) -> None:
             "the file is incomplete, or exclude_modules must leave them out",
             field="target_modules",
         )
+
+
+def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
+    """Raise AdapterRejected if targeted linears of the base model's layers have no weights.
+
+    For base models with several kinds of layers.
+
+    config: tells the kinds that each layer may have.
+    """
+    for layer, kinds in enumerate(config.kinds[: shape.layers]):
+        if shape.kind(layer) not in kinds:
+            raise AdapterRejected(
+                f"its config selects linears of layer {layer}, {_KINDS[shape.kind(layer)]} in the "
+                "base model, that have no weights: the file is incomplete, or it was trained for "
+                "another base model",
+                field="target_modules",
+            )
 
 
 def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
@@ -353,6 +389,12 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     if layer >= shape.layers:
         raise AdapterRejected(
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",
+            field=module,
+        )
+    if not shape.has(layer, linear):
+        raise AdapterRejected(
+            f"{module}: layer {layer} of the base model is {_KINDS[shape.kind(layer)]} and has no "
+            f"{shape.linears[linear].name}; was this trained for another?",
             field=module,
         )
     return layer, linear

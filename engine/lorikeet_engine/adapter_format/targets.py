@@ -1,11 +1,19 @@
 """Finds the linears that a PEFT config selects by targets and patterns, in the way PEFT does."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    Family,
+    LayerKind,
+    Linear,
+)
 from lorikeet_engine.adapter_format.peft_release import (
     SEPARATE_PATTERNS,
     WHOLE_PATTERNS,
@@ -25,21 +33,33 @@ _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
 _MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwen3-235B-A22B's
 _MAX_LINEARS = 200_000  # of all layers and their experts: 60 layers of 384 experts have 69,000
+_MORE_LAYERS = 8  # of hybrids, checked after the last layer that has weights
 _OUTER = (HEAD, EMBEDDINGS)
 
 Selects = Callable[[str], bool]
 
 
+class TargetedBases(NamedTuple):
+    """Base models in which each linear that a PEFT config targets has weights.
+
+    families: names of families, sorted; None: all families that have the linears with weights.
+    kinds: for hybrids alone, the kinds that each layer may have; none: the base model must have no
+        such layer. Layers after the last one in the list may have any kind.
+    """
+
+    families: tuple[str, ...] | None = None
+    kinds: tuple[tuple[LayerKind, ...], ...] = ()
+
+
 def check_targets(
     raw: Mapping[str, Any], modules: Sequence[str], run: Expressions
-) -> tuple[str, ...] | None:
+) -> TargetedBases:
     """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
-    Returns, sorted, the families of base models in which each target has weights, since PEFT skips
-    targets that the base model lacks. None stands for all families that have the linears with
-    weights, and is also returned if the config has neither target_modules nor target_parameters.
-    Layers after the last one with weights are not checked: only the base model knows the number of
-    layers.
+    Returns the base models in which each target has weights, since PEFT skips targets that the base
+    model lacks: all of them if the config has neither target_modules nor target_parameters. Layers
+    after the last one with weights are not checked, except of hybrids: only the base model knows
+    the number of layers.
 
     raw: PEFT's config.
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
@@ -53,33 +73,79 @@ def check_targets(
     outer = {m for m in modules if not _is_in_layer(m)}
     located = [locate_module(canonical_module(m), linears) for m in modules if m not in outer]
     if raw.get("target_modules") is None and not raw.get("target_parameters"):
-        return None
+        return TargetedBases()
     if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
         raise bad_config("no weight is for a parameter that it selects", "target_parameters")
     layers = {layer for layer, _ in located}
-    last, with_weights = max(layers, default=0), {linears[index] for _, index in located}
+    last, with_weights = max(layers, default=0), {linears[index].module for _, index in located}
     given, expected = set(modules), _expected(modules, outer, last, with_weights)
-    targeted = _targeted(raw, given.union(*expected.values()), given, run)
+    every = given.union(*(names for each in expected.values() for names in each.all()))
+    targeted = _targeted(raw, every, given, run)
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
     for module in modules:
         if not targeted(module) and not (tied and is_outer(module, HEAD)):
             problem = f"there are weights for {module}, which it leaves out"
             raise bad_config(problem, "target_modules")
-    missing = {
-        family: [module for module in sorted(names - given) if targeted(module)]
-        for family, names in expected.items()
-    }
+    missing, kinds = dict[str, list[str]](), dict[str, tuple[tuple[LayerKind, ...], ...]]()
+    for family, each in expected.items():
+        missing[family], kinds[family] = each.missing(given, targeted, last)
     whole = sorted(family for family, modules in missing.items() if not modules)
     if not whole:
         module = next(iter(missing.values()))[0]
         key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
         raise bad_config(_missing(canonical_module(module), last, layers), key)
-    return None if len(whole) == len(expected) else tuple(whole)
+    hybrid = all(FAMILIES[family].is_hybrid for family in whole)
+    families = None if len(whole) == len(expected) else tuple(whole)
+    return TargetedBases(families, kinds[whole[0]] if hybrid else ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Modules of a base model that a config could target, in the trainer's naming.
+
+    names: modules that the base model has; of hybrids, only those outside the layers.
+    layers: for hybrids, the modules that a layer of each kind would have, by layer and kind.
+    """
+
+    names: set[str]
+    layers: tuple[Mapping[LayerKind, set[str]], ...] = ()
+
+    def all(self) -> list[set[str]]:
+        """Return all modules, in sets."""
+        return [self.names, *(names for kinds in self.layers for names in kinds.values())]
+
+    def missing(
+        self, given: Collection[str], targeted: Selects, last: int
+    ) -> tuple[list[str], tuple[tuple[LayerKind, ...], ...]]:
+        """Return the targeted modules that have no weights, and the kinds that each layer may have.
+
+        given: modules that have weights.
+        targeted: whether the config targets a module.
+        last: number of the last layer that has weights.
+        """
+        missing = _lacking(self.names, given, targeted)
+        wanted = list[tuple[LayerKind, ...]]()
+        for layer, kinds in enumerate(self.layers):
+            common = set[str].intersection(*kinds.values())
+            has = [kind for kind, names in kinds.items() if not (names - common).isdisjoint(given)]
+            if len(has) > 1:
+                problem = f"layer {layer} has weights of attention and of a delta net"
+                raise bad_config(f"{problem}: no layer has both", "target_modules")
+            lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has or kinds}
+            wanted.append(tuple(kind for kind, lacking in lacks.items() if not lacking))
+            if not wanted[-1] and layer <= last:
+                missing += next(iter(lacks.values()))
+        return missing, tuple(wanted)
+
+
+def _lacking(names: Collection[str], given: Collection[str], targeted: Selects) -> list[str]:
+    """Return, sorted, the targeted ones of some modules that have no weights."""
+    return [module for module in sorted({*names} - {*given}) if targeted(module)]
 
 
 def _expected(
-    modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[Linear]
-) -> dict[str, set[str]]:
+    modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[str]
+) -> dict[str, _Expected]:
     """Return all modules that a config could target, in the trainer's naming, by family.
 
     The result has only families that have the linears with weights. The family that the weights
@@ -87,30 +153,51 @@ def _expected(
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
-    with_weights: linears that have weights in some layer.
+    with_weights: paths, in a layer, of the linears that have weights in some layer.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
     beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
-    found: dict[tuple[tuple[Linear, ...], bool], set[str]] = {}
+    outside = {m if m == HEAD.module else place + m.removeprefix("model.") for m in beside}
+    found: dict[tuple[tuple[Linear, ...], bool], _Expected] = {}
     expected = {}
     for name, family in FAMILIES.items():
         kind = family.linears, family.experts is not None and family.experts.old_linears
-        if not set(family.linears).issuperset(with_weights):
+        if not {linear.module for linear in family.linears}.issuperset(with_weights):
             continue
         if kind not in found:
-            paths = [linear.path(layer) for layer in layers for linear in family.linears]
-            inner = set(beside)
-            for path in paths:
-                inner |= names[kind[1]].of(path)
-                if len(inner) > _MAX_LINEARS:
-                    problem = f"{last + 1} layers of such experts: over {_MAX_LINEARS} linears"
-                    raise bad_config(problem, "target_modules")
-            found[kind] = {
-                place + m.removeprefix("model.") if m != HEAD.module else m for m in inner
-            }
+            saved = _SavedNames(names[kind[1]], place, family)
+            if family.is_hybrid:
+                more = range(len(layers) + _MORE_LAYERS)
+                by_kind = [{each: saved.of([layer], each) for each in LayerKind} for layer in more]
+                found[kind] = _Expected(outside, tuple(by_kind))
+            else:
+                found[kind] = _Expected(outside | saved.of(layers))
         expected[name] = found[kind]
     return expected
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedNames:
+    """Names of a family's linears in a trainer's naming.
+
+    place: path before "layers." there.
+    """
+
+    configured: ConfiguredNames
+    place: str
+    family: Family
+
+    def of(self, layers: Collection[int], kind: LayerKind | None = None) -> set[str]:
+        """Return the linears of some layers, which are of a kind."""
+        linears = [each for each in self.family.linears if each.kind in (None, kind)]
+        found = set[str]()
+        for linear in (each.path(layer) for layer in layers for each in linears):
+            found |= self.configured.of(linear)
+            if len(found) > _MAX_LINEARS:
+                problem = f"{len(layers)} layers of such experts: over {_MAX_LINEARS} linears"
+                raise bad_config(problem, "target_modules")
+        return {self.place + module.removeprefix("model.") for module in found}
 
 
 def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:

@@ -57,7 +57,7 @@ _REFUSED = {
 def split_tensor_name(name: str) -> tuple[str, str]:
     """Parse the name of a LoRA tensor in a blob: return (module, "A" or "B").
 
-    Raises AdapterRejected, naming the unsupported part.
+    Raises AdapterRejected for any other name; the error names the part that is not supported.
     """
     match = _TENSOR.fullmatch(name)
     if match:
@@ -101,7 +101,12 @@ def is_training_state(name: str) -> bool:
 
 
 def token_rows_module(name: str) -> str | None:
-    """Return the canonical module whose trained rows a tensor holds; None for other tensors."""
+    """Return the canonical module whose trained rows a tensor holds; None for other tensors.
+
+    Raises AdapterRejected if the module is neither embed_tokens nor lm_head.
+
+    name: the tensor's name, in a trainer's file or in a blob.
+    """
     match = _SAVED_ROWS.fullmatch(_WRAPPERS.sub("", name))
     if match is None:
         return None
@@ -117,9 +122,11 @@ def token_rows_name(module: str) -> str:
 
 
 def canonical_module(saved: str) -> str:
-    """Return the canonical name of a module in a trainer's file, which blobs use.
+    """Return the canonical name, which blobs use, of a module in a trainer's file.
 
     model.language_model.layers.0 → model.layers.0.
+
+    saved: the module's name in the file.
     """
     for outer in (HEAD, EMBEDDINGS):
         if is_outer(saved, outer):
@@ -129,9 +136,9 @@ def canonical_module(saved: str) -> str:
 
 
 def is_outer(saved: str, outer: Linear) -> bool:
-    """Whether a module in a trainer's file is lm_head or is embed_tokens.
+    """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: HEAD or EMBEDDINGS, the module to compare with.
+    outer: HEAD or EMBEDDINGS.
     """
     match = _SAVED_OUTER.fullmatch(saved)
     return match is not None and match[1] == outer.name
@@ -174,7 +181,10 @@ def tensor_name(module: str, side: str) -> str:
 
 
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
-    """Return the linears of the family of base models that has the most of these modules."""
+    """Return the linears of a decoder layer, in the family of base models that fits best.
+
+    modules: canonical names of modules; the family has the most of them.
+    """
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
@@ -185,9 +195,11 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 
 
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
-    """Return the layer and the linear that a module is: (number of the layer, index in `linears`).
+    """Return a module's place: (number of the decoder layer, index of the linear in `linears`).
 
     module: canonical name.
+    linears: linears of a decoder layer.
+
     Raises AdapterRejected for a module that is none of the linears.
     """
     match = _MODULE.fullmatch(linear_of(module))
@@ -205,7 +217,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
 def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
     """Return a blob's matrices, with an A for each up_proj of experts that shares gate_proj's A.
 
-    tensors: matrices by name, in which such an up_proj has only a B.
+    tensors: the blob's matrices by name; such an up_proj has only a B there.
     """
     found = dict(tensors)
     for name in tensors:

@@ -49,9 +49,12 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
 
     PEFT saves no rows for an lm_head that is tied to the embeddings; the config may list it with
     the embeddings' tokens.
+
     raw: PEFT's config.
     saved: canonical modules whose trained rows the trainer has saved.
-    Raises AdapterRejected or AdapterTooLarge.
+
+    Raises AdapterRejected for malformed lists and if rows or their ids are missing, and
+    AdapterTooLarge for more than MAX_TOKENS tokens of a module.
     """
     option = raw.get(_OPTION) or {}
     tokens = {}
@@ -84,7 +87,8 @@ def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
 def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
     """Parse the ids of trained tokens from a blob's metadata.
 
-    Raises AdapterRejected or AdapterTooLarge.
+    Raises AdapterRejected for malformed lists, and AdapterTooLarge for more than MAX_TOKENS tokens
+    of a module.
     """
     text = metadata.get(TOKENS_KEY)
     if text is None:
@@ -106,6 +110,8 @@ def read_token_rows(
     tokens: ids of trained tokens, from the metadata.
     tensors: the tensors of the blob that hold rows, by name.
     adapted: canonical modules that have LoRA.
+    shape: sizes of the base model.
+
     Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA
     and rows change.
     """

@@ -47,9 +47,11 @@ def read_trtllm_pair(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Convert TensorRT-LLM's LoRA files in a folder: return PEFT's tensors by name, and its config.
 
+    shape: sizes of the base model.
     base_model: name of the base model, for the config.
     alpha: alpha of the training; None: B contains the scaling already.
-    Raises AdapterRejected, whose field is the file or the row.
+
+    Raises AdapterRejected, whose `field` is the file at fault.
     """
     weights, config = (_array(folder / name) for name in PAIR)
     if weights.dtype.str not in _DTYPES:
@@ -69,7 +71,11 @@ def read_trtllm_pair(
 
 
 def _array(path: Path) -> np.ndarray:
-    """Map a NumPy file into memory, and remove a first dimension of 1 from the array."""
+    """Map a NumPy file into memory, and remove a first dimension of 1 from the array.
+
+    Raises AdapterRejected if the file cannot be read, or if the result does not have two
+    dimensions.
+    """
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -86,9 +92,12 @@ def _linears(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield the modules in one row of the weights, each with A [rank, d_in] and B [d_out, rank].
 
+    A row of TensorRT-LLM's fused qkv has several modules.
+
     row: number of the row, for errors.
     values: A and B of the row, flattened.
     kind: TensorRT-LLM's module id.
+    layer, rank: layer and LoRA rank of the row.
     """
     if kind not in _LINEARS:
         what = _ELSEWHERE.get(kind, "no module that is known here")

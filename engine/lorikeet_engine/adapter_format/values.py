@@ -33,8 +33,8 @@ class ValueScan:
     """Finds the largest magnitude of each of a blob's tensors while the blob's bytes arrive.
 
     Tensors of one dtype that arrive together are scanned together, since each scan must get the
-    interpreter lock of a busy gateway. A scan rejects nothing: it finds no bounds for a blob with a
-    bad header, nor for one whose values cross SCAN_ALIGNMENT.
+    interpreter lock of a busy gateway. A scan rejects nothing. If the header is malformed, or
+    tensors are not aligned to their elements, it finds no magnitudes.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -43,7 +43,7 @@ class ValueScan:
         self._bounds: dict[TensorSpan, int] = {}
 
     def take(self, data: memoryview) -> None:
-        """Scan the next bytes of the blob.
+        """Scan the next bytes of the blob for the largest magnitudes.
 
         data: length is a multiple of SCAN_ALIGNMENT, except at the end of the blob. The first piece
             must hold the whole header.
@@ -70,13 +70,15 @@ class ValueScan:
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """Check that all values of a blob are finite, both in its file and in a packed image.
+    """Check that all values of a blob are finite, in its file and in the image packed from it.
 
-    In the image, B is multiplied by its scaling.
+    In the image, B is multiplied by its scaling, and values are rounded.
+
     dtype: dtype of the image.
-    scan: bounds found while the blob arrived. Tensors that the bounds prove good are not read;
-        other tensors are read, a few megabytes at a time.
-    Raises AdapterRejected, whose field is the tensor.
+    scan: largest magnitudes found while the blob arrived. Tensors for which they prove that all
+        values are finite are not read; other tensors are read, a few megabytes at a time.
+
+    Raises AdapterRejected, whose `field` is the tensor at fault.
     """
     for name, span, factor in _matrices(spec):
         bits = scan.bound(span) if scan is not None else None
@@ -91,7 +93,10 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
-    """Yield each matrix: its name for errors, its place in the blob, and the factor for packing."""
+    """Yield each matrix and each tensor of trained rows: (name, place in the blob, factor).
+
+    Packing multiplies the values by the factor. The name is for errors.
+    """
     for part in spec.linears:
         yield part.matrix("A"), part.a, 1.0
         yield part.matrix("B"), part.b, part.scaling
@@ -100,7 +105,9 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
-    """Return the tensors of a blob, in file order; none if the header is bad.
+    """Return the tensors of a blob in file order, except empty ones.
+
+    Returns () if the header is malformed, or tensors are not aligned to their elements.
 
     data: beginning of the blob, including the whole header.
     size_bytes: size of the whole blob.
@@ -123,6 +130,7 @@ def _value(bits: int, kind: str) -> np.float32:
 def _packed(largest: np.float32, factor: float) -> np.float32:
     """Return the magnitude that a value of a blob has in an image, before rounding.
 
+    largest: the value, or its magnitude.
     factor: scaling of the value's matrix.
     """
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,8 +1,8 @@
 """Asynchronous copies between host and device.
 
-On CUDA copies go through pinned memory, in the order of the current stream, so the host never waits
-for running steps; torch keeps the memory until the copy has finished. On a CPU nothing is
-copied: the device's tensors are the host's.
+On CUDA, copies go through pinned memory and run in the order of the current stream, so the host
+never waits for running steps; torch keeps the pinned memory until the copy has finished. On a CPU
+nothing is copied: the device's tensors are the host's.
 """
 
 import numpy as np
@@ -19,14 +19,15 @@ def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) 
 def zeros_to_upload(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return zeros in host memory, pinned if `device` is CUDA, so that `upload` copies them
-    directly.
-    """
+    """Return zeros in host memory that `upload` can copy directly: pinned if `device` is CUDA."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class Download:
-    """Copy of a tensor from the device to the host, which runs in the background."""
+    """Copy of a tensor from the device to the host, which runs in the background.
+
+    tensor: the tensor on the device.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -40,9 +41,9 @@ class Download:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy and all earlier launches, and return the values on the host.
+        """Wait for the copy and everything launched before it; return the values on the host.
 
-        Raises any error of the device up to then.
+        Raises the device's error if anything launched before has failed.
         """
         if self._arrived is not None:
             self._arrived.synchronize()

@@ -50,7 +50,8 @@ class Assembly:
 
     kv_pages: number of KV pages in the runner's KV cache.
     step_budget: bounds steps to the inter-token goal; None without such a goal.
-    forced_budget: bounds the tokens that grammars force.
+    forced_budget: bounds a step's forced tokens: the only tokens that a grammar allows, appended
+        without sampling.
     ranks: processes that compute the model; just this one without tensor parallelism.
     """
 
@@ -172,7 +173,8 @@ def build_tiers(
     shape: shape of the whole base model.
     source: store from which adapters are downloaded.
     wake: called whenever adapters have been loaded.
-    free: free bytes of the device, of which the slot pool takes a share if the settings say so.
+    free: free bytes of the device. The slot pool, the GPU's memory of adapters, takes a share of
+        them if the settings say so.
     ranks: processes that compute the model; all get an equally large slot pool.
     """
     dtype = settings.torch_adapter_dtype

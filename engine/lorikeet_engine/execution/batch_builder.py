@@ -9,11 +9,69 @@ import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.delta_net import CHUNK, Prefills
 from lorikeet_engine.kernels.lora.types import Segments
-from lorikeet_engine.models.batch import Batch, Int32s
+from lorikeet_engine.models.batch import Batch, Int32s, StateRows
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StateInput:
+    """Use that a step makes of states of delta nets; on the host. See StateRows and Prefills.
+
+    slots, starts, chunks, first_chunks, saves: as in Prefills.
+    fresh, restores: as in StateRows.
+    """
+
+    slots: Int64s
+    starts: Int64s
+    chunks: Int64s
+    first_chunks: Int64s
+    saves: Int64s
+    fresh: Int64s
+    restores: Int64s
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], starts: Int64s) -> "StateInput | None":
+        """Build the input for these chunks; None for a model without delta nets.
+
+        starts [sequences + 1]: first token of each chunk, then the number of tokens.
+        """
+        uses = [chunk.state for chunk in chunks if chunk.state is not None]
+        if not uses:
+            return None
+        assert len(uses) == len(chunks), "chunks without states"
+        slots = np.array([use.slot for use in uses], np.int64)
+        counts = -(-np.diff(starts) // CHUNK)
+        first_chunks = np.append(0, counts.cumsum())
+        owner = np.repeat(np.arange(len(uses)), counts)
+        within = np.arange(len(owner)) - first_chunks[owner]
+        saves = np.full(len(owner), -1, np.int64)
+        for first, use in zip(first_chunks.tolist(), uses, strict=False):
+            for save in use.saves:
+                saves[first + save.tokens // CHUNK - 1] = save.slot
+        restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
+        return cls(
+            slots=slots,
+            starts=starts,
+            chunks=np.stack([owner, starts[owner] + CHUNK * within], 1),
+            first_chunks=first_chunks,
+            saves=saves,
+            fresh=slots[[chunk.start == 0 for chunk in chunks]],
+            restores=np.array(restores, np.int64).reshape(-1, 2).T,
+        )
+
+    def upload(self, device: torch.device) -> StateRows:
+        """Copy the input to the device; the host waits for nothing."""
+        narrow = self.slots, self.starts, self.chunks.ravel(), self.first_chunks, self.saves
+        uploaded = upload(np.concatenate(narrow).astype(np.int32), device)
+        slots, starts, chunks, first_chunks, saves = torch.split(uploaded, [*map(len, narrow)])
+        prefills = Prefills(starts, slots, chunks.view(-1, 2), first_chunks, saves)
+        wide = upload(np.append(self.fresh, self.restores.ravel()), device)
+        fresh, restores = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
+        return StateRows(prefills, len(self.slots) == self.starts[-1], fresh, restores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +94,7 @@ class StepInput:
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
+    states: use of the sequences' states; None for a model without delta nets.
     """
 
     token_ids: Int64s
@@ -53,6 +112,7 @@ class StepInput:
     head_segments: Int32s
     head_rank: int
     head_rows: int
+    states: StateInput | None = None
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """Copy the step to the device; the host waits for nothing.
@@ -85,6 +145,7 @@ class StepInput:
             head_segments=_upload_segments(
                 self.head_segments, self.head_rank, device, self.head_rows
             ),
+            states=None if self.states is None else self.states.upload(device),
         )
 
 
@@ -143,6 +204,7 @@ def build_step_input(
     starts = ends - lengths
     owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: index of the token's chunk
     positions = np.arange(len(owner)) - (starts - computed)[owner]
+    query_starts = np.append(starts, len(owner))
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
@@ -153,7 +215,7 @@ def build_step_input(
         logit_rows=ends[rows == 1] - 1,
         pending=pending,
         pending_rows=pending_rows,
-        query_starts=np.append(starts, len(ids)).astype(np.int32),
+        query_starts=query_starts.astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
         page_tables=tables,
         segments=_segments(leases, lengths),
@@ -162,6 +224,7 @@ def build_step_input(
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
+        states=StateInput.of(chunks, query_starts),
     )
 
 

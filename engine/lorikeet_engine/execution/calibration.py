@@ -52,8 +52,8 @@ def measure_step_costs(
 ) -> StepCosts:
     """Time a few dummy steps, which run as real steps do, and return the costs fitted to the times.
 
-    kv_pages: number of the runner's KV pages; they are empty before and afterwards.
-    arena: the runner's GPU memory of adapters; it is empty before and afterwards.
+    kv_pages: number of the runner's KV pages; they are empty before and after this call.
+    arena: the runner's GPU memory of adapters; it is empty before and after this call.
     shape: part of the base model that this process computes.
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
@@ -109,7 +109,7 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
     context. The result is the slope with the least sum of the squares of both relative errors.
 
     decodes_s: measured seconds of a step of N decodes with the default context, by N.
-    usual: costs whose default is returned where contexts are too short to measure.
+    usual: default costs; its seen_token_s is returned if contexts are too short to measure.
     """
     long = min(_LONG_CONTEXT, steps.longest)
     many = max(n for n in decodes_s if n * long <= steps.kv_tokens or n == min(decodes_s))
@@ -123,10 +123,10 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 
 
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
-    """Measure a chunk of a prompt: StepCosts.prompt_seen_s, and its seconds without attention.
+    """Time prompt chunks; return StepCosts.prompt_seen_s and a chunk's seconds without attention.
 
-    tokens: number of tokens in the chunk.
-    usual: costs whose default is returned where contexts are too short to measure.
+    tokens: number of tokens in a chunk.
+    usual: default costs; its prompt_seen_s is returned if contexts are too short to measure.
     """
     deep = min(_DEEP, steps.longest - tokens)
     if deep < tokens:  # short contexts: chunks see too few tokens to measure their cost
@@ -157,7 +157,7 @@ def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> f
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:
-    """Measure StepCosts.split_s: seconds added by separate attention kernels for the decodes.
+    """Measure StepCosts.split_s: seconds added because decodes get attention kernels of their own.
 
     costs: all other costs of a step without adapters.
     """
@@ -175,9 +175,10 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
 
 
 def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
-    """Return the costs with the costs of adapters added: a constant, plus rank_s · Σ rank.
+    """Measure the costs of adapters, and return `costs` with them: lora_s, rank_s and lora_token_s.
 
     costs: measured costs of steps without adapters.
+    dummies: adapters to run the timed steps with, already in the arena.
     """
     rank, many, full = dummies.rank, dummies.count, costs.step_tokens
     few = 1 if many > 1 else 0  # with a single adapter, the line starts at no adapter
@@ -202,6 +203,7 @@ class _DummyAdapters:
     They share no weights, so each is read from memory.
 
     rows: [count, layers, linears, 3], the adapters' entries in LoraWeights.table, without lm_head.
+    rank: rank of each adapter on each linear.
     """
 
     rows: torch.Tensor
@@ -211,7 +213,10 @@ class _DummyAdapters:
     def that_fit(
         cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
     ) -> "_DummyAdapters":
-        """Make as many adapters as fit into the arena and a step; the rank is lowered to fit."""
+        """Make as many adapters as fit into both the arena and a step.
+
+        Their rank is lowered if the arena has no room for one adapter of the usual rank.
+        """
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
@@ -227,7 +232,10 @@ class _DummyAdapters:
 
     @contextmanager
     def in_place(self, arena: DeviceArena) -> Iterator[None]:
-        """Put the adapters into the table's first slots during the block; then clear the slots."""
+        """Write the adapters to the first slots of LoraWeights.table during a `with` block.
+
+        Clears the slots afterwards.
+        """
         _, layers, linears, _ = self.rows.shape
         whole = torch.zeros(self.count, *arena.weights.table.shape[1:], dtype=torch.int64)
         whole[:, :layers, :linears] = self.rows
@@ -239,9 +247,9 @@ class _DummyAdapters:
 
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
-    """Return an adapter's entries in LoraWeights.table and its number of elements.
+    """Return an adapter's entries in LoraWeights.table, and the number of elements of its weights.
 
-    The entries, [layers, linears, 3], place the adapter's weights at offset 0 of the arena.
+    The entries, [layers, linears, 3], place the weights at offset 0 of the arena.
     """
     sizes = [
         [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]

@@ -99,7 +99,10 @@ class _Adapters(NamedTuple):
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Captured passes: number of tokens → adapters → pass for up to this much; both keys ascend."""
+"""Captured passes by number of tokens, then by adapters.
+
+A pass computes batches of up to this many tokens and adapters. Both keys ascend.
+"""
 
 
 class CudaGraphs:
@@ -116,6 +119,8 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
+        attention: gives small steps a back end that their graphs contain; in larger steps, runs
+            between the graphs.
         weights: the adapters' weights that the ModelRunner uses.
         kv: the ModelRunner's KV pages.
         limits: largest step to capture graphs for.
@@ -276,8 +281,11 @@ class CudaGraphs:
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the ladder's sizes below `most`, then the smaller of `most` and the ladder's last
-    size.
+    """Return the sizes to capture: those of the ladder below `most`, and the size that ends them.
+
+    The last size is `most`, or the ladder's last size if that is smaller.
+
+    most: maximum number of tokens of a step.
     """
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
@@ -295,9 +303,11 @@ def _seen_by_prompts(batch: Batch) -> int:
 def _segment_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is ≥ `most`.
 
-    A launch has programs for every segment, padding included, and their number selects the Regime.
-    A step of 256 tokens with 40 adapters loses 0.7 ms if padded to 128 segments. A step with fewer
-    adapters, padded to 32 segments, loses nothing.
+    A launch has programs for every segment, padding included, and the number of segments selects
+    the Regime. A step of 256 tokens with 40 adapters loses 0.7 ms if padded to 128 segments. A step
+    with fewer adapters, padded to 32 segments, loses nothing.
+
+    most: maximum number of adapters of a step.
     """
     counts = [0, 2]
     while counts[-1] < most:

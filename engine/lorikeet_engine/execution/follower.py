@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class Follower:
     """Model, adapter memory and KV pages of one rank, and the execution of the leader's commands.
 
-    The leader's assembly (assembly.py) does the same in the same order.
+    The leader's assembly (assembly.py) allocates the same parts in the same order.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Follower:
 
 
 class _MoreLogits:
-    """LogitsReader that computes a follower's part of the logits; only the leader reads them."""
+    """LogitsReader that computes a follower's part of the logits, which only the leader reads."""
 
     def __init__(self, inputs: tuple[LogitsInput, ...]) -> None:
         self._inputs = inputs
@@ -149,7 +149,7 @@ class _MoreLogits:
 
 
 def _wait(event: CopyEvent) -> None:
-    """Wait for an event of the device.
+    """Wait until the device has reached an event.
 
     If the device fails, end the process, because no later call may report the failure.
     """

@@ -57,8 +57,8 @@ def allowed_tokens(
 ) -> AllowedTokens:
     """Ask the grammars of a step's sequences for the allowed tokens, by row.
 
-    Sequences without a grammar get no row in the result. The matchers must have accepted all tokens
-    so far.
+    Sequences without a grammar get no row in the result. Each sequence's matcher must have accepted
+    all tokens of its output so far.
 
     grammars: None on an engine without grammars.
     sequences: sequences that sample a token in this step, one a row.
@@ -116,7 +116,10 @@ class _ForcedTokens:
         self._taken = self._taken_see = 0
 
     def close(self) -> None:
-        """Charge the budget for the forced tokens that were taken."""
+        """Charge the budget for the forced tokens that were taken.
+
+        Charges nothing if every sequence of the step may have forced tokens.
+        """
         if self._beside_others and self._taken:
             self._budget.spend(self._taken, self._taken_see)
 
@@ -127,6 +130,7 @@ class _ForcedTokens:
         which is left to be sampled. No tokens are forced where the device must count each token
         (penalties) or report its log probability.
 
+        matched: row whose forced tokens are returned.
         bitmask: tokens that may be sampled in this row.
         """
         sequence = matched.sequence
@@ -190,9 +194,11 @@ def _stuck() -> InvalidRequest:
 
 
 def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:
-    """Allow stop ids where the output may end, and forbid them below min_tokens, in place.
+    """Allow stop ids where the output may end, and forbid them below min_tokens.
 
     Below min_tokens they remain allowed if no other token can follow.
+
+    bitmask: tokens that the matcher allows in the sequence's row; changed in place.
     """
     stops = [(token // 8, 1 << token % 8) for token in sequence.stop_ids]
     if sequence.below_min_tokens:

@@ -1,10 +1,12 @@
-"""Tensor that holds the KV pages of one rank: its shape and its allocation."""
+"""Tensors that hold the KV pages and the states of one rank: their shapes and allocation."""
 
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.settings import EngineSettings
 
 
@@ -36,3 +38,22 @@ def allocate_kv(
     """
     size = kv_shape(config, shape, settings, pages)
     return torch.zeros(size, dtype=settings.torch_kv_dtype, device=device)
+
+
+def allocate_states(
+    shape: BaseShape, slots: int, dtype: torch.dtype, device: torch.device
+) -> DeltaStates | None:
+    """Allocate the states of `slots` sequences; None for a model without delta nets.
+
+    shape: part of the base model that this rank computes.
+    dtype: dtype of the model.
+    """
+    net = shape.delta_net
+    if net is None:
+        return None
+    each = shape.kinds.count(LayerKind.DELTA_NET), slots
+    inputs = torch.zeros(*each, net.convolution - 1, net.convolved, dtype=dtype, device=device)
+    matrices = torch.zeros(
+        *each, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32, device=device
+    )
+    return DeltaStates(inputs, matrices)

@@ -1,4 +1,4 @@
-"""ModelRunner of the leading rank, whose steps the other ranks launch, too."""
+"""ModelRunner of the leading rank; it has the other ranks launch each of its steps."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ class RunStep:
 
     previous_rows: number of tokens that the previous step sampled, if the leader broadcasts them
         before this step; 0 if the step does not need them.
-    logits: tokens whose logits are computed in addition, for PromptScores.
+    logits: tokens of prompts whose logits PromptScores needs, besides the logits for sampling.
     graphs: whether CUDA graphs may be used.
     """
 
@@ -30,7 +30,7 @@ class RunStep:
 
 
 class LeadingRunner(ModelRunner):
-    """ModelRunner of the leader, whose steps the followers launch, too.
+    """ModelRunner of the leader; it has the followers launch each of its steps.
 
     Once the followers know of a step, an error here is final (DeviceLost), since the followers wait
     for the leader in the step's all-reduces.
@@ -56,11 +56,12 @@ class LeadingRunner(ModelRunner):
     ) -> None:
         """Have the followers launch a step. Raises DeviceLost after any error, as `for_good` does.
 
-        Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
+        Call right before the step's `forward`, or if `graphs` is False before its `forward_eager`.
 
         previous: tokens that the previous step sampled, on the device. The tokens are broadcast to
             the followers if the step has pending tokens.
-        scores: prompt scores that need additional logits.
+        scores: prompt scores, which need logits besides those for sampling; None: no prompt is
+            scored.
         graphs: whether CUDA graphs may be used.
         """
         tokens = previous if len(step.pending) else None
@@ -72,11 +73,11 @@ class LeadingRunner(ModelRunner):
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Do as ModelRunner.forward. Raises DeviceLost after any error, as `for_good` does."""
+        """Return the result of ModelRunner.forward. Raises DeviceLost after any error."""
         with for_good():
             return super().forward(batch, scores)
 
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Do as ModelRunner.forward_eager. Raises DeviceLost after any error, like `forward`."""
+        """Return the result of ModelRunner.forward_eager. Raises DeviceLost after any error."""
         with for_good():
             return super().forward_eager(batch, scores)

@@ -3,11 +3,14 @@
 import math
 from dataclasses import dataclass
 
+import torch
+
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution.kv_tensors import kv_shape
+from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.delta_net import check_device
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
@@ -23,6 +26,7 @@ class MemoryPlan:
     weights: bytes of the base model's weights.
     slot_pool: bytes of the adapters' weights.
     steps: bytes that the largest step and the CUDA graphs take.
+    states: bytes of the states of delta nets; 0 for a model without delta nets.
     kv: bytes of the KV pages.
     kv_dtype: EngineSettings.kv_dtype.
     kv_tokens: tokens whose keys and values fit into the KV pages. Where layers with windows save
@@ -34,6 +38,7 @@ class MemoryPlan:
     weights: int
     slot_pool: int
     steps: int
+    states: int
     kv: int
     kv_dtype: str
     kv_tokens: int
@@ -43,7 +48,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes of all parts together."""
-        return self.weights + self.slot_pool + self.steps + self.kv
+        return self.weights + self.slot_pool + self.steps + self.states + self.kv
 
 
 def plan_memory(
@@ -55,19 +60,23 @@ def plan_memory(
     shard: part of the model on this device.
 
     The memory of steps is an estimate; a starting engine measures it. Raises SettingsError if not
-    all parts fit, or if one sequence does not fit into the KV pages.
+    all parts fit, or if one sequence does not fit into the KV pages. Raises ModelError if the base
+    model is not served on such a device.
     """
+    check_device(config, torch.device(settings.device).type)
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
     shape = shard.part_of(config.shape)
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
+    _take(memory, "states", state_bytes(shape, settings))
     pages = count_pages(config, shape, settings, memory)
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
         steps=memory.bytes["steps and graphs"],
+        states=memory.bytes["states"],
         kv=pages * page_bytes,
         kv_dtype=settings.kv_dtype,
         kv_tokens=needs.tokens(pages, config.max_context),
@@ -100,10 +109,10 @@ def count_pages(
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
-    """Return the number of rows of the adapters' table, a bound of the adapters in a slot pool.
+    """Return the number of rows of LoraWeights.table: a limit on the adapters in a slot pool.
 
     Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
-    the first group. Compared with that, table rows are small.
+    the first group. A table row is small compared with such an adapter.
 
     elements: size of the slot pool, in elements of the adapters' dtype.
     at_least: number of distinct adapters in a step; the result is never less.
@@ -114,7 +123,7 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """Return the calculator of the KV pages that sequences need with this model and settings."""
+    """Return a PageNeeds, which computes the KV pages of sequences with this model and settings."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 
@@ -144,6 +153,16 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
     logits = settings.max_running * shape.vocabulary * (itemsize + 6 * 4)
     fixed = _CUDA_BYTES if settings.device.startswith("cuda") else 0
     return activations + logits + fixed
+
+
+def state_bytes(shape: BaseShape, settings: EngineSettings) -> int:
+    """Return the bytes of the states of delta nets; 0 for a model without delta nets.
+
+    shape: part of the base model that this process computes.
+    """
+    meta = torch.device("meta")
+    states = allocate_states(shape, settings.state_slots, settings.torch_dtype, meta)
+    return 0 if states is None else states.nbytes
 
 
 def _take(memory: DeviceMemory, name: str, size: int) -> None:

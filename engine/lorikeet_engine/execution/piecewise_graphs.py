@@ -93,7 +93,7 @@ class _GraphSplitter:
         self._buffers, self._pool = buffers, pool
 
     def plan(self, batch: PagedSequences) -> None:
-        """Do as AttentionBackend.plan describes."""
+        """Do nothing: the graphs that this object records do not contain attention."""
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -113,7 +113,11 @@ class _GraphSplitter:
         window: int | None = None,
         group: int = 0,
     ) -> torch.Tensor:
-        """End a graph before attention, and begin the next: see AttentionBackend.attend."""
+        """End a graph before attention, and begin the next.
+
+        Returns the buffer that holds attention's output when the next graph is replayed. Arguments:
+        see AttentionBackend.attend.
+        """
         self._buffers.queries.copy_(q)
         self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group))
         self.begin()

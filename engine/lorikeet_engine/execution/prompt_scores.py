@@ -80,7 +80,7 @@ class PromptScores:
         self._pieces: list[LogprobReadback] = []
 
     def inputs(self) -> list[LogitsInput]:
-        """Return the inputs for the logits of all tokens to score, in the order of their use."""
+        """Return the inputs for the logits of all tokens to score, in the order of `compute`."""
         pieces, chunks = list[LogitsInput](), len(self._chunks)
         for at in range(0, len(self._rows), self._piece_rows):
             piece = slice(at, at + self._piece_rows)

@@ -1,8 +1,8 @@
 """Ranks of one engine: this process alone, or this process and its followers.
 
 A follower (follower.py) allocates memory and captures graphs in the same order as the leader. The
-leader tells it when, since both take part in collective operations meanwhile. The size of a memory
-part is the least that any rank can afford.
+leader tells it when to, since both take part in collective operations meanwhile. A part of memory,
+such as the KV pages, has the same size in all ranks: as much as every one of them can afford.
 """
 
 import os
@@ -69,9 +69,9 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks, if any, carry out the same command as this rank.
+        """Have the other ranks, if any, carry out a command. This rank does the same work itself.
 
-        message: the command for the other ranks.
+        message: the command.
         """
 
     def runner(self, *parts: Any) -> ModelRunner:
@@ -132,7 +132,10 @@ class LeadingRank(OneRank):
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks carry out the same command as this rank."""
+        """Have the other ranks carry out a command. This rank does the same work itself.
+
+        message: the command.
+        """
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:

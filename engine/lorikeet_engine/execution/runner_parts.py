@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
-from lorikeet_engine.execution.kv_tensors import allocate_kv
+from lorikeet_engine.execution.kv_tensors import allocate_kv, allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention import choose_attention
 from lorikeet_engine.kernels.attention.protocol import (
@@ -61,8 +61,9 @@ class RunnerParts:
         """
         model = self.model
         kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
+        states = allocate_states(model.shape, self.settings.state_slots, model.dtype, model.device)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)
-        return runner(model, self.attention, self.weights, kv, graphs)
+        return runner(model, self.attention, self.weights, kv, graphs, states)
 
 
 def _capture(

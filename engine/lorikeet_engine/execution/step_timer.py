@@ -10,7 +10,7 @@ from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.memory_plan import page_needs
 from lorikeet_engine.execution.steps import ModelRunner
-from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk, with_states
 from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.settings import EngineSettings
 
@@ -69,8 +69,9 @@ class StepTimer:
     def decodes(
         self, sequences: int, context: int, adapters: int = 0, rank: int = 0
     ) -> list[Chunk]:
-        """Make one chunk for each of `sequences` sequences of `context` tokens: its last token.
+        """Make the chunks of a step of decodes: the last token of each of `sequences` sequences.
 
+        context: number of tokens of each sequence.
         adapters: number of sequences with an adapter; the first sequences have one, each a
             different one.
         rank: rank of these adapters.
@@ -81,12 +82,16 @@ class StepTimer:
         return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
 
     def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
-        """Make a chunk of `tokens` tokens that follow the first `depth` tokens of a prompt."""
+        """Make a chunk of `tokens` tokens that follow the first `depth` tokens of a prompt.
+
+        lease: the prompt's adapter; None for none.
+        """
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the seconds of the fastest of a few runs of a step; other work can only slow a run
-        down.
+        """Return the seconds of the fastest of a few runs of a step with these chunks.
+
+        The fastest counts because other work can only slow a run down.
         """
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
@@ -96,7 +101,9 @@ class StepTimer:
         return min(taken_s)
 
     def sustained_s(self, chunks: list[Chunk]) -> float:
-        """Return the time of a step after equal steps have run for a while, as in a long prompt.
+        """Return the seconds of a step with these chunks after equal steps have run for a while.
+
+        This is the time of a step in a long prompt.
 
         A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is that of
         shortest_s.
@@ -111,8 +118,9 @@ class StepTimer:
         return step_s
 
     def _times_s(self, chunks: list[Chunk]) -> Iterator[float]:
-        """Run the step again and again; yield the seconds of each run."""
+        """Run a step with these chunks endlessly; yield the seconds of each run."""
         device = self._runner.model.device
+        chunks = with_states(chunks, self._runner.state_slots)
         step = build_step_input(chunks, self._page_size, self._windows)
         batch = step.upload(device)
         while True:
@@ -129,7 +137,7 @@ class StepTimer:
         return [self.longest] * whole + [rest] * (rest > 0)
 
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
-        """Make a chunk of the last tokens of a sequence.
+        """Make a chunk of the last `tokens` tokens of a sequence.
 
         The token ids are varied: with one id, a mixture of experts would use only a few experts.
 

@@ -19,6 +19,7 @@ from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -54,6 +55,7 @@ class ModelRunner:
         weights: LoraWeights | None,
         kv: torch.Tensor,
         graphs: CudaGraphs | None = None,
+        states: DeltaStates | None = None,
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
@@ -62,14 +64,21 @@ class ModelRunner:
             model.
         kv: KV pages, a tensor as allocated by allocate_kv (kv_tensors.py).
         graphs: captured with this model, weights and kv; used for batches that fit them.
+        states: states of delta nets; None for a model without delta nets.
         """
         self.model = model
         self._attention = attention
         self._weights = weights
         self.kv = kv
         self._graphs = graphs
+        self._states = states
         self.small_sizes = () if graphs is None else graphs.whole_sizes
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
+
+    @property
+    def state_slots(self) -> int:
+        """Number of slots for states of delta nets; 0 for a model without delta nets."""
+        return 0 if self._states is None else self._states.slots
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
@@ -86,11 +95,12 @@ class ModelRunner:
     ) -> None:
         """Have the processes of other GPUs launch a step; does nothing on an engine with one GPU.
 
-        Call right before the step's `forward`, or before its `forward_eager` without `graphs`.
+        Call right before the step's `forward`, or if `graphs` is False before its `forward_eager`.
 
         previous: tokens that the previous step sampled, [rows] int64 on the device. Needed if the
             step has pending tokens.
-        scores: prompt scores that need additional logits.
+        scores: prompt scores, which need logits besides those for sampling; None: no prompt is
+            scored.
         graphs: whether CUDA graphs may be used.
         """
 
@@ -101,7 +111,8 @@ class ModelRunner:
         Keys and values are written to the KV pages. The caller owns the result and may change it in
         place.
 
-        scores: reader of the additional logits that prompts need to be scored.
+        scores: reader of logits of prompt tokens, besides the returned ones; None: no prompt is
+            scored.
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self._logits(self._graphs.forward(batch), batch, scores)
@@ -111,10 +122,12 @@ class ModelRunner:
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """Compute the result of `forward` without CUDA graphs.
 
-        scores: reader of the additional logits that prompts need to be scored.
+        scores: as for `forward`.
         """
         self._attention.plan(batch)
-        hidden = self.model.forward(batch, self.kv, self._weights, self._attention)
+        if self._states is not None and batch.states is not None:
+            self._states.begin(batch.states)
+        hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 
     def _logits(
@@ -141,7 +154,7 @@ class SampledTokens:
     errors: Mapping[int, EngineError]
 
     def token(self, row: int) -> int:
-        """Return the token sampled in a row of the logits. Raises the row's error without one."""
+        """Return the token sampled in a row of the logits. Raises the row's error, if any."""
         if error := self.errors.get(row):
             raise error
         return self.tokens[row]
@@ -268,10 +281,12 @@ def sample(
     Each token is the likeliest one, or drawn with a random number that is a hash of the sequence's
     seed and step. So a request with a seed gets the same tokens in any batch with the same logits.
 
-    The matchers must have accepted the tokens of the previous step. The host waits for nothing.
-    Grammars, penalties and log probabilities cost time only for sequences that use them.
+    The matchers of the sequences' grammars must have accepted the tokens of the previous step. The
+    host waits for nothing. Grammars, penalties and log probabilities cost time only for sequences
+    that use them.
 
     budget: bounds the tokens that grammars force in the next step.
+    grammars: None on an engine without grammars.
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
@@ -315,7 +330,9 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
 
 
 def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> dict[int, int]:
-    """Return, by row, how many alternatives to report to sequences that want this mode's logprobs.
+    """Return, by row, how many likeliest tokens to report beside the sampled one.
+
+    Only sequences that want log probabilities of this mode have a row in the result.
 
     sequences: sequences by their row in the logits.
     """

@@ -23,7 +23,7 @@ from lorikeet_engine.sampling.grammar import octets_of
 from lorikeet_engine.sampling.logprob_readback import LogprobReadback
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
-from lorikeet_engine.scheduling.kv_cache import PageKeys
+from lorikeet_engine.scheduling.kv_cache import PageKeys, StateUse
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.settings import EngineSettings
 
@@ -116,8 +116,8 @@ def _run(
     rank: rank of each adapter, also on lm_head.
     samplings: sampling parameters, which the sequences use in turn.
     depth: tokens of each sequence before those in the step.
-    graphs: whether CUDA graphs may be used. Steps without them are run because the kernels for
-        steps that are too large for graphs must be compiled, too.
+    graphs: whether CUDA graphs may be used; False compiles the kernels of steps that are too large
+        for graphs.
     """
     each = (rank, rank, min(rank, 1))
     leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
@@ -126,6 +126,7 @@ def _run(
         dummy_chunk(length, settings.page_size, lease, groups=len(windows), depth=depth)
         for length, lease in zip(lengths, leases, strict=True)
     ]
+    chunks = with_states(chunks, runner.state_slots)
     step = build_step_input(chunks, settings.page_size, windows)
     batch = step.upload(runner.model.device)
     runner.share(step, graphs=graphs)
@@ -135,7 +136,12 @@ def _run(
 
 @torch.inference_mode()
 def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]) -> None:
-    """Sample each row of the logits, first under a grammar that allows all tokens."""
+    """Sample a token for each row of the logits, after masking them as a grammar would.
+
+    The mask allows all tokens.
+
+    params: sampling parameters of each row.
+    """
     all_tokens = np.full((len(params), octets_of(logits.shape[-1])), 255, np.uint8)
     every = np.arange(len(params))
     forbid_others(logits, upload(every, logits.device), upload(all_tokens, logits.device))
@@ -165,6 +171,7 @@ def dummy_chunk(
 ) -> Chunk:
     """Make a chunk of `length` tokens of a dummy sequence, whose keys and values go to KV page 0.
 
+    page_size: tokens of a KV page.
     lease: the sequence's adapter; None for none.
     vocabulary: number of token ids to use, from 0 on.
     first: id of the chunk's first token; ids ascend from token to token.
@@ -187,9 +194,20 @@ def dummy_chunk(
     return Chunk.of(sequence, length)
 
 
+def with_states(chunks: list[Chunk], slots: int) -> list[Chunk]:
+    """Give each dummy chunk a slot for its state of delta nets, if the model has delta nets.
+
+    slots: number of slots; if there are more chunks, several share a slot. 0 for a model without
+        delta nets.
+    """
+    if not slots:
+        return chunks
+    return [chunk._replace(state=StateUse(i % slots, None, ())) for i, chunk in enumerate(chunks)]
+
+
 @contextmanager
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
-    """Hold random numbers in all KV pages during the block; the pages are zero afterwards.
+    """Hold random numbers in all KV pages during a `with` block; the pages are zero afterwards.
 
     The more bits change in a GPU, the more power it takes and the lower its clock may be. With
     zeros in the pages, steps may therefore seem faster than real steps.
@@ -208,7 +226,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:
-    """Yield `first`, twice that, four times that, and so on below `most`; then `most`."""
+    """Yield `first`, twice `first`, four times `first`, and so on below `most`; then `most`."""
     while first < most:
         yield first
         first *= 2

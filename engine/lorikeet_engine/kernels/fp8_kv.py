@@ -11,7 +11,7 @@ FP8_KV = DTYPE  # E4M3 has no infinity
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """Scales of a layer's FP8 KV pages, which hold keys / `key` and values / `value`."""
+    """Scales of a layer's FP8 KV pages: pages hold keys divided by `key`, values by `value`."""
 
     key: float = 1.0
     value: float = 1.0

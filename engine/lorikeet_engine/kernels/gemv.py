@@ -38,14 +38,15 @@ class GemvConfig:
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
 SHORT_FLOATS = GemvConfig(rows=4, columns=2048, warps=8)
-"""Launch parameters if d_in is at most 4,096 and the weight is in floats: 1 to 9% faster than the
-others.
+"""Launch parameters of weights in floats whose d_in is at most 4,096.
+
+1 to 9% faster than other parameters.
 """
 _SHORT = 4096
 FP8 = GemvConfig(rows=4, columns=4096, warps=4, summed=16)
 """Launch parameters of FP8 weights whose d_in is a multiple of 4,096.
 
-3 to 9% faster for a d_in of 4,096.
+3 to 9% faster than other parameters for a d_in of 4,096.
 """
 OTHER_FP8 = GemvConfig(rows=4, columns=2048, warps=4, summed=16)
 
@@ -92,7 +93,7 @@ def gemv_act_and_mul(
     """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
     One launch computes act_and_mul (kernels/pointwise) of gemv(x, weight, bias, config). The
-    product is rounded to x's dtype before the activation, as between two launches.
+    product is rounded to x's dtype first, as if another launch computed the activation.
 
     gelu: GELU instead of SiLU.
     """
@@ -150,8 +151,12 @@ def _gemv(
 ) -> None:
     """Compute some elements of the product y of one token.
 
-    shared: whether the program goes on with other elements until none are left.
+    x, weight, bias: operands of `gemv`; biased: whether there is a bias.
+    scales: scales of an FP8 weight; None for floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    gated: whether y is the activation act_and_mul of the product. gelu: see gemv_act_and_mul.
+    rows, summed, stages: see GemvConfig. block: columns of the weight read at once.
+    shared: whether the program goes on with other elements until none are left.
     """
     first = tl.program_id(0)
     column = tl.arange(0, block)
@@ -182,7 +187,7 @@ def _gemv(
 def _row(
     tile: tl.tensor, d_out: tl.constexpr, gated: tl.constexpr, rows: tl.constexpr
 ) -> tl.tensor:
-    """Return which rows of the weight belong to a tile of a program.
+    """Return the indices of the weight's rows that form tile number `tile`.
 
     If gated, each gate's row is followed by the row of the value that it multiplies. A tile that
     ends beyond the weight repeats the weight's last row, whose result is then not stored.
@@ -199,8 +204,9 @@ def _weights(
 ) -> tl.tensor:
     """Load a block of the weight as float32, 0 beyond d_in.
 
-    line: pointers to the first elements of the block's rows.
-    start: first column of the block.
+    line [rows, 1]: pointers to the first elements of the weight's rows.
+    column [block]: columns, counted from the start of the block.
+    start: the weight's column at which the block begins.
     """
     at = line + (start + column)[None, :]
     # evict_first: the next token's weights will not be found in the cache anyway
@@ -214,7 +220,9 @@ def _weights(
 def _added_up(
     products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
 ) -> tl.tensor:
-    """Add up each group of `summed` neighbouring columns of products; one thread holds a group.
+    """Add up each group of `summed` neighbouring columns of products [rows, block].
+
+    A thread holds all columns of a group, so threads need not exchange any.
 
     → [rows, block / summed]
     """
@@ -237,11 +245,12 @@ def scaled(
 ) -> tl.tensor:
     """Multiply sums of neighbouring columns by the scale of the weight's block that they belong to.
 
-    Returns the sums unchanged if blocks have no scales (wide 0).
+    Returns the sums unchanged if rows have scales instead of blocks (wide 0).
 
     sums [rows, block / summed]: sums over `summed` columns each.
     row: the weight's row of each row of sums.
     start: the weight's column at which the sums begin.
+    high, wide: height and width of the blocks that have scales.
     """
     if wide:
         column = start + tl.arange(0, block // summed) * summed
@@ -268,7 +277,9 @@ def _store(
     """Finish and store a tile of the product: scales of rows, bias, activation if gated.
 
     out: the tile's sums.
+    tile: index of the tile.
     row: the weight's row of each sum.
+    All other operands: see _gemv.
     """
     if scales is not None and wide == 0:
         out *= tl.load(scales + row)

@@ -25,6 +25,7 @@ def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
 
     Raises ModelError if config.json or a tensor header cannot be read or served.
 
+    folder: folder of the checkpoint.
     module: embed_tokens or lm_head.
     """
     tied = BaseShape.from_config(read_config(folder)).tied

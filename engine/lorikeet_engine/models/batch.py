@@ -7,9 +7,27 @@ import numpy.typing as npt
 import torch
 
 from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.kernels.lora.types import Segments
 
 Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """States of delta nets (linear attention) that a step reads and updates; tensors on the device.
+
+    prefills: layout of the sequences' tokens, and the slots of their states.
+    decodes: whether the step has one token of each sequence.
+    fresh [sequences that begin] int64: slots of states to set to zeros before the step.
+    restores [2, copies] int64: pairs of slots, from which a state is copied and to which, before
+        the step.
+    """
+
+    prefills: Prefills
+    decodes: bool
+    fresh: torch.Tensor
+    restores: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,7 @@ class Batch:
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
+    states: places of the sequences' states; None for a model without delta nets.
     """
 
     token_ids: torch.Tensor
@@ -41,3 +60,4 @@ class Batch:
     page_tables: tuple[PageTable, ...]
     segments: Segments | None
     head_segments: Segments | None = None
+    states: StateRows | None = None

@@ -115,10 +115,20 @@ class Checkpoint:
 
         cut: the part to keep.
         """
+        out = self.read_float32(name, cut)
+        self._to_raise.append(out)
+        return out
+
+    def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
+        """Read the part of a tensor that this process keeps, in float32.
+
+        Raises ModelError as `read` does.
+
+        cut: the part to keep.
+        """
         out = torch.empty(cut.kept_shape, dtype=torch.float32, device=self.device)
         self._read_into(name, out, cut)
         self.nbytes += out.nbytes
-        self._to_raise.append(out)
         return out
 
     def read_linear(self, names: Sequence[str], cuts: Sequence[Cut]) -> Weight:

@@ -19,6 +19,7 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
+from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
 
@@ -107,7 +108,7 @@ class ModelConfig:
             norm_eps=number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
             windows=(seen := _windows(raw, sliding, context)),
-            kv_groups=KvGroups.of(seen, context),
+            kv_groups=KvGroups.of(seen, context, _have_kv(shape)),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
@@ -128,6 +129,11 @@ class ModelConfig:
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
         )
+
+
+def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
+    """Return whether each layer has keys and values."""
+    return tuple(shape.kind(layer) is LayerKind.ATTENTION for layer in range(shape.layers))
 
 
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
@@ -177,8 +183,9 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    if activation not in _IS_GELU:
-        raise refusal(key, activation, " or ".join(_IS_GELU))
+    known = ("silu",) if family.is_hybrid else tuple(_IS_GELU)
+    if activation not in known:
+        raise refusal(key, activation, " or ".join(known))
     return _IS_GELU[activation]
 
 
@@ -239,8 +246,8 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window in tokens, a query's own token included; None: no window.
 
-    A window as long as the context excludes nothing, so it becomes None. Raises ModelError if
-    sliding_window is not a positive integer.
+    A window as long as the longest sequence excludes nothing, so it becomes None. Raises ModelError
+    if sliding_window is not a positive integer.
 
     raw: content of config.json.
     sliding: whether each layer has a sliding window, from _sliding_layers.

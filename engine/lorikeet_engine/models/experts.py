@@ -24,8 +24,8 @@ class Experts:
 
     The sum is over the experts e chosen for token t, with their weights p(t, e). Products work on
     rows, one for each pair of a token and one of its experts, sorted by expert (kernels/moe). With
-    tensor parallelism, each process keeps a part of every expert's width, and y is its part of the
-    sum over ranks.
+    tensor parallelism, each process keeps a part of every expert's width and computes only its part
+    of y; the parts must be added up over ranks.
 
     gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
     down [experts, hidden, width], in floats or FP8.
@@ -140,10 +140,11 @@ def _read(
 ) -> Weight:
     """Read the kept parts of all experts' linears that share an input.
 
-    The checkpoint has one tensor, gate_up_proj or down_proj, or one for each expert's linear.
+    The checkpoint has one tensor of all experts, gate_up_proj or down_proj, or a tensor for each
+    linear of each expert.
 
     path: prefix of the tensors' names.
-    parts: names of the linears of an expert.
+    parts: names of the linears of an expert that share an input, such as gate_proj and up_proj.
     count: number of experts.
     cut: part of one expert's linear to keep.
     → [count, parts · rows, columns]

@@ -9,14 +9,19 @@ groups:
     group, place        1·0 1·1 2·0 2·1 3·0 0·0 3·1 4·0 4·1 5·0 5·1 0·1
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 _MOST_GROUPS = 8  # each group costs a step page tables, and copies of them in attention plans
 
 
 class KvPlace(NamedTuple):
-    """Location of a layer's keys and values: its group, and its index in the group's pages."""
+    """Location of a layer's keys and values: its group, and its index in the group's pages.
+
+    Layers without keys and values, such as delta nets, have no place.
+    """
 
     group: int
     layer: int
@@ -28,21 +33,29 @@ class KvGroups:
 
     page_layers: number of layers whose keys and values a page holds.
     windows: each group's window in tokens; None: no window. Groups without windows come first.
-    places: each layer's group, and its index in the group's pages.
+    places: each layer's group, and its index in the group's pages; None for a layer without keys
+        and values.
     """
 
     page_layers: int
     windows: tuple[int | None, ...]
-    places: tuple[KvPlace, ...]
+    places: tuple[KvPlace | None, ...]
 
     @classmethod
-    def of(cls, windows: tuple[int | None, ...], context: int) -> "KvGroups":
+    def of(
+        cls, windows: tuple[int | None, ...], context: int, have_kv: Sequence[bool] = ()
+    ) -> "KvGroups":
         """Choose the groups of layers with which a sequence takes the least memory.
 
         windows: each layer's window in tokens, None for none; all that are not None are equal. If
             all are None, there is one group.
         context: length of the sequence in tokens.
+        have_kv: whether each layer has keys and values; empty: all layers have.
         """
+        if not all(have_kv):
+            chosen = cls.of(tuple(compress(windows, have_kv)), context)
+            held = iter(chosen.places)
+            return replace(chosen, places=tuple(next(held) if has else None for has in have_kv))
         kinds = sorted(set(windows), key=lambda window: window is not None)
         layers = {window: windows.count(window) for window in kinds}
 

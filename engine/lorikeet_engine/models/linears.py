@@ -1,5 +1,7 @@
 """Linears of a decoder's layers, with LoRA and tensor parallelism."""
 
+from collections.abc import Iterator
+
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
@@ -73,8 +75,38 @@ class LoraLinear:
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Compute `__call__` for linears whose output act_and_mul reads, an MLP's activation.
+        """Compute `__call__` for gate_up, whose output act_and_mul (an MLP's activation) reads.
 
-        The LoRA delta may then be an UnexpandedDelta, which only act_and_mul can read.
+        The LoRA delta may be an UnexpandedDelta: A·x not yet multiplied by B, which only
+        act_and_mul can read.
         """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
+
+
+def columns(
+    y: torch.Tensor, lora: LoraDelta | None, *widths: int
+) -> Iterator[tuple[torch.Tensor, LoraDelta | None]]:
+    """Split a product's columns: yield a view of the columns of each width, and their LoRA delta.
+
+    y [tokens, sum(widths)]: the product without LoRA.
+    lora: LoRA delta of y; None: no adapter.
+    """
+    parts = torch.split(y, [*widths], dim=1)
+    if lora is None:
+        yield from ((part, None) for part in parts)
+        return
+    for part, rows in zip(parts, torch.split(lora.rows, [*widths], dim=1), strict=True):
+        yield part, LoraDelta(rows, lora.tokens)
+
+
+def by_heads(
+    y: torch.Tensor, lora: LoraDelta | None, head_dim: int
+) -> tuple[torch.Tensor, LoraDelta | None]:
+    """Return views of a product and of its LoRA delta as [tokens, heads, head_dim].
+
+    y [tokens, heads · head_dim]: the product without LoRA.
+    lora: LoRA delta of y; None: no adapter.
+    """
+    shape = len(y), -1, head_dim
+    rows = None if lora is None else LoraDelta(lora.rows.view(shape), lora.tokens)
+    return y.view(shape), rows

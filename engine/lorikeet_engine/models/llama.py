@@ -12,8 +12,21 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format import BaseShape, Linear, QkNormKind, Quantization
-from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
+from lorikeet_engine.adapter_format import (
+    FAMILIES,
+    BaseShape,
+    Linear,
+    QkNormKind,
+    Quantization,
+)
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDING_ROWS,
+    EMBEDDINGS,
+    HEAD,
+    HEAD_ROWS,
+    LayerKind,
+    Width,
+)
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
@@ -26,14 +39,15 @@ from lorikeet_engine.kernels.lora.linear import (
     replace_logits,
 )
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
-from lorikeet_engine.kernels.pointwise import rotary_and_store_kv
+from lorikeet_engine.kernels.pointwise import rotary_and_store_kv, sigmoid_gate
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.delta_net import DeltaNet, DeltaStates, check_device
 from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_scales import read_kv_scales
-from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
     Product,
@@ -49,6 +63,9 @@ from lorikeet_engine.models.stored_tensors import check_tied_head
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
+_NEXT_TOKENS = "mtp."
+"""Prefix of the names of tensors for multi-token prediction, which the engine does not use."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -59,6 +76,8 @@ class _Step:
     attention: AttentionBackend
     turns: Mapping[RopeConfig | None, Turns]
     kv_slots: tuple[torch.Tensor, ...]
+    layers_kv: tuple[torch.Tensor, ...]
+    states: DeltaStates | None
 
 
 class LlamaModel:
@@ -108,7 +127,12 @@ class LlamaModel:
         self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
 
     def forward(
-        self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
+        self,
+        batch: Batch,
+        kv: torch.Tensor,
+        lora: LoraWeights | None,
+        attention: AttentionBackend,
+        states: DeltaStates | None = None,
     ) -> torch.Tensor:
         """Compute the last hidden states of a batch, and write its keys and values to the KV cache.
 
@@ -116,6 +140,7 @@ class LlamaModel:
           layer's place is in config.kv_groups
         lora: weights of all adapters; may be None if batch.segments is None
         attention: back end that has planned this batch
+        states: states of delta nets, which are updated; None for a model without delta nets
         → [tokens, hidden] in the model's dtype
 
         On CUDA, this code runs when graphs are captured at start, and in steps that are too large
@@ -123,12 +148,12 @@ class LlamaModel:
         """
         turns = self._rotary.at(batch.positions)
         slots = batch.kv_slots.unbind(0)
-        step = _Step(batch, _lora_step(lora, batch), attention, turns, slots)
-        x = self._embed(batch, step.lora)
+        lora_step = _lora_step(lora, batch)
+        step = _Step(batch, lora_step, attention, turns, slots, kv.unbind(0), states)
+        x = self._embed(batch, lora_step)
         delta = Product(torch.zeros_like(x))
-        layers_kv = kv.unbind(0)
-        for layer, place in zip(self._layers, self.config.kv_groups.places, strict=True):
-            delta = layer(x, delta, layers_kv[place.layer], step)
+        for layer in self._layers:
+            delta = layer(x, delta, step)
         return self._norm.add_and_norm(x, delta)
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
@@ -184,6 +209,7 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
+    check_device(config, device.type)
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     if is_fp8:
@@ -222,7 +248,8 @@ def _read(
     config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
-    checkpoint.check_all_read(("lm_head.",) if config.tied_embeddings else ())
+    hybrid, tied = FAMILIES[config.shape.family].is_hybrid, config.tied_embeddings
+    checkpoint.check_all_read((*["lm_head."] * tied, *[_NEXT_TOKENS] * hybrid))
     return model
 
 
@@ -247,9 +274,13 @@ class _Layer:
             return norm and f"model.layers.{layer}.{norm}"
 
         norms = config.norms
-        self.attention_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
+        self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
         output_norm = path(norms.attention_output)
-        self.attention = _Attention(config, checkpoint, layer, ranks, output_norm)
+        self.mixer: _Attention | _DeltaNet
+        if config.shape.kind(layer) is LayerKind.DELTA_NET:
+            self.mixer = _DeltaNet(config, checkpoint, layer, ranks)
+        else:
+            self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
         output_norm = path(norms.mlp_output)
         self.mlp: Mlp | RoutedMlp
@@ -258,21 +289,34 @@ class _Layer:
         else:
             self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm)
 
-    def __call__(
-        self, x: torch.Tensor, delta: Product, layer_kv: torch.Tensor, step: _Step
-    ) -> Product:
+    def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
         """Compute one decoder layer.
 
-        Adds delta and attention's output to the hidden states x in place; returns the MLP's output,
-        which the next layer adds.
+        Adds delta and the output of attention or of the delta net to the hidden states x in place.
+        Returns the MLP's output, which the next layer adds.
 
+        x [tokens, hidden]: hidden states.
         delta: product to add to x first, such as the previous layer's MLP output.
         """
-        rounded = fp8.rounds(self.attention.qkv.weight, len(x))
-        inputs = self.attention_norm.inputs(x, delta, rounded=rounded)
-        delta = self.attention(inputs, layer_kv, step)
+        rounded = fp8.rounds(self.mixer.inputs.weight, len(x))
+        delta = self.mixer(self.mixer_norm.inputs(x, delta, rounded=rounded), step)
         inputs = self.mlp_norm.inputs(x, delta, rounded=self.mlp.rounds(len(x)))
         return self.mlp(inputs, step.lora)
+
+
+class _DeltaNet:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
+    ) -> None:
+        self._net = DeltaNet(config, checkpoint, layer, ranks)
+        self._index = config.shape.kinds[:layer].count(LayerKind.DELTA_NET)
+        self.inputs = self._net.inputs
+
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        states, rows = step.states, step.batch.states
+        assert states is not None, "a step without states"
+        assert rows is not None, "a batch without places of states"
+        return self._net(x, states.layer(self._index), rows, step.lora)
 
 
 class _Attention:
@@ -288,8 +332,12 @@ class _Attention:
         own = checkpoint.shard.part_of(shape)
         self.heads, self.kv_heads, self.head_dim = own.heads, own.kv_heads, shape.head_dim
         self.rope, self.window = config.ropes[layer], config.windows[layer]
-        self.kv_group = config.kv_groups.places[layer].group
-        self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
+        place = config.kv_groups.places[layer]
+        assert place is not None
+        self.place = place
+        self.inputs = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
+        gated = shape.linears[self.inputs.group.linears[0]].outputs == (Width.GATED_QUERIES,)
+        self.gates = self.heads * self.head_dim if gated else 0
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
         self._ranks = ranks
         self.kv_scales = read_kv_scales(checkpoint, layer)
@@ -297,13 +345,15 @@ class _Attention:
         self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
-    def __call__(self, x: Inputs, layer_kv: torch.Tensor, step: _Step) -> Product:
-        y, lora = self.qkv(x, step.lora)
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        layer_kv, group = step.layers_kv[self.place.layer], self.place.group
+        y, lora = self.inputs(x, step.lora)
+        (gates, lora_of_gates), (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
         qkv = y.view(len(y), -1, self.head_dim)
         norm, turns = self.qk_norm, step.turns[self.rope]
         if norm is not None and self.norm_ranks is not None:
             norm = shared_qk_norm(norm, self.norm_ranks, qkv, self.kv_heads, lora)
-        slots = step.kv_slots[self.kv_group]
+        slots = step.kv_slots[group]
         scales = self.kv_scales if layer_kv.dtype == FP8_KV else None
         rotary_and_store_kv(
             qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
@@ -311,6 +361,8 @@ class _Attention:
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend
-        mixed = attend(q, layer_kv, step.batch, scales, self.window, self.kv_group)
+        mixed = attend(q, layer_kv, step.batch, scales, self.window, group)
+        if self.gates:
+            mixed = sigmoid_gate(mixed, *by_heads(gates, lora_of_gates, self.head_dim))
         o = self.o(mixed.flatten(1), step.lora)
         return summed_product(*o, self.output_weight, self._ranks)

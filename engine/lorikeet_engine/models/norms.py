@@ -30,7 +30,7 @@ class Product:
     """Output of a linear layer that is not yet added to the hidden states.
 
     y [tokens, width]: output without LoRA.
-    lora: y's LoRA delta, not yet added to y; None: no adapter.
+    lora: y's LoRA delta, not yet added to y; None: no adapter, or y contains the delta.
     norm_weight [width]: weight of a norm that is applied to y before it is added; None: no norm.
     exchange: memory for the sum over ranks of y and lora, which are this rank's parts; None: y is
         already complete.
@@ -50,11 +50,11 @@ def summed_product(
 ) -> Product:
     """Sum the output of o_proj or down_proj over ranks (the all-reduce of tensor parallelism).
 
-    The kernel of the norm that reads it sums small outputs itself (RowExchange). All others are
-    summed here by RankSums.all_reduce.
+    Only large outputs are summed by this function (RankSums.all_reduce). Small outputs are summed
+    later, by the kernel of the norm that reads the returned Product (RowExchange).
 
     y [tokens, width]: this rank's part of the output.
-    lora: its LoRA delta; None: no adapter.
+    lora: LoRA delta of y; None: no adapter.
     norm_weight: see Product.
     ranks: processes that have the other parts; None: y is already complete.
     """
@@ -84,13 +84,16 @@ class RmsNorm:
         """Add a product, times the residual multiplier, to x in place, and return the norm of x.
 
         x [tokens, hidden]: hidden states.
+        product: output of the linear layer before this norm.
         """
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Compute add_and_norm, and return the result as the input of a linear layer.
+        """Compute add_and_norm; return the norm of x as the input of a linear layer.
 
-        rounded: whether the input is also rounded to FP8.
+        x, product: as for add_and_norm.
+        rounded: whether to return the norm of x rounded to FP8, too, beside the unrounded one.
+            Model families without this norm get x unrounded.
         """
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
@@ -138,9 +141,9 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
 def shared_qk_norm(
     norm: QkNorm, ranks: RankGroup, qkv: torch.Tensor, kv_heads: int, lora: LoraDelta | None
 ) -> QkNorm:
-    """Return a norm of queries and keys over all ranks' heads, with the mean squares of all heads.
+    """Return `norm` with mean_squares set: those of each token's queries and keys in all ranks.
 
-    Computes this rank's mean squares and sums them over ranks.
+    Computes the part of this rank's heads, and sums the parts over ranks.
 
     qkv, kv_heads, lora: operands of the rotary_and_store_kv that will apply the norm.
     """

@@ -81,7 +81,9 @@ def _kept(rope: RopeConfig, yarn: YarnRopeScaling) -> torch.Tensor:
     """Return how much of each frequency YaRN keeps unscaled, from 0 to 1: [rotary_dim / 2]."""
 
     def index(turns: float) -> float:
-        """Return the fractional index of the frequency that turns so often in original_context."""
+        """Return the fractional index of the frequency that makes `turns` rotations in
+        original_context tokens.
+        """
         per_turn = yarn.original_context / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 

@@ -19,7 +19,8 @@ STAGING_BYTES = 16 << 20  # of each reader's buffer
 class Span:
     """Position of a tensor in a file: rows of `width` elements from byte `begin` on.
 
-    columns: columns of each row to copy. If all are copied, each element counts as a row.
+    columns: columns to copy of each row. If all columns are copied, the tensor counts as rows of
+        one element each.
     """
 
     file: Path
@@ -55,7 +56,7 @@ class Staging:
     def copy(self, span: Span, out: torch.Tensor) -> None:
         """Start to fill `out` with the elements of a file's span, cast to out's dtype.
 
-        out: dense tensor.
+        out: contiguous tensor.
         """
         rows = out.view(-1, len(span.columns))
         most = STAGING_BYTES // (span.width * span.dtype.itemsize)

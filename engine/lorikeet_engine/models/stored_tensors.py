@@ -61,8 +61,8 @@ class StoredTensor:
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Find the tensors of the decoder in a checkpoint folder, by name.
 
-    A vision-language model's decoder gets the names of a checkpoint of a decoder alone. Raises
-    ModelError, whose `field` is the file or the key of config.json at fault.
+    The decoder tensors of a vision-language model get the names that they have in a checkpoint of a
+    decoder alone. Raises ModelError, whose `field` is the file or the key of config.json at fault.
     """
     stored, config = _stored_tensors(folder), folder / "config.json"
     if not config.exists() or not is_vision_language(read_json(config)):
@@ -85,7 +85,7 @@ def check_tied_head(folder: Path) -> None:
 def instead_of(weight: str, stored: Iterable[str]) -> str:
     """Return a clause for an error: which tensors are stored instead of a linear's weight.
 
-    Empty if there are none.
+    The clause is empty if no such tensors are stored.
 
     weight: name of the missing weight.
     stored: names of all tensors.

@@ -80,10 +80,11 @@ class RankCopies:
 
 
 class Followers:
-    """Follower processes: started here, commanded by `send`, ended by `close`.
+    """Follower processes: started by the constructor, commanded by `send`, ended by `close`.
 
-    `queue`, `send` and `expect_copy` belong to one thread, the engine's once it steps. When a
-    follower is lost, `on_lost` is called with its rank and the reason, on another thread.
+    Only one thread may call `queue`, `send` and `expect_copy`: the engine's thread, once the engine
+    runs steps. When a follower is lost, `on_lost` is called with its rank and the reason, on
+    another thread.
 
     memory: memory shared with the followers, in addition to the ring of commands.
     """
@@ -163,9 +164,7 @@ class Followers:
         return copies
 
     def close(self) -> None:
-        """Let the followers execute all messages sent so far; kill followers that do not
-        end then.
-        """
+        """Let the followers execute all messages sent so far; kill those that then do not end."""
         self._closing.set()
         self._ring.close()
         deadline_s = time.monotonic() + _END_S

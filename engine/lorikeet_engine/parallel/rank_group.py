@@ -1,9 +1,9 @@
 """Collective communication of the processes of a tensor parallel replica.
 
-Each process has a rank, its index; the leader's is 0. It has nothing to do with the rank of an
-adapter. On CUDA every collective is launched on the current stream and can be captured in a graph;
-only `minimum` makes the host wait. If a process is lost, all others wait forever, so followers.py
-watches all of them.
+Each process has a rank, its index; the leader's is 0. This rank has nothing to do with the rank of
+an adapter. On CUDA every collective is launched on the current stream and can be captured in a
+graph; only `minimum` makes the host wait. If a process is lost, all others wait forever, so
+followers.py watches all of them.
 """
 
 import os
@@ -83,7 +83,7 @@ class RankGroup:
     def gather_logits(self, part: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Gather logits [rows, vocabulary] at the leader; all other processes get [0, vocabulary].
 
-        part [rows, width], dense: logits of this process's part of the vocabulary
+        part [rows, width], contiguous: logits of this process's part of the vocabulary
             (Shard.vocabulary).
         """
         if not len(part):  # then in no rank: spares the backends an empty gather

@@ -106,6 +106,7 @@ class RingReader(_Ring):
     def __init__(self, memory: SharedMemory, readers: int, index: int, wake_fd: int) -> None:
         """Open the ring for one of its readers.
 
+        memory: the ring's memory, which the writer and all readers map.
         readers: number of readers.
         index: index of this reader.
         wake_fd: reading end of this reader's pipe, which the writer writes to for each record.

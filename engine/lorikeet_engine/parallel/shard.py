@@ -8,7 +8,12 @@ Each of q, k, v, gate, up and lm_head is divided on its own, at heads where it h
 several are stored stacked. For o and down, a process adds B·A·x of its inputs to its part of the
 base product, and the all-reduce that the base product needs anyway sums both. Embeddings, with
 their adapters, and the router of a mixture of experts are whole in every process; each expert's
-gate, up and down are divided as an MLP's are.
+gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
+z, b and a by output, out_proj by input.
+
+A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
+them: first the gates of all its heads, then their queries, so that queries, keys and values lie
+side by side in the product.
 """
 
 import math
@@ -26,7 +31,8 @@ class ShardRange:
     """Part of one linear that a tensor parallel process keeps.
 
     inputs: columns of W [d_out, d_in] and of A [rank, d_in].
-    outputs: rows of W and of B [d_out, rank]; several ranges if the linear stores several stacked.
+    outputs: rows of W and of B [d_out, rank], in the order of the product's columns; several ranges
+        if several linears are stored stacked as one, such as q, k and v.
     """
 
     inputs: range
@@ -81,11 +87,18 @@ class Shard:
         cannot be divided among `world` processes.
         """
         self.ranges(shape)
+        delta = shape.delta_net
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
+            delta_net=delta
+            and replace(
+                delta,
+                key_heads=delta.key_heads // self.world,
+                value_heads=delta.value_heads // self.world,
+            ),
         )
 
     def vocabulary(self, size: int) -> range:
@@ -107,8 +120,14 @@ class Shard:
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return which inputs, or which outputs, of a linear this process keeps.
 
-        widths: kinds of the stacked parts of these inputs or outputs; each part gives one range.
+        widths: kinds of these inputs or outputs, in their order; several if several linears are
+            stored stacked as one.
         """
+        if widths == (Width.GATED_QUERIES,):
+            run, each = self._run(Width.GATED_QUERIES, shape), shape.head_dim
+            queries = range(run.start, run.stop, 2 * each)
+            gates = range(run.start + each, run.stop, 2 * each)
+            return tuple(range(at, at + each) for part in (gates, queries) for at in part)
         sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
             return (range(sum(sizes)),)

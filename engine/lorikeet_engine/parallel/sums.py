@@ -67,7 +67,9 @@ class RankSums:
         self._exchange: RowExchange | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by its sum over all ranks, bit for bit the same in each rank."""
+        """Replace a contiguous tensor by its sum over all ranks, bit for bit the same in each
+        rank.
+        """
         if self._symmetric is not None and self._symmetric.can_sum(tensor):
             self._symmetric.all_reduce(tensor)
         else:
@@ -102,7 +104,10 @@ class RankSums:
         return sums
 
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
-        """Allocate memory and map that of all ranks. Returns None in all ranks if one fails."""
+        """Allocate memory of this rank and map that of all ranks; return None if any rank fails.
+
+        allocate: allocates this rank's memory.
+        """
         # in two steps: no rank enters the exchange of handles unless all can
         unmapped = self._attempt(allocate)
         if unmapped is None:
@@ -174,21 +179,28 @@ class SymmetricSums:
         return tensor.dtype in self._buffers and size <= self._largest_bytes and not size % unit
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a dense tensor by its sum over all ranks, which is the same in each rank."""
+        """Replace a contiguous tensor by its sum over all ranks, which is the same in each rank."""
         if tensor.nbytes <= ONE_SHOT_BYTES:
             self.sum_in_one_shot(tensor)
         else:
             self.sum_in_two_shots(tensor)
 
     def sum_in_one_shot(self, tensor: torch.Tensor) -> None:
-        """Sum in one launch: every rank adds up all ranks' tensors, in the order of ranks."""
+        """Replace a tensor by its sum over ranks in one launch.
+
+        Every rank adds up all ranks' tensors, in the order of ranks.
+        """
         shared = self._shared(tensor)
         # Not one_shot_all_reduce_copy_out: its blocks tell peers that they have copied before all
         # of their threads have.
         self._operators.one_shot_all_reduce_out(shared, "sum", self._group, tensor)
 
     def sum_in_two_shots(self, tensor: torch.Tensor) -> None:
-        """Sum in two launches: every rank sums one part, then fetches the parts of all others."""
+        """Replace a tensor by its sum over ranks in two launches.
+
+        Every rank sums one part of the tensors, then fetches the other parts from the ranks that
+        summed them.
+        """
         shared = self._shared(tensor)
         self._operators.two_shot_all_reduce_(shared, "sum", self._group)
         tensor.copy_(shared)
@@ -241,7 +253,10 @@ class RowExchange:
     epochs: torch.Tensor
 
     def can_sum(self, rows: torch.Tensor) -> bool:
-        """Return whether the exchange can sum dense rows [rows, width] of this shape and dtype."""
+        """Return whether the exchange can sum rows of this shape and dtype.
+
+        rows [rows, width]: must be contiguous.
+        """
         _, _, most, width = self.received.shape
         return rows.dtype == torch.bfloat16 and len(rows) <= most and rows.shape[1] == width
 

@@ -59,9 +59,8 @@ class EngineProcessClient:
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.
-        on_status: called with each new status: at once if there was no status lately, and at most
-            ten times a second. The first status comes before the constructor returns, and names
-            every adapter that is nearer than remote.
+        on_status: called with each new status, at most ten times a second. The first status comes
+            before the constructor returns, and names every adapter that is nearer than remote.
         step_timeout_s: time after which a step counts as hanging, and the process ends.
 
         All callbacks are called on a thread of the client's own, and must not block.
@@ -91,12 +90,12 @@ class EngineProcessClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can be called; otherwise every call fails with EngineClosed."""
+        """Whether the engine's process runs. If not, every call fails with EngineClosed."""
         return self._error is None
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the engine has not replied while a call waits; 0 if no call waits.
+        """Seconds for which the engine has not replied although a call waits; 0 if no call waits.
 
         A working engine replies to each call within milliseconds, however many wait.
         """
@@ -127,18 +126,21 @@ class EngineProcessClient:
     def residency(self, ref: AdapterRef) -> Future[Residency]:
         """Return the nearest tier that holds an adapter, as Engine.residency does.
 
-        `status` may show a change a tenth of a second later.
+        After a change of tier, `status` may lag behind this result by a tenth of a second.
         """
         return self._call("residency", ref)
 
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does."""
+        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does.
+
+        The parameters are those of Engine.pin.
+        """
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
-        """Let an adapter be evicted again, as Engine.unpin does."""
+        """Remove an adapter's pin, as Engine.unpin does."""
         return self._call("unpin", digest)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
@@ -154,11 +156,14 @@ class EngineProcessClient:
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
     ) -> Future[None]:
-        """Load an adapter before a request asks for it, as Engine.prefetch does."""
+        """Load an adapter before a request asks for it, as Engine.prefetch does.
+
+        The parameters are those of Engine.prefetch.
+        """
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
-        """List the adapters at a tier or nearer, as Engine.adapters does.
+        """List adapters, as Engine.adapters does: those on the GPU, and others at `tier` or nearer.
 
         Each row of the result holds the fields of an AdapterStatus.
         """
@@ -169,7 +174,10 @@ class EngineProcessClient:
         return self._call("take_use")
 
     def close(self) -> None:
-        """Let the engine finish its step, fail open requests with EngineClosed, and end."""
+        """End the engine's process.
+
+        The current step is finished; open requests fail with EngineClosed.
+        """
         with self._lock:
             self._closing = True
         self._sender.close()

@@ -32,7 +32,7 @@ log = logging.getLogger("lorikeet_engine.process.server")
 
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
-"""Seconds for which a call waits until the stepping thread must release Python's interpreter lock.
+"""Longest time, in seconds, that a call waits for Python's interpreter lock while a step holds it.
 
 Python's default is 5 ms.
 """
@@ -41,7 +41,7 @@ _STATUS_POLL_S = 1.0  # waits, and counts of recent uses, change without an even
 
 
 def main() -> None:
-    """Serve one client until the client ends.
+    """Serve one client until the client closes its pipe or dies.
 
     Command line: file descriptors of the pipe for calls in and of the pipe for messages out.
     """
@@ -118,8 +118,8 @@ class EngineLoop:
         `close` on the caller's thread. Must not block.
     step_timeout_s: time after which a step counts as hanging.
 
-    The process ends where no later step could work: a step exceeds step_timeout_s, the device is
-    lost, or the engine cannot start anew after an error of its own code.
+    The process is ended if no later step could work: if a step exceeds step_timeout_s, if the
+    device is lost, or if the engine cannot begin anew after an error of its own code.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class EngineLoop:
 class StatusReporter:
     """Thread that reports an engine's status when it has changed.
 
-    A change is reported at once if there was no report lately, and otherwise within a tenth of a
-    second.
+    A change is reported at once, or a tenth of a second after the last report if that is later.
 
-    report: called by `start`, with every adapter that is nearer than remote in `moved`; then on
-        this thread, with each status that differs from the one before. Must not block.
+    report: called with each status that differs from the last one. Must not block. The first call
+        is made by `start`, and has every adapter that is nearer than remote in `moved`; later calls
+        are made on this thread.
     """
 
     def __init__(self, engine: Engine, report: Callable[[EngineStatus], None]) -> None:
@@ -226,10 +226,10 @@ def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be pickled and shows the stack.
+    """Return an error that can be pickled and shows the stack of the engine's process.
 
-    The result is the error itself with the stack as a note, or an EngineError if the error cannot
-    be pickled.
+    The result is the error itself with the stack as a note, or an EngineError with the stack as its
+    message if the error cannot be pickled.
     """
     stack = "".join(traceback.format_exception(error))
     error.add_note(f"In the engine's process:\n{stack}")

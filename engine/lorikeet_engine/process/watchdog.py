@@ -19,10 +19,10 @@ _CHECKS = 20  # checks of a step during its timeout
 class Watchdog:
     """Thread that ends the process when a step takes longer than timeout_s.
 
-    Use `with watchdog:` around each step. This works even if the stepping thread hangs in a call
-    that never returns.
+    Use `with watchdog:` around each step. The process ends even if the stepping thread hangs in a
+    call that never returns.
 
-    status: returns the engine's status, to be logged.
+    status: returns the engine's status, which is logged before the process ends.
     """
 
     def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:

@@ -1,8 +1,9 @@
 """Messages on the pipes between an engine's process and its client.
 
 Calls go through one pipe. Through the other come back a Reply to each call, the OutputRows of each
-step, and each EngineStatus. Queued messages are sent as one write, because at each write the reader
-waits for the Python interpreter, which the stepping thread releases only every few milliseconds.
+step, and each EngineStatus. All queued messages are sent as one write: to receive a write, the
+reader must get Python's interpreter lock, which the stepping thread releases only every few
+milliseconds.
 """
 
 import io
@@ -17,7 +18,10 @@ from typing import Any
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Tokens
 
 OutputRows = list[PromptLogprobs | Failed | tuple[Any, ...]]
-"""Outputs of one step. Tokens are plain tuples, which are pickled ten times as fast."""
+"""Outputs of one step.
+
+Tokens are converted to plain tuples, which are pickled ten times as fast.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,10 @@ class MessageSender:
         self._thread.start()
 
     def send(self, message: object) -> None:
-        """Queue a message, on any thread. Raises the error of pickle if it cannot be pickled."""
+        """Queue a message; any thread may call this.
+
+        Raises pickle's error if it cannot be pickled.
+        """
         self._pickled.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def close(self) -> None:
@@ -56,7 +63,7 @@ class MessageSender:
                     return
 
     def _queued(self) -> list[bytes]:
-        """Wait for queued messages and return them; after `close`, none once all are sent."""
+        """Wait for queued messages and return them; return [] once all are sent after `close`."""
         if self._closed:
             return []
         queued = [self._pickled.get()]
@@ -67,7 +74,10 @@ class MessageSender:
 
 
 def receive(connection: Connection) -> Iterator[Any]:
-    """Yield the messages of the next write. Raises EOFError once the sender has closed the pipe."""
+    """Receive one write, and yield its messages.
+
+    Raises EOFError once the sender has closed the pipe.
+    """
     messages = connection.recv_bytes()
     stream = io.BytesIO(messages)
     while stream.tell() < len(messages):

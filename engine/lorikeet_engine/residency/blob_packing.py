@@ -1,8 +1,9 @@
 """Packing: writes the matrices of a blob as an image, in the layout of `packed_image`.
 
 A blob is an adapter's safetensors file; its image is what the GPU reads. Each call into torch
-releases the interpreter lock, and must get it back while the step loop runs. So layers that differ
-in values alone are read and written together, some megabytes at a time.
+releases Python's interpreter lock, and must get it back while the engine's step loop runs. So calls
+must be few: layers that differ only in the values of their matrices are read and written together,
+some megabytes at a time.
 """
 
 import math
@@ -40,8 +41,8 @@ class _StagedLayer(NamedTuple):
     places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
     size: size of that part, in bytes.
     begin: offset of the layer in a span of the image, in elements.
-    likeness: equal for layers whose matrices have the same sizes, places in the buffer, and offsets
-        relative to `begin`.
+    likeness: key to compare layers by. Layers with equal keys have matrices of the same sizes, at
+        the same places in the buffer, and at the same offsets from `begin`.
     """
 
     parts: tuple[LinearLora, ...]
@@ -52,7 +53,7 @@ class _StagedLayer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Byte of the blob's file at which the layer's last matrix ends."""
+        """Offset in the blob's file at which the layer's last matrix ends."""
         return max(matrix.end for matrix in self.places)
 
 
@@ -68,7 +69,7 @@ def pack(
 
     B is multiplied by its scaling in float32, then rounded to the dtype of `out`. Each thread needs
     16 MiB of memory, or the size of one layer in the file if that is more. If the blob's dtype
-    differs from that of `out`, it also needs twice the size of the largest matrix of these layers.
+    differs from that of `out`, each thread needs twice the size of its largest matrix in addition.
 
     blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
@@ -98,7 +99,7 @@ def pack(
 
 
 def _threads(size_bytes: int) -> int:
-    """Return the number of threads to pack a blob of this size on this machine's cores."""
+    """Return the number of threads with which to pack a blob of this size on this machine."""
     # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
     most = cores // _CORES_PER_THREAD if torch.get_num_threads() == 1 else 1
@@ -121,10 +122,12 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs that are packed together: of equal `likeness`, equally spaced in the
-    image.
+    """Group layers into runs.
 
-    max_bytes: limit on the staging bytes of a run; a single layer may exceed it.
+    The layers of a run are packed together: they have equal `likeness`, and lie in the image at
+    equal distances.
+
+    max_bytes: limit on a run's bytes in the staging buffer; a single layer may exceed it.
     """
     run: list[_StagedLayer] = []
     for layer in layers:
@@ -163,12 +166,15 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write layers of a blob to each span of the image (one span for each tensor parallel rank).
+    """Write layers of a blob to each span of the image.
 
-    Returns the checksum of each layer in each span, by (number of the span, number of the layer).
-    The checksum of the outer layer (lm_head and embeddings) is not final yet.
+    Returns checksums, by (index of the span, index of the layer). The checksum of the outer layer
+    (lm_head and embeddings) is not final: its rows of trained tokens are written later.
 
+    layout: layout of the image.
+    spans: parts of the image, one for each tensor parallel rank.
     arrived: waits until the blob's file has this many bytes; None for a complete blob.
+    layers: the layers to write.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
@@ -183,9 +189,10 @@ def _write_layers(
 
 
 class _Writer:
-    """Writer of runs of layers to every span of an image.
+    """Writer of runs of layers to every span of an image (one span for each tensor parallel rank).
 
-    Reuses its buffers, since fresh memory for each run costs more than the copies.
+    A run is a list of layers that are packed together (see _layers_together). The writer reuses its
+    buffers, since fresh memory for each run costs more than the copies.
     """
 
     def __init__(
@@ -220,10 +227,10 @@ class _Writer:
             self._check(run, number)
 
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
-        """Return, for each of a layer's matrices, the memory to read it into.
+        """Return, for each of a layer's matrices, the memory to read it into from the blob.
 
-        The memory is the image for an A that the image holds unchanged, and the staging buffer for
-        all other matrices.
+        An A that the image holds unchanged is read into the image itself; all other matrices are
+        read into the staging buffer.
 
         row: offset of the layer's part of the staging buffer, in bytes.
         """
@@ -291,9 +298,9 @@ class _Writer:
     def _of_span(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of one linear's A and transposed B in a span of the image.
+        """Return the places of one linear's A and transposed B in a span of the image, as views.
 
-        Both views cover the layers of a run, and are [layers, experts, rows, columns].
+        Both views cover all layers of the run: [layers, experts, rows, columns].
 
         part: the linear of the run's first layer.
         number: index of the span, which is the tensor parallel rank.
@@ -326,12 +333,12 @@ class _Writer:
 def _strided(
     memory: torch.Tensor, at: int, shape: tuple[int, int, int, int], stride: int
 ) -> torch.Tensor:
-    """Return a view of one matrix in several equally spaced layers.
+    """Return a view of the same matrix in several equally spaced layers.
 
-    Made by one call into torch, since each call releases the interpreter lock.
+    The view is made by one call into torch, since each call releases the interpreter lock.
 
-    memory: contiguous elements that contain the matrices.
-    at: element at which the first matrix begins.
+    memory: contiguous tensor that contains the matrices.
+    at: index in `memory` at which the first layer's matrix begins.
     shape: layers, experts, rows, columns. Matrices of one layer are contiguous.
     stride: number of elements from one layer to the next.
     """
@@ -341,7 +348,7 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices from a blob; adjacent ones with a single system call.
+    """Read matrices from a blob; matrices that are adjacent in the file share one system call.
 
     descriptor: descriptor of the blob's file.
     targets: memory for each matrix, in the file's order.

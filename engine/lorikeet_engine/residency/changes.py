@@ -1,4 +1,4 @@
-"""Changes of the tiers that hold adapters, recorded for one reader."""
+"""Record of adapters that a tier (GPU, host, disk) gained or lost, for one reader."""
 
 import threading
 from collections.abc import Callable, Set
@@ -31,13 +31,18 @@ class ResidencyChanges:
         self.changed = threading.Event()
 
     def note(self, digest: str) -> None:
-        """Record that an adapter has changed tier; a lookup of its tier must show this already."""
+        """Record that an adapter has changed tier.
+
+        Call it after the change: `moved` looks up the tier.
+        """
         with self._lock:
             self._touched.add(digest)
         self.changed.set()
 
     def on_disk(self, digests: Set[str]) -> None:
-        """Record adapters that came to the disk or left it, as far as they were not reported yet.
+        """Record adapters that came to the disk or left it.
+
+        The changes are found by comparing the digests with the tiers that `moved` has returned.
 
         digests: digests of all adapters that are on the disk now.
         """
@@ -50,7 +55,7 @@ class ResidencyChanges:
             self.changed.set()
 
     def moved(self) -> dict[str, Residency]:
-        """Return, by digest, the current tiers of adapters that changed tier since the last
+        """Return the current tiers, by digest, of adapters that changed tier since the last
         call.
         """
         with self._reading:

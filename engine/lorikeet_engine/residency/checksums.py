@@ -18,7 +18,7 @@ LayerSums = tuple[int, ...]
 
 
 def word_sum(elements: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of elements, [] int64, on their device: their 64-bit words added up.
+    """Return the sum of a tensor's 64-bit words, modulo 2⁶⁴: [] int64, on the tensor's device.
 
     elements: tensor of any dtype, whose size is a multiple of 8 bytes.
     """
@@ -33,7 +33,7 @@ def word_sum(elements: torch.Tensor) -> torch.Tensor:
 def layer_sums(image: torch.Tensor, layers: Sequence[int]) -> LayerSums:
     """Return the checksum of each layer of an image on the CPU.
 
-    layers: element at which each layer begins, ascending.
+    layers: index of the image's element at which each layer begins, ascending.
     """
     ends = pairwise((*layers, len(image)))
     return tuple(int(word_sum(image[begin:end])) for begin, end in ends)

@@ -1,4 +1,4 @@
-"""Eviction policies that work on numbers alone, so that a simulator can run them by the million."""
+"""Eviction policies. They need only numbers, so that a simulator can run them a million times."""
 
 import math
 from collections import OrderedDict
@@ -12,10 +12,10 @@ _MAX_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """Adapter's size and usage when it was used, from which its eviction score is computed.
+    """Adapter's size and usage at the time of a use, from which its eviction score is computed.
 
-    elements: size of the adapter.
-    uses: number of uses up to this one; a use's weight halves every HALF_LIFE_S.
+    elements: size of the adapter's image.
+    uses: number of uses up to and including this one; a use's weight halves every HALF_LIFE_S.
     at_s: time of this use.
     """
 
@@ -25,10 +25,10 @@ class UsageRecord:
 
 
 class EvictionPolicy(Protocol):
-    """Policy that scores adapters at each use. The adapter with the lowest score is evicted first.
+    """Policy that scores adapters. The adapter with the lowest score is evicted first.
 
-    A score stays constant until the adapter's next use: instead of falling with age, scores rise
-    with the time of use.
+    An adapter is scored at each use, and keeps the score until its next use. Scores of idle
+    adapters do not fall; instead, later uses get higher scores.
     """
 
     def score(self, use: UsageRecord) -> float:
@@ -57,7 +57,7 @@ class LeastUsedForItsSize:
 
 
 class RecentUses:
-    """Counts of each adapter's recent uses, kept after the adapter has left the GPU.
+    """Counts of each adapter's recent uses, kept even after the adapter has left the GPU.
 
     Only one thread may call `add`; any thread may call `count`.
     """
@@ -67,12 +67,15 @@ class RecentUses:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def count(self, digest: str, now_s: float) -> float:
-        """Return how often an adapter was used; a use's weight halves every HALF_LIFE_S."""
+        """Return an adapter's number of uses; the weight of a use halves every HALF_LIFE_S.
+
+        now_s: current time.
+        """
         uses, last_s = self._counts.get(digest, (0.0, now_s))
         return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
 
     def add(self, digest: str, now_s: float) -> None:
-        """Record that an adapter is used now."""
+        """Record that an adapter is used at `now_s`."""
         uses = self.count(digest, now_s) + 1.0
         self._counts[digest] = uses, now_s
         self._counts.move_to_end(digest)

@@ -4,7 +4,10 @@ from bisect import bisect_left
 
 
 class FreeList:
-    """Free blocks ("holes") and used blocks of an arena of `total` elements. Not thread-safe."""
+    """Free blocks ("holes") and used blocks of an arena. Not thread-safe.
+
+    total: size of the arena in elements, the unit of all sizes and offsets.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -61,7 +64,10 @@ class FreeList:
         return best[1:]
 
     def compact(self, begin: int, end: int) -> None:
-        """Record that a range's blocks were moved to its front, with one hole after them."""
+        """Record that a range's used blocks were moved to its front, leaving one hole behind them.
+
+        begin, end: the range, as `cheapest_range` returned it.
+        """
         first, after = (bisect_left(self._holes, (at, 0)) for at in (begin, end))
         hole = sum(size for _, size in self._holes[first:after])
         self._holes[first:after] = [(end - hole, hole)]

@@ -21,6 +21,7 @@ from lorikeet_engine.telemetry.status import TierStatus
 class _Image:
     """Image in the host arena, or memory reserved for one.
 
+    offset: element of the arena at which the image begins.
     packed: the image as a view of the arena; None while it is written, and once it is discarded.
     holders: number of writers and readers that keep the image in place.
     """
@@ -34,8 +35,8 @@ class _Image:
 class HostArena:
     """Packed images in host memory, by digest. Thread-safe.
 
-    To make room for a new image, the images that were last held longest ago are evicted. An image
-    that is held, by its writer or by a copy from it, is never evicted.
+    A new image evicts the images that were held least recently. An image is held while it is
+    written, or copied to the GPU or the disk; a held image is never evicted.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class HostArena:
     ) -> None:
         """Allocate the arena.
 
+        budget_bytes: size of the arena.
         pin: whether to page-lock the memory.
         on_change: called with the digest of an image that the arena has gained or lost.
         shared: memory of budget_bytes that other processes read, to use instead of private memory.
@@ -76,8 +78,8 @@ class HostArena:
     def image(self, digest: str) -> PackedImage | None:
         """Return an adapter's image if it is complete, else None.
 
-        Its elements are valid while the image is held. After a reload of the image, a different
-        object is returned.
+        The image's data is valid only while someone holds the image. Each load makes a new object,
+        so `is` tells whether the image was reloaded.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None
@@ -90,12 +92,13 @@ class HostArena:
     def reserve(
         self, digest: str, layout: PackedLayout, *, for_request: bool
     ) -> torch.Tensor | None:
-        """Allocate memory for an adapter's new image, which the caller holds until it releases it.
+        """Allocate memory for an adapter's new image, which the caller holds until `release`.
 
         Returns None if not enough memory can be freed, or while a discarded image of the same
         adapter is still held.
-        for_request: a request waits for the image, so pins are revoked if it does not fit
-            otherwise.
+
+        for_request: whether a request waits for the image. If so, pins are revoked if it does not
+            fit otherwise.
         """
         with self._lock:
             if digest in self._images:
@@ -126,7 +129,7 @@ class HostArena:
             self.frees += 1
 
     def discard(self, digest: str) -> None:
-        """Withdraw a damaged image from use; its memory is freed when no one holds it any more."""
+        """Allow no more use of a damaged image. Its memory is freed once nobody holds it."""
         with self._lock:
             image = self._images.get(digest)
             if image is None:  # a loading thread has evicted it meanwhile
@@ -153,7 +156,7 @@ class HostArena:
             return image.packed
 
     def release(self, digest: str) -> None:
-        """Undo one `hold` or `reserve` of an image."""
+        """End one hold on an image, begun by `hold` or `reserve`."""
         with self._lock:
             image = self._images[digest]
             image.holders -= 1
@@ -162,7 +165,7 @@ class HostArena:
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
-        """Keep an image in host memory from now on.
+        """Pin an image: keep it in host memory until `unpin`, or until a request needs the memory.
 
         Returns False if host memory has no such image, or if the memory for pins is used up.
         """
@@ -173,7 +176,7 @@ class HostArena:
             return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow the eviction of a pinned image again."""
+        """Remove an image's pin, so that it may be evicted."""
         with self._lock:
             self._reservations.revoke(digest)
             self.frees += 1
@@ -182,11 +185,11 @@ class HostArena:
         """Evict images until an image of this size fits, and allocate a block for it.
 
         Returns the block's offset, or None if not enough memory can be freed. Looks at each image
-        once: the engine's thread may be waiting for the lock, and there may be thousands of images.
+        only once, as there may be thousands, and the engine's thread may wait for the lock.
 
         elements: size of the new image.
-        for_request: a request waits for the image, so pins are revoked if the image does not fit
-            otherwise.
+        for_request: whether a request waits for the image. If so, pins are revoked if it does not
+            fit otherwise.
         """
         while True:
             evictable = {
@@ -205,7 +208,7 @@ class HostArena:
                 return None
 
     def _drop(self, digest: str) -> int:
-        """Remove an image; return the size of the resulting hole in the arena."""
+        """Remove an image; return the size of the free block that then contains its place."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
         hole = self._blocks.release(image.offset, image.layout.image_elements)
@@ -219,11 +222,13 @@ class HostArena:
 def host_memory(
     elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
 ) -> torch.Tensor:
-    """Allocate host memory for images.
+    """Return host memory for images, as a tensor.
 
     Does not use torch's pin_memory, which rounds up to the next power of two: 137 GB for 84 GB.
-    pin: page-lock the memory in this process.
-    shared: memory to return instead of allocating it; None: allocate.
+
+    pin: whether to page-lock the memory in this process.
+    shared: shared memory to use; None: private memory is allocated.
+
     Raises SettingsError if the host cannot page-lock so much.
     """
     if shared is not None and elements:

@@ -5,10 +5,11 @@
                   begin     begin      the sums (checksums.py) of one slice of an image on the GPU
                                        and of one on the host
 
-A round through a tier takes EVERY_STEPS steps for each image, or for each slice of a large one, and
-damage is found within two rounds. On CUDA the checksum is computed between two steps, and a
-separate thread waits for it; on a CPU that thread computes the checksum. The checksum of an image
-that was evicted, moved or loaded again in the meantime is ignored.
+A slice is an image, or some layers of a large one. A round checks every slice of a tier once, and
+takes EVERY_STEPS steps for each. Damage is found within two rounds. On CUDA the checksum is
+computed between two steps, and a separate thread waits for it; on a CPU that thread computes the
+checksum. The checksum of an image that was evicted, moved or loaded again in the meantime is
+ignored.
 """
 
 import logging
@@ -33,7 +34,10 @@ from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 log = logging.getLogger(__name__)
 
 EVERY_STEPS = 256
-"""Steps between checks: about a second for an 8B model. A check takes the engine 0.5 ms."""
+"""Number of steps from one check to the next: about a second for an 8B model.
+
+A check takes the engine 0.5 ms.
+"""
 # An H200 sums this in about 40 µs.
 _DEVICE_SLICE_BYTES = 128 << 20
 # A CPU core sums this in about 2 ms, beside the steps.
@@ -42,12 +46,12 @@ _RETRY_S = 1.0  # a reload usually takes less
 
 
 class CheckedImage(NamedTuple):
-    """Image to check in one tier, or one tensor parallel rank's span of an image.
+    """Image to check in one tier; with tensor parallelism, one rank's part (span) of an image.
 
     digest: digest of the adapter.
     sums: checksums of the layers in the span when the image was packed.
-    memory: arena that holds the image.
-    pieces: places of the span's parts in the arena.
+    memory: memory that contains the span: the GPU's arena, or a view of the host's.
+    pieces: places of the span's parts in `memory`.
     unchanged: returns whether the whole image is still in the same place.
     """
 
@@ -84,8 +88,8 @@ class CheckedImage(NamedTuple):
 class ImageSlice(NamedTuple):
     """Neighbouring layers of an image, which are checked together.
 
-    elements: the layers' elements in memory.
-    total: checksum of these elements when the image was packed.
+    elements: view of the layers in memory.
+    total: checksum of these layers when the image was packed.
     """
 
     image: CheckedImage
@@ -110,10 +114,12 @@ class ImageChecks:
     ) -> None:
         """Start with the first image of each tier.
 
-        gpu, pool: the adapters on the GPU and their places in the arena.
+        gpu: the adapters on the GPU.
+        pool: places of their images in the arena.
         arena: the GPU's memory for adapters.
+        host: images in host memory.
         ref_of: returns the adapter with this digest; None if it is unknown.
-        prefetch: Tiers.prefetch, which loads damaged images again.
+        prefetch: Tiers.prefetch, by which damaged images are loaded again.
         """
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES
@@ -128,8 +134,10 @@ class ImageChecks:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; every EVERY_STEPS steps, compare the pending checksums and begin to compute
-        further checksums.
+        """Count an engine step.
+
+        After every EVERY_STEPS steps, compare the checksums begun earlier, and begin to compute
+        those of the next slices.
         """
         self._steps += 1
         if self._steps % EVERY_STEPS:
@@ -141,7 +149,7 @@ class ImageChecks:
         self._under_way = self._begin()
 
     def discard(self, digest: str, tier: Residency) -> AdapterDamaged:
-        """Withdraw a damaged image in one tier from use, and begin to load it again.
+        """Allow no more use of a damaged image in one tier, and begin to load it again.
 
         Returns the error for requests that depend on the image.
         """
@@ -193,7 +201,7 @@ class ImageChecks:
 class _UnderWay(NamedTuple):
     """Checksums being computed, of at most one slice of each tier.
 
-    slices: by tier, the slice that is checked.
+    slices: by tier, the slice whose checksum is computed.
     totals: the checksums, in the order of `slices`.
     """
 
@@ -210,7 +218,7 @@ def _begin_sum(elements: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _round(
     images: Callable[[], Iterable[CheckedImage]], slice_bytes: int
 ) -> Iterator[ImageSlice | None]:
-    """Yield all slices of a tier's images, again and again; None while there are no images.
+    """Yield the slices of all images of a tier, endlessly; None while there are no images.
 
     images: returns the images that the tier holds at the time of the call.
     slice_bytes: limit on the size of a slice; a single layer may exceed it.
@@ -228,6 +236,9 @@ def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterato
     """Yield the images on this rank's GPU that steps may read.
 
     Images on other ranks' GPUs are not included.
+
+    pool: places of the images in the arena.
+    arena: the GPU's memory for adapters.
     """
     for adapter in gpu.snapshot():
         digest, image = adapter.ref.digest, pool.image(adapter.slot)

@@ -48,12 +48,12 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""Seconds that a failed download must have taken to count as a sign that its source hangs.
+"""Minimum duration, in seconds, of a failed download that shows that its source hangs.
 
 A download that fails sooner, or while other downloads succeed, says nothing about its source.
 """
 _SOURCE_RETRY_S = 10.0
-"""Seconds until a client should retry: the time in which a hanging source is noticed."""
+"""Seconds until a client should retry after a failed load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class LoadResult:
         releases it. DISK without an error if DISK was asked for, or if the host had no memory. If
         the host had no memory, try again once the host's `frees` differs from this result's. REMOTE
         if the load failed.
+    error: reason why the load failed; None if it did not.
     frees: the host arena's counter `frees` before the attempt, if the host had no memory.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
@@ -93,12 +94,16 @@ class _LoadTask:
     """A load that has not ended.
 
     tier: tier to load the adapter to, DISK or HOST.
+    urgent: whether the load precedes loads that are not urgent.
     passing: whether the load is for a temporary pin, so that no image is written to the disk.
     asked_s: time.monotonic() of the first call of `load`.
+    started: whether a thread has begun the load.
     reading_since_s: time.perf_counter() at which reading from the disk began.
     without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
-    fault: part at fault if the load fails now, unless the disk is.
+    download_s: seconds of the last download; None if there was none.
+    fault: cause to report if the load fails now; a disk error is reported as the disk's in any
+        case.
     """
 
     ref: AdapterRef
@@ -115,9 +120,14 @@ class _LoadTask:
 
 
 class Loader:
-    """Loader of adapters to the disk and to the host. A digest is loaded only once at a time.
+    """Loader of adapters to the disk and to the host.
 
-    `on_result` is called on the loading threads.
+    Concurrent calls for one digest share a load.
+
+    gpu_elements: size of the GPU's arena, which limits the size of images.
+    on_result: called on the loading threads when `results` has a new result, or when host memory
+        may have become free.
+    world: number of tensor parallel ranks that share the model.
     """
 
     def __init__(
@@ -157,9 +167,9 @@ class Loader:
         If the adapter is being loaded already, its load continues to HOST if either call asked for
         HOST, and becomes urgent if this call is urgent.
 
-        urgent: load it before adapters that are not urgent.
-        passing: the load is for a temporary pin. An image packed only for such loads is not written
-            to the disk.
+        urgent: whether to load it before adapters that are not urgent.
+        passing: whether the load is for a temporary pin. If all calls for a load say so, its image
+            is not written to the disk.
         """
         with self._lock:
             task = self._tasks.get(ref.digest)
@@ -223,7 +233,8 @@ class Loader:
     def _retries_without_disk(self, task: _LoadTask, error: Exception) -> bool:
         """Continue a failed load by downloading to memory instead of the disk.
 
-        Returns False if that is impossible: the second time in a load, and for a load to the disk.
+        Returns False if that is impossible: if this load has done so already, if it is a load to
+        the disk, or if the system has no files in memory.
 
         error: failure of the load, for the log.
         """
@@ -279,7 +290,7 @@ class Loader:
                 raise
 
     def _stays_on_disk(self, task: _LoadTask) -> bool:
-        """End a load that was for the disk only; return False for a load to the host."""
+        """End a load to the disk; return False for a load to the host, which goes on."""
         with self._lock:
             if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
@@ -300,7 +311,7 @@ class Loader:
     def _read_image(self, task: _LoadTask) -> bool:
         """Load an adapter's image file to the host; return False if there is none or it is damaged.
 
-        A damaged file is removed.
+        A damaged file is removed. If the host has no memory, the load ends, and True is returned.
         """
         ref = task.ref
         try:
@@ -362,8 +373,10 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Reserve memory on the host and write an image into it; return False if too little memory
-        is free.
+        """Write an image into newly reserved memory on the host, and end the load.
+
+        Returns False if too little memory is free; the load has then ended with the adapter on the
+        disk. A blob that is not on the disk raises AdapterLoadFailed instead.
 
         write: writes the image into the reserved memory and returns its layers' checksums.
         """
@@ -406,7 +419,5 @@ class Loader:
 
 
 def _error_about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
-    """Return an error of class `kind` that names the adapter and has the message of another
-    error.
-    """
+    """Return a copy of an error, of class `kind`, that names the adapter."""
     return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

@@ -31,19 +31,20 @@ from lorikeet_engine.residency.checksums import LayerSums
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Layout of an adapter's image. A span is the part of the image for one tensor parallel rank's
-    GPU.
+    """Layout of an adapter's image.
+
+    A span is the part of the image for one tensor parallel rank's GPU.
 
     rows: [layers + 1, modules, 3] int64, on the CPU, with the rows and columns of BaseShape's
-        tables: element offsets of A and B in the span, and the rank; all 0 for a linear that the
-        adapter does not change.
+        tables: element offsets of A and B in the span, and the LoRA rank; all 0 for a linear that
+        the adapter does not change.
     elements: size of a span, which is the image's size on one GPU.
     ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
         span.
     layers: offset of each layer in the span, then of the outer layer (lm_head and embeddings). A
         layer without matrices has the offset of the next.
-    max_rank: largest rank of any linear.
-    head_rank: rank of lm_head's A and B; does not count replaced rows.
+    max_rank: largest LoRA rank of any linear.
+    head_rank: LoRA rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
     shared_a: (layer, linear) of linears that have the same A as the preceding linear.
@@ -96,12 +97,13 @@ class PackedLayout:
         world: int = 1,
         shared_a: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
-        """Return the layout of an adapter that has these ranks.
+        """Return the layout of an adapter that has these LoRA ranks.
 
-        If lm_head is tied to the embeddings, lm_head gets the embeddings' trained rows too.
+        If lm_head is tied to the embeddings, the trained rows of the embeddings are lm_head's as
+        well.
 
-        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; may be
-        0.
+        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; 0 is
+            allowed.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
 
@@ -129,11 +131,11 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """Return the rows of the adapters' table for this layout's image in the arena.
+        """Return an adapter's rows for the table of adapters: `rows`, with offsets in the arena.
 
-        offset: offset of the image in the arena. For an image in several pieces, a tensor [layers +
-            1, 1, 1]: for each layer, the offset of a whole image that would have the layer in the
-            same place.
+        offset: offset of the image in the arena. If the image lies in several pieces: a tensor
+            [layers + 1, 1, 1] of the offset that a whole image would have to have for each layer to
+            lie where it does.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
@@ -150,6 +152,7 @@ def _places(
 
     ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
+    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
     """
     modules = range(len(shape.modules))
     groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
@@ -179,7 +182,7 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 class PackedImage(NamedTuple):
     """Image in memory, with the spans of all tensor parallel ranks.
 
-    elements: [layout.image_elements].
+    elements: the matrices, [layout.image_elements].
     sums: checksums of the layers when the image was packed, span by span.
     """
 
@@ -188,7 +191,7 @@ class PackedImage(NamedTuple):
     sums: LayerSums
 
     def span(self, rank: int) -> torch.Tensor:
-        """Return the elements that a rank's GPU holds, [layout.elements]."""
+        """Return the part of the image that a rank's GPU holds, [layout.elements]."""
         return self.elements.view(-1, self.layout.elements)[rank]
 
     def span_sums(self, rank: int) -> LayerSums:

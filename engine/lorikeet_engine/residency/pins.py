@@ -1,4 +1,4 @@
-"""Pins: adapters to preload to a tier and to keep there, whatever requests ask for."""
+"""Pins: adapters to load to a tier and to keep there, whether or not requests use them."""
 
 import time
 from collections import deque
@@ -52,11 +52,10 @@ class Pins:
         return bool(self._loading)
 
     def add(self, ref: AdapterRef, tier: Residency, passing: bool = False) -> None:
-        """Pin an adapter to a tier: from the next `maintain` on, keep the adapter in this tier or
-        nearer to the GPU.
+        """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer the GPU.
 
-        passing: a temporary pin, for which the adapter's image is not written to the disk. The blob
-            on the disk is kept as well: the store may not have it.
+        passing: whether the pin is temporary. Then the adapter's image is not written to the disk,
+            but its blob is pinned on the disk in addition, since the store may not have it.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 
@@ -65,7 +64,7 @@ class Pins:
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Record that a load has ended, whether it was for a pin or not."""
+        """Take note of a load that has ended, whether or not it was for a pin."""
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0
@@ -74,7 +73,7 @@ class Pins:
             pin.retry_at_s = time.monotonic() + RETRY_S
 
     def maintain(self, *, may_place: bool) -> float | None:
-        """Load or place pinned adapters that are not in their tiers yet.
+        """Load or place pinned adapters that are not in their pins' tiers yet.
 
         Returns the seconds after which to call again; None when all pinned adapters are in their
         tiers.

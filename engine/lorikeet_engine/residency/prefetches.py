@@ -45,7 +45,7 @@ class Prefetches:
         self._waiting.append(_Prefetch(ref, tier, uses))
 
     def on_result(self, result: LoadResult) -> None:
-        """Record that a load has ended, whether it was for a prefetch or not."""
+        """Take note of a load that has ended, whether or not it was for a prefetch."""
         prefetch = self._loading.pop(result.ref.digest, None)
         if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)
@@ -65,9 +65,12 @@ class Prefetches:
                 self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
 
     def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
-        """Place a prefetched adapter on the GPU if it is on the host and is wanted on the GPU.
+        """Place a prefetched adapter on the GPU, if it is on the host and is wanted on the GPU.
 
-        Returns False if the adapter is neither on the host nor on the GPU, so it must be loaded.
+        Returns False if the adapter is neither on the host nor on the GPU, so that it must be
+        loaded first.
+
+        may_place: whether to place adapters on the GPU.
         """
         digest = prefetch.ref.digest
         if self._gpu.placed(digest):

@@ -6,7 +6,7 @@ States of an adapter:
                    │                     ▲
                    └──▶ blocked ─────────┘   while the host has no free memory
 
-If a copy to the GPU proves damaged, requests that still wait ask for the adapter again.
+If a copy to the GPU proves damaged, the requests that still wait request the adapter anew.
 """
 
 import logging
@@ -52,8 +52,9 @@ class RequestedAdapters:
     ) -> None:
         """Start without requested adapters.
 
+        stats: remembers the adapters, and the sizes of their images.
         place: copies an image to the GPU.
-        wake: called when `advance` has work that does not come from a load's result.
+        wake: called when `advance` should be called although no load has ended.
         """
         self._host, self._loader = host, loader
         self._stats, self._place, self._wake = stats, place, wake
@@ -83,7 +84,8 @@ class RequestedAdapters:
     def request(self, ref: AdapterRef, tenant: str) -> None:
         """Begin to load an adapter that is not on the GPU, for a tenant's request.
 
-        Does nothing if the adapter was requested already.
+        Does nothing if the adapter is being loaded for a request already, or if its load failed
+        less than _FAILURE_LASTS_S ago and no request has taken the error.
         """
         digest = ref.digest
         if digest in self._waiting:
@@ -98,12 +100,15 @@ class RequestedAdapters:
         self._load(ref)
 
     def take_failure(self, digest: str) -> AdapterError | None:
-        """Return the error of an adapter's failed load, once; None if no load failed since."""
+        """Return the error of an adapter's failed load, once only; None if there is no error."""
         failure = self._failures.pop(digest, None)
         return failure.error if failure is not None else None
 
     def on_result(self, result: LoadResult) -> None:
-        """Record that a load has ended, whether it was for a request or not."""
+        """Take note of a load that has ended, whether or not it was for a request.
+
+        An image that no request waits for is released.
+        """
         ref, digest = result.ref, result.ref.digest
         if result.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
@@ -134,11 +139,12 @@ class RequestedAdapters:
                 self._load(self._waiting[digest].ref)
 
     def on_copy(self, digest: str, damaged: AdapterDamaged | None) -> None:
-        """Record that a copy to the GPU is complete, whether it was for a request or not.
+        """Take note of a completed copy to the GPU, whether or not it was for a request.
 
-        damaged: error of a damaged copy; None if the copy is good. After the first damaged copy,
-            the adapter is read from the disk again. After two in a row, a memory must be failing,
-            so the adapter's requests fail instead of waiting.
+        After an adapter's first damaged copy, the adapter is read from the disk again. After two in
+        a row, some memory must be failing, so the adapter's requests fail instead of waiting.
+
+        damaged: error of a damaged copy; None if the copy is good.
         """
         if damaged is None:
             self._damaged.discard(digest)

@@ -1,4 +1,4 @@
-"""Memory that a tier reserves for pins, always leaving enough for one adapter without a pin."""
+"""Memory that a tier reserves for pins. It always leaves enough for one adapter without a pin."""
 
 
 class MemoryReservations:
@@ -30,13 +30,13 @@ class MemoryReservations:
         return len(self._granted)
 
     def can_grant(self, elements: int) -> bool:
-        """Whether this many more elements can be reserved, leaving enough for an adapter without a
-        pin.
+        """Whether this many more elements can be reserved, leaving enough for an unpinned
+        adapter.
         """
         return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
-        """Reserve memory for a pinned adapter; return False if too little would remain."""
+        """Reserve memory for a pinned adapter; return False if too little would be left."""
         if digest not in self._granted:
             if not self.can_grant(elements):
                 return False

@@ -1,4 +1,4 @@
-"""Statistics of the tiers: tiers of adapters, loads in progress, and load times between tiers."""
+"""Statistics of the tiers: each adapter's tier, loads in progress, and load times between tiers."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,10 @@ _UNMEASURED = LoadCosts()
 
 
 class ResidencyStats:
-    """Load counts, load times and the list of adapters. Engine thread writes, any thread reads."""
+    """Load counts, load times and the list of adapters.
+
+    The engine's thread calls the recording methods; any thread may call the others.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,9 @@ class ResidencyStats:
     ) -> None:
         """Start with nothing measured.
 
+        pool: places of the images on the GPU.
         itemsize: bytes per element of an image.
+        copies: copies to the GPU in flight.
         residency: returns the tier of the adapter with this digest.
         """
         self._pool, self._gpu, self._copies, self._pins = pool, gpu, copies, pins
@@ -47,7 +52,7 @@ class ResidencyStats:
         self.failures = 0  # loads that ended with an error
 
     def remember(self, ref: AdapterRef) -> None:
-        """Remember an adapter for which a request, a pin or a prefetch exists. For any thread."""
+        """Remember an adapter that is requested, pinned or prefetched. For any thread."""
         self._seen.add(ref)
 
     def ref(self, digest: str) -> AdapterRef | None:
@@ -59,7 +64,7 @@ class ResidencyStats:
         self._seen.measured(digest, elements)
 
     def on_result(self, result: LoadResult) -> None:
-        """Count a load to the host or the disk that has ended."""
+        """Count a load to host or disk that has ended, and include its time in the means."""
         self.failures += result.error is not None
         if result.download_s is not None:
             self._loads[Residency.REMOTE].add(result.download_s)
@@ -72,7 +77,7 @@ class ResidencyStats:
                 self._times.downloads.add(result.download_s, size_bytes)
 
     def add_copy(self, copy: FinishedCopy) -> None:
-        """Count a copy to the GPU that is complete."""
+        """Count a copy to the GPU that is complete, and include its time in the means."""
         self._loads[Residency.HOST].add(copy.took_s)
         self._times.copies.add(copy.took_s, copy.elements * self._itemsize)
 
@@ -175,7 +180,7 @@ class SeenAdapters:
                 del self._seen[next(iter(self._seen))]
 
     def measured(self, digest: str, elements: int) -> None:
-        """Remember the size of an adapter's image."""
+        """Remember the size of an adapter's image on one GPU, if the adapter is remembered."""
         with self._lock:
             if digest in self._seen:
                 self._seen[digest].elements = elements
@@ -196,7 +201,7 @@ class Hop:
     """Exponentially weighted means of the loads from one tier to the next one nearer to the GPU.
 
     seconds: mean time of a load, without waiting for a thread or for earlier loads.
-    size_bytes: mean size of the image.
+    size_bytes: mean size of the loaded images; 0 while nothing was measured.
     """
 
     seconds: float = 0.0
@@ -212,11 +217,12 @@ class Hop:
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Return the latency and the rate, scaled so that a load of mean size takes the measured
-        mean time.
+        """Scale an assumed latency and rate so that they predict the measured mean time.
 
-        Both are scaled by the same factor, since one mean cannot tell which of the two is wrong.
-        Both are returned unchanged while nothing was measured.
+        That is the time of a load of mean size.
+
+        Returns (latency, rate). Both are scaled by the same factor, since one mean cannot tell
+        which of the two is wrong. Both are returned unchanged while nothing was measured.
 
         latency_s, bytes_per_s: the assumed latency and rate.
         """

@@ -56,7 +56,7 @@ class Tiers:
     may call the other methods, but `moved` only one thread at a time.
 
     weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
-    arena: the GPU's arena; its tensors are `weights`.
+    arena: manager of the GPU's arena, which is one of the tensors in `weights`.
     changed: event that is set when `moved` may have something to return.
     incoming_blobs: blobs that are packed while another process writes them.
     """
@@ -80,9 +80,12 @@ class Tiers:
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
+        limits: limits on adapters, which a blob must keep.
         source: store of blobs that are not on this machine.
+        dtype: dtype of adapters on the GPU and the host.
         gpu_bytes, host_bytes, disk_bytes: memory for adapters in each tier. With several ranks,
             gpu_bytes is the memory on each rank's GPU.
+        cache_dir: folder of the disk cache.
         max_slots: maximum number of adapters on the GPU.
         wake: called on other threads when `advance` has work.
         world: number of tensor parallel ranks that share the model.
@@ -128,7 +131,7 @@ class Tiers:
     def victim(self) -> EvictionCandidate | None:
         """Adapter on the GPU that would be evicted first; None if none can be evicted.
 
-        Its number of uses, which decays all the time, is rounded to tenths.
+        The adapter's number of uses, which decays all the time, is rounded to tenths.
         """
         return self._gpu.victim(self.weights.arena.itemsize)
 
@@ -156,14 +159,14 @@ class Tiers:
         return self._stats.costs()
 
     def load_s(self, ref: AdapterRef) -> float:
-        """Return the estimated seconds to load an adapter to the GPU, after all loads in progress.
+        """Return the estimated seconds until an adapter requested now would be on the GPU.
 
-        0 for an adapter on the GPU.
+        The time includes loads in progress. 0 for an adapter on the GPU.
         """
         return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the estimated seconds of an adapter's copy to the GPU.
+        """Return the estimated seconds of an adapter's copy from the host to the GPU.
 
         0 if the adapter was requested already, or is on the GPU.
         """
@@ -172,7 +175,10 @@ class Tiers:
         return self._stats.copy_s(ref.digest)
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
-        """Return the time at which the copy of an adapter that is on the GPU was complete."""
+        """Return the monotonic time at which an adapter's copy to the GPU was complete.
+
+        The adapter must be on the GPU.
+        """
         return self._gpu.loaded_at_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
@@ -180,9 +186,13 @@ class Tiers:
         return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
-        """Begin to load an adapter to the GPU, or protect it there from eviction until leased.
+        """Begin to load an adapter to the GPU.
+
+        If it is there already, protect it from eviction until it is leased, but not longer than
+        GUARD_S.
 
         A second call for the same adapter changes nothing.
+
         tenant: tenant whose request needs the adapter.
         """
         if not self._gpu.guard(ref.digest):
@@ -194,8 +204,8 @@ class Tiers:
         A leased adapter is not evicted. For an adapter on the GPU this costs no more than
         GpuAdapters.lease (gpu/adapters.py).
 
-        Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next request
-        tries again.
+        Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next call of
+        `request` tries again.
         """
         user = SlotUser(tenant, ref)
         lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
@@ -206,7 +216,9 @@ class Tiers:
         return lease
 
     def advance(self) -> float | None:
-        """Place loaded adapters on the GPU, evicting others as needed, and load pinned adapters.
+        """Place loaded adapters on the GPU; begin loads for pins and prefetches.
+
+        Other adapters are evicted as needed.
 
         To be called between two steps. Does nothing for adapters that are on the GPU already.
         Returns the seconds after which to call again even without a `wake`; None if that is not
@@ -243,16 +255,17 @@ class Tiers:
         return replace(result, error=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
-        """Load an adapter up to `tier` and keep it there while enough memory remains for others.
+        """Load an adapter up to `tier` and keep it there while enough memory remains for requests.
 
-        passing: a temporary pin, for which the adapter's image is not written to the disk.
+        passing: whether the pin is temporary, so that the adapter's image is not written to the
+            disk.
         """
         self._stats.remember(ref)
         self._pins.add(ref, tier, passing)
         self._wake()
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
-        """Load an adapter up to `tier`, without delaying requests and pins.
+        """Load an adapter up to `tier`, without delaying the loads of requests and pins.
 
         No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
         once, and forgotten if it fails.
@@ -303,8 +316,8 @@ class Tiers:
     def take_damaged(self) -> dict[str, AdapterDamaged]:
         """Return an error for each adapter found damaged on the GPU since the last call.
 
-        Keys are digests. Tokens computed with these adapters may be wrong. Each is loaded again
-        once its last lease has ended.
+        Keys are digests. Tokens computed with these adapters may be wrong. Each adapter is loaded
+        again once its last lease has ended.
         """
         return self._checks.take_damaged()
 
@@ -319,7 +332,7 @@ class Tiers:
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU, as PlaceOnGpu describes."""
+        """Copy an image to the GPU; PlaceOnGpu describes parameters and result."""
         began_s = time.perf_counter()
         copy = self._gpu.place(ref, image, reason, uses)
         if copy is None:

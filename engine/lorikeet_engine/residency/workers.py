@@ -24,9 +24,13 @@ class _Priority(IntEnum):
 class Workers:
     """A few daemon threads that do urgent work first, and share time fairly between tenants.
 
-    Fairness uses rounds. New work joins the round after its tenant's last work, or the current
-    round if the current round is later. A tenant with hundreds of loads thus delays only its own
-    work. Within a round, work is done in the order of arrival. Thread-safe.
+    Queued work is done in rounds. Each round has at most one piece of work of each tenant, done in
+    the order of arrival, so a tenant with hundreds of loads delays only its own work. New work
+    joins the round after its tenant's last queued work, or the current round if that is later.
+    Thread-safe.
+
+    count: number of threads.
+    name: names the threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -45,10 +49,10 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
-        """Run work on one of the threads.
+        """Queue work for one of the threads.
 
-        urgent: the work precedes all work that is not urgent.
-        tenant: tenant among whose work this counts, for fairness between tenants.
+        urgent: whether the work precedes all work that is not urgent.
+        tenant: tenant for whom the work is done.
         """
         priority = _Priority.URGENT if urgent else _Priority.NORMAL
         with self._lock:
@@ -59,7 +63,10 @@ class Workers:
             self._queue.put((priority, at, next(self._order), work))
 
     def close(self) -> None:
-        """Start no more work. Work that hangs in a source ends with the process."""
+        """Begin no more queued work.
+
+        A thread whose work hangs in a download ends with the process.
+        """
         self._closed = True
         for _ in self._threads:
             self._queue.put((_Priority.CLOSE, 0, next(self._order), lambda: None))

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class _Work(Future[Result]):
     """Future of one grammar's result, which cannot be cancelled.
 
-    tenant: the tenant that asked for the grammar first.
+    tenant: the tenant that was the first to ask for the grammar's result.
     """
 
     def __init__(self, grammar: str, tenant: str) -> None:
@@ -47,7 +47,7 @@ class _Work(Future[Result]):
 
 
 class GrammarWorker(Generic[Result]):
-    """Worker thread that processes each grammar once, and caches the latest results. Thread-safe.
+    """Worker thread that computes a result for each grammar, and caches the latest. Thread-safe.
 
     Tenants take turns, each with a limited queue: a tenant with many or costly grammars delays only
     itself. The cache is bounded by the results' expected memory, for each tenant and for all. If a
@@ -60,10 +60,9 @@ class GrammarWorker(Generic[Result]):
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
-        """Create the worker; the thread starts with the first grammar.
+        """Create the worker; its thread starts when the first result is asked for.
 
-        work: called with each grammar on the worker's thread; returns its result. Its errors are
-            not cached.
+        work: computes a grammar's result; called on the worker's thread. Its errors are not cached.
         """
         self._work = work
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -78,9 +77,10 @@ class GrammarWorker(Generic[Result]):
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
         """Return the future of a grammar's result, which is already done if the result is cached.
 
-        The future cannot be cancelled. Hold it while the result is in use: its memory counts for
-        the tenant until then. Raises EngineOverloaded if too many of the tenant's grammars wait or
-        are in use, and EngineClosed.
+        The future cannot be cancelled. Keep it as long as the result is in use: until the last
+        reference to it is dropped, the result's memory counts for the tenant that asked first.
+        Raises EngineOverloaded if too many of the tenant's grammars wait or are in use, and
+        EngineClosed after `close`.
         """
         with self._changed:
             if self._closed:
@@ -102,7 +102,7 @@ class GrammarWorker(Generic[Result]):
             return queue[grammar]
 
     def close(self) -> None:
-        """Finish the current grammar, and fail all waiting ones with EngineClosed.
+        """Finish the grammar that `work` is computing, and fail all waiting ones with EngineClosed.
 
         Safe to call twice.
         """

@@ -49,11 +49,12 @@ class LogprobReadback:
     def download(
         self, logits: torch.Tensor, sampled: torch.Tensor, *, ranked: bool = False
     ) -> None:
-        """Compute the sampled tokens' log probabilities, and start the copy of all to the host.
+        """Compute the sampled tokens' log probabilities; start the copy of all results to the host.
 
-        logits [rows, vocab]: at the sampled tokens, the same as before; with `ranked`, everywhere.
+        logits [rows, vocab]: must equal the constructor's logits at the sampled tokens; with
+            `ranked`, at all tokens.
         sampled [rows] int64: tokens sampled from the logits.
-        ranked: compute the sampled tokens' ranks, too.
+        ranked: whether to compute the sampled tokens' ranks, too.
         """
         set_given(self._found, logits, self._wanted, sampled)
         if ranked:

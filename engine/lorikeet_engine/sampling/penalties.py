@@ -69,8 +69,8 @@ class Penalties:
     ) -> PenaltySlot:
         """Reserve a slot for a sequence. The next `change` writes the sequence's state to it.
 
-        Choices of one request pass the identical params and prompt objects, which are then uploaded
-        once for all of them.
+        The choices of a request should pass the identical params and prompt objects: these are
+        uploaded once for all the choices.
 
         prompt, output: the sequence's token ids.
         """

@@ -44,7 +44,7 @@ class ProcessedLogprobs:
         row_at: Mapping[int, int],
         rows: Sequence[SamplingRow],
     ) -> None:
-        """Compute the log probabilities of tokens just drawn, and start their copy to the host.
+        """Compute the log probabilities of drawn tokens, and start their copy to the host.
 
         logits [n, vocab]: after penalties and biases, -inf at banned tokens.
         tokens [n] int64: tokens drawn from these logits.

@@ -1,7 +1,7 @@
 """Admission of waiting sequences to a step: leases their adapters and keeps the limits on adapters.
 
-Reasons why a sequence waits, and which sequences behind it in fair order (waiting_queue.py) must
-then wait as well:
+The left column has the reasons why a sequence must wait. The right column tells which of the
+sequences behind it in fair order (waiting_queue.py) must then wait as well:
 
 adapter is not on the GPU         none: later sequences overtake.
 another sequence computes the     none: later sequences overtake until the pages can be shared.
@@ -34,9 +34,7 @@ class AdapterProvider(Protocol):
         """Return the nearest tier (GPU, host, disk, remote) that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the seconds that copying an adapter to the GPU takes; 0 if it was requested
-        before.
-        """
+        """Return the seconds of an adapter's copy to the GPU; 0 if it was requested before."""
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
         """Return the time at which an adapter on the GPU was loaded there, by the monotonic
@@ -44,10 +42,10 @@ class AdapterProvider(Protocol):
         """
 
     def request(self, ref: AdapterRef, tenant: str) -> None:
-        """Start loading an adapter to the GPU for a tenant, and protect it from eviction for a
-        while.
+        """Begin to load an adapter to the GPU for a tenant's request.
 
-        Repeated calls change nothing.
+        If the adapter is on the GPU already, it is protected from eviction for a while. A second
+        call for the same adapter changes nothing.
         """
 
     def rank(self, ref: AdapterRef) -> int | None:
@@ -64,13 +62,16 @@ class AdapterProvider(Protocol):
 
 
 class Admission:
-    """Admission of waiting sequences to one step. Sequences must be asked about in fair order.
+    """Admission of waiting sequences to one step.
+
+    Call `prepare` for the sequences in fair order.
 
     running: sequences that run already, with their adapters' leases.
     max_adapters: limit on the number of distinct adapters in the step.
-    max_ranks: limit on the sum of the ranks of the distinct adapters; a single adapter may exceed
-    it.
+    max_ranks: limit on the sum of the LoRA ranks of the distinct adapters; a single adapter may
+        exceed it.
     cache: tells whether another sequence is about to compute the same prefix.
+    adapters: leases adapters.
     failed: by digest, the errors of adapters that could not be loaded.
     reserved_for: sequence that must begin before any other sequence with an adapter does; None if
         there is no such sequence.
@@ -98,7 +99,8 @@ class Admission:
             self._include(sequence)
 
     def prepare(self, sequence: Sequence, admitted: int) -> bool:
-        """Lease the sequence's adapter; return whether only a slot and KV pages are still needed.
+        """Lease the adapter of a waiting sequence; return whether only a slot and pages are
+        missing.
 
         admitted: number of sequences with adapters that have begun since the engine's start.
         """
@@ -107,12 +109,12 @@ class Admission:
         return not self._cache.awaits_prefix(sequence.kv)
 
     def is_blocked(self, sequence: Sequence) -> bool:
-        """Whether the sequence's adapter is already known to be unable to join the step."""
+        """Whether the step has refused the adapter before, or its capacity is reserved."""
         ref = sequence.request.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """Count a sequence that begins among the running sequences."""
+        """Record that a waiting sequence begins: its adapter counts towards the step's limits."""
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
@@ -134,7 +136,7 @@ class Admission:
         return False
 
     def _has_room(self, ref: AdapterRef) -> bool:
-        """Whether the step's limits on adapters and ranks allow this adapter, too.
+        """Whether the step's limits on adapters and ranks allow this adapter in addition.
 
         The rank of an adapter that is not on the GPU counts as 0.
         """

@@ -21,7 +21,7 @@ _MIN_RETRY_AFTER_S = 1.0
 _ErrorOf = Callable[[Request], EngineError | None]
 """Function that returns the error of a request that missed its deadline.
 
-The function returns None if the deadline was for the adapter's load, and the adapter is on the GPU
+The function returns None if the deadline was for loading the adapter, and the adapter is on the GPU
 by now.
 """
 
@@ -41,9 +41,9 @@ class _Deadline(NamedTuple):
     choices: "list[weakref.ref[Sequence]]"
 
     def missed_by(self) -> Request | None:
-        """Return the request that misses this deadline if the deadline passes now.
+        """Return the request if all its choices still wait; None if the deadline was met.
 
-        None: one of the request's choices has begun or finished.
+        Call it when the deadline has passed.
         """
         request = None
         for choice in self.choices:
@@ -55,7 +55,7 @@ class _Deadline(NamedTuple):
 
 
 class Deadlines:
-    """Deadlines of the requests that have not begun. Methods may be called on any thread."""
+    """Deadlines by which requests must begin. Methods may be called on any thread."""
 
     def __init__(
         self, wait_s: Callable[[SchedulingParams], float], load_s: Callable[[AdapterRef], float]
@@ -97,8 +97,8 @@ class Deadlines:
     def next_within_s(self, timeout_s: float | None) -> float | None:
         """Return the seconds until the next deadline, at most timeout_s.
 
-        timeout_s: maximum result in seconds; None: no maximum, and the result is None if there is
-            no deadline.
+        timeout_s: result if no deadline comes earlier. None: without any deadline, the result is
+            None.
         """
         with self._lock:
             if not self._deadlines:

@@ -36,12 +36,12 @@ _MIN_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class VirtualCounter:
-    """Virtual token counter of one tenant, which decides when the tenant is served.
+    """Virtual token counter of one tenant. The waiting tenant with the smallest is served next.
 
     value: cost of the work done for the tenant, divided by its weight.
     open: number of the tenant's sequences that have not finished.
     backlog: expected cost of the tenant's waiting sequences.
-    overtaking: cost of the work that the tenant's shorter prompts may get before its oldest one
+    overtaking: cost of the work that the tenant's shorter prompts may get before its oldest prompt
         (own_order.py).
     """
 
@@ -62,7 +62,7 @@ class SequenceCost:
     """Cost of computing one sequence, charged to its tenant's counter.
 
     counter: counter of the tenant.
-    expected: estimate of the total cost.
+    expected: estimate of the cost of the prompt and the whole answer.
     charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
         tokens before them are included.
     to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
@@ -79,16 +79,19 @@ class SequenceCost:
     def set_tokens_to_compute(self, costs: StepCosts, begin: int, end: int) -> None:
         """Set the cost of the tokens to compute before the next token is sampled.
 
-        begin: number of tokens that are computed or cached.
-        end: number of tokens that must be computed.
+        costs: predicts the time of steps, from which the cost of a token is computed.
+        begin: number of the sequence's tokens that are computed or cached.
+        end: number of the sequence's tokens, all of which must be computed.
         """
         self.to_compute = prompt_cost(costs, begin, end)
         self.next_chunk = prompt_cost(costs, begin, min(end, begin + costs.step_tokens))
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
-        """Charge the tenant for computing prompt tokens `begin` to `end`; return their cost.
+        """Charge the tenant for computing prompt tokens `begin` to `end`; return the cost charged.
 
-        Tokens that are computed again after a preemption cost nothing.
+        Tokens that were charged before, and are computed again after a preemption, cost nothing.
+
+        costs: predicts the time of steps, from which the cost of a token is computed.
         """
         cost = prompt_cost(costs, max(begin, self.charged_tokens), end)
         self.charged_tokens = max(self.charged_tokens, end)
@@ -99,7 +102,8 @@ class SequenceCost:
 def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
     """Return the cost of computing prompt tokens `begin` to `end`, without the cost of adapters.
 
-    The unit is a prompt token without attention. The cost is 0 if `end` is not after `begin`.
+    The unit is the cost of a prompt token without attention. The cost is 0 if `end` is not after
+    `begin`.
     """
     tokens = max(0, end - begin)
     seen = seen_tokens(tokens, begin)
@@ -109,8 +113,8 @@ def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
 class VirtualCounters:
     """Virtual token counters of all tenants.
 
-    When there are many, counters that no longer change the order of tenants are dropped. Only one
-    thread may use the counters; any thread may call `cost_ahead_of`.
+    If there are many, counters that do not affect the order of tenants are dropped. Only one thread
+    may use the counters; any thread may call `cost_ahead_of`.
     """
 
     def __init__(self) -> None:
@@ -125,7 +129,8 @@ class VirtualCounters:
     def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
         """Count one more unfinished sequence of the tenant, and return the tenant's counter.
 
-        weight: the tenant's new weight; twice the weight gets twice the service.
+        weight: the tenant's weight from now on; a tenant with twice the weight gets twice the
+            service.
         """
         counter = self._counters.get(tenant)
         if counter is None:
@@ -137,8 +142,9 @@ class VirtualCounters:
         return counter
 
     def start_waiting(self, counter: VirtualCounter) -> None:
-        """Add the tenant to the waiting tenants. If the tenant did not wait before, raise its
-        counter to `level`.
+        """Add the tenant to the waiting tenants.
+
+        If the tenant was not waiting, raise its counter to `level` at least.
         """
         if counter.tenant not in self._waiting:
             counter.value = max(counter.value, self.level)
@@ -160,8 +166,7 @@ class VirtualCounters:
         return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
 
     def cost_ahead_of(self, tenant: str, weight: float) -> float:
-        """Return the cost of all work that would be done before a request that this tenant sent
-        now.
+        """Return the cost of the work that would precede a new request of this tenant.
 
         The cost is the sum of the tenant's own backlog and, for each other tenant, the part of the
         backlog that is served before the request. Any thread may call this.

@@ -20,21 +20,22 @@ from lorikeet_engine.costs import StepCosts
 Row = TypeVar("Row")
 
 SHARE = 0.03
-"""Limit on the time that forced tokens add to steps, as a share of the time of these steps'
-decodes.
+"""Limit on the time that forced tokens add to steps, as a share of the decodes' time.
 
-Answers under grammars may cost 5% in all; the other 2% are for masks and for more prompts.
+Grammars may slow answers by 5% in all. Forced tokens get 3%; the other 2% are for grammars' token
+masks and for additional prompts.
 """
 _MOST = 128  # tokens in a step: up to 128 rows a GPU mostly reads the weights
 _SAVED_STEPS = 16  # steps whose unused share is kept
 
 
 class ForcedBudget:
-    """Limit on the forced tokens that each step of one engine may compute. Only for the engine's
-    thread.
+    """Limit on the forced tokens that each step of one engine may compute.
+
+    Only for the engine's thread.
 
     A forced token is the only one that a request's grammar allows, appended without sampling. Time
-    that steps leave unused is saved for later steps.
+    allowed for forced tokens that a step does not use is saved for later steps.
     """
 
     def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
@@ -53,9 +54,9 @@ class ForcedBudget:
 
         decodes: number of decodes in the step.
         context: total length of the decoding sequences, in tokens.
-        beside_others: whether the step also has sequences that cannot have forced tokens, so that
-            forced tokens would only delay them. If not, only the number of tokens in the step
-            limits the forced tokens.
+        beside_others: whether the step has other sequences, which cannot have forced tokens and
+            would only be delayed by them. If not, forced tokens are limited only by the size of a
+            step.
         """
         self._decodes = decodes
         if not beside_others:
@@ -77,9 +78,7 @@ class ForcedBudget:
         self._left_s -= self._more_s(tokens, seen)
 
     def rotated(self, rows: list[Row]) -> list[Row]:
-        """Return the rows rotated, by one more place at each call, so that each row comes first in
-        turn.
-        """
+        """Return the rows rotated by one more place at each call: each row comes first in turn."""
         first = self._turns % len(rows)
         self._turns += 1
         return rows[first:] + rows[:first]

@@ -4,6 +4,10 @@ Layers form groups (models/kv_groups.py); a sequence has its own pages in each g
 group's layers attend only to a sliding window, a growing sequence frees the pages that no later
 token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as all
 its pages are cached in the groups without a window, and the pages of its last window in the others.
+
+In a model with delta nets, a prefix is found only up to a page behind which a state is cached
+(state_pool.py). States are saved behind the last full page of a prompt, and where a prompt parts
+from pages of others: the next prompt that begins so finds the state (as Marconi, arXiv 2411.19379).
 """
 
 import hashlib
@@ -13,9 +17,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
+from lorikeet_engine.kernels.delta_net import CHUNK
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
+from lorikeet_engine.scheduling.state_pool import StatePool
 
 TokenIds = tuple[int, ...] | list[int]
 """Tokens of a sequence: at first the prompt's tuple, which its choices share; later its own
@@ -64,6 +71,26 @@ class PageKeys:
             keys.append(key)
 
 
+class StateSave(NamedTuple):
+    """State to be saved within a chunk: that behind its first `tokens` tokens, into `slot`."""
+
+    tokens: int
+    slot: int
+
+
+class StateUse(NamedTuple):
+    """Use that a step makes of a sequence's state.
+
+    slot: slot of the state, which the step updates.
+    restore: slot of a cached state to copy into it before the step; None: there is none.
+    saves: states to cache.
+    """
+
+    slot: int
+    restore: int | None
+    saves: tuple[StateSave, ...]
+
+
 class SequencePages:
     """KV pages of one sequence, and the state of their contents.
 
@@ -78,6 +105,13 @@ class SequencePages:
     score_from: first prompt token whose following token is still to be scored, so that its logits
         are needed; None if only the last token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
+    state: slot of the sequence's state; None for a sequence without pages, and for a model without
+        delta nets.
+    save_at: numbers of first tokens behind which the state is to be cached, ascending.
+    saving: by number of first tokens, the slots into which the steps launched so far copy the state
+        behind these tokens.
+    restore: slot of the cached state with which the sequence's first step begins; None if there is
+        none, or once that step is planned.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
     """
 
@@ -89,7 +123,11 @@ class SequencePages:
         "computed",
         "first",
         "pages",
+        "restore",
+        "save_at",
+        "saving",
         "score_from",
+        "state",
         "tokens",
         "written",
     )
@@ -103,6 +141,10 @@ class SequencePages:
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
         self.awaited: bytes | None = None
+        self.state: int | None = None
+        self.restore: int | None = None
+        self.save_at: tuple[int, ...] = ()
+        self.saving: dict[int, int] = {}
         self.tokens, self._prompt_keys = tokens, prompt_keys
         self._keys = prompt_keys.keys  # shared until the sequence has more keys
 
@@ -139,7 +181,13 @@ class KVCache(PagePool):
     page_size: tokens of a page.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
     step_tokens: maximum number of tokens that a step computes.
+    states: number of slots for states of delta nets, more than there are running sequences; 0 for a
+        model without delta nets.
+    state_piece: states are saved behind multiples of this many tokens of a chunk, since kernels
+        compute chunks in pieces of this size.
     """
+
+    state_piece = CHUNK
 
     def __init__(
         self,
@@ -147,6 +195,7 @@ class KVCache(PagePool):
         page_size: int,
         windows: tuple[int | None, ...] = (None,),
         step_tokens: int = 0,
+        states: int = 0,
     ) -> None:
         super().__init__(pages, len(windows))
         self.page_size = page_size
@@ -154,6 +203,7 @@ class KVCache(PagePool):
         self._whole, self._windowed = self._needs.whole, self._needs.windowed
         # Key → number of sequences that are about to write such a page.
         self._unwritten: Counter[bytes] = Counter()
+        self.states = StatePool(states) if states else None
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
@@ -185,8 +235,12 @@ class KVCache(PagePool):
         spare: number of other sequences; one free page per group is left for each of them.
         """
         needs, keys, total = self._needs, kv.shareable_keys(), self.pages_for(tokens)
+        if self.states is not None and self.states.free < 2:  # one may be the state to begin with
+            return False
         cached = self.find(keys) if self._whole else []
-        hit = self._hit(keys, len(cached)) if self._windowed else len(cached)
+        hit = found = self._hit(keys, len(cached)) if self._windowed else len(cached)
+        if self.states is not None:
+            hit = self.states.longest(keys[:found])
         first, end = 0, total
         if self._windowed:
             first = needs.first(hit * self.page_size)
@@ -206,6 +260,8 @@ class KVCache(PagePool):
         kv.first = first
         self._extend(kv, total - hit, end - hit)
         kv.computed = kv.written = hit * self.page_size
+        if self.states is not None:
+            self._begin_state(kv, keys, hit, found)
         keys = kv.full_keys()
         kv.announced = len(keys)
         self._unwritten.update(keys[hit:])
@@ -218,6 +274,8 @@ class KVCache(PagePool):
         ends.
         """
         keys, pages = kv.shareable_keys(), self._pages_of[0]
+        if self.states is not None:
+            return self.page_size * self.states.longest(keys)
         return self.page_size * bisect_left(keys, True, key=lambda key: key not in pages)
 
     def awaits_prefix(self, kv: SequencePages) -> bool:
@@ -228,6 +286,8 @@ class KVCache(PagePool):
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True
         keys = kv.shareable_keys()
+        if self.states is not None and (not keys or keys[-1] not in self._unwritten):
+            return False  # behind pages of another prompt, no state will be cached
         found = len(self.find(keys)) if self._whole else self._hit(keys, 0)
         # Pages that are about to be written follow the cached ones without a gap.
         end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
@@ -274,6 +334,10 @@ class KVCache(PagePool):
             return
         keys = kv.keys(full)
         self._no_longer_unwritten(keys[first : kv.announced])
+        if self.states is not None:
+            for tokens in [tokens for tokens in kv.saving if tokens <= end]:
+                key = keys[tokens // self.page_size - 1]
+                self.states.publish(kv.saving.pop(tokens), key, kv.adapter_digest)
         for group, pages in enumerate(kv.pages):
             before = 0 if group < self._whole else kv.first
             for page, key in zip(pages[first - before : full - before], keys[first:], strict=True):
@@ -285,8 +349,69 @@ class KVCache(PagePool):
         """Release all pages of a sequence, if it has any."""
         self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
         self._release_all(kv.pages)
+        if self.states is not None and kv.state is not None:
+            self._take_restore(kv)
+            for slot in (kv.state, *kv.saving.values()):
+                self.states.release(slot)
+            kv.state, kv.save_at, kv.saving = None, (), {}
         kv.pages = []
         kv.first = kv.computed = kv.written = kv.announced = 0
+
+    def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
+        """Return what the next step does with a sequence's state, in a model with delta nets.
+
+        Gives slots to the states that the step is to save. A state that was to be saved within a
+        piece of the step's tokens is saved before that piece. Without free slots none is saved.
+
+        start, end: the tokens of the sequence that the step computes.
+        """
+        assert self.states is not None
+        assert kv.state is not None, "a step of a sequence without a state"
+        saves = list[StateSave]()
+        for tokens in kv.save_at:
+            behind = tokens - (tokens - start) % self.state_piece
+            if not start < behind <= end or behind % self.page_size or behind in kv.saving:
+                continue
+            slot = self.states.take()
+            if slot is not None:
+                kv.saving[behind] = slot
+                saves.append(StateSave(behind - start, slot))
+        return StateUse(kv.state, self._take_restore(kv), tuple(saves))
+
+    def forget_keys(self, keys: Iterable[bytes]) -> None:
+        """Remove these keys in all groups, so that no sequence finds their pages and states."""
+        keys = list(keys)
+        super().forget_keys(keys)
+        if self.states is not None:
+            self.states.forget_keys(keys)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Remove the keys of all pages and states computed with an adapter."""
+        super().forget_adapter(digest)
+        if self.states is not None:
+            self.states.forget_adapter(digest)
+
+    def _begin_state(self, kv: SequencePages, keys: list[bytes], hit: int, found: int) -> None:
+        """Give a sequence a slot for its state, and choose where its state is to be saved.
+
+        keys: keys of the pages that the sequence may take from the cache.
+        hit: number of pages behind which the sequence begins, with a cached state if not 0.
+        found: number of pages that were cached, with or without a state behind the last.
+        """
+        assert self.states is not None
+        kv.restore = self.states.hold(keys[hit - 1]) if hit else None
+        kv.state = self.states.take()
+        assert kv.state is not None, "a sequence without a slot for its state"
+        being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        pages = sorted({found, being_written, len(keys)})
+        kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
+
+    def _take_restore(self, kv: SequencePages) -> int | None:
+        """Return kv.restore, which need not stay cached any longer once the step is planned."""
+        slot, kv.restore = kv.restore, None
+        if slot is not None and self.states is not None:
+            self.states.drop_hold(slot)
+        return slot
 
     def _hit(self, keys: list[bytes], most: int) -> int:
         """Return the number of pages of the longest prefix that can be shared from the cache.

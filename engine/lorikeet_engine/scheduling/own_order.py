@@ -2,13 +2,15 @@
 
 In the order of arrival alone, a short prompt would wait for the whole of a long prompt. Shortest
 first alone, a long prompt would wait forever behind a stream of short prompts. So the prompt with
-the least work left may overtake the oldest prompt, for as much work as the oldest prompt gets:
+the least work left may overtake the oldest prompt, for as much work as the oldest prompt gets.
+`overtaking` counts the work that shorter prompts may still get first:
 
     overtaking += cost of a chunk of the oldest prompt
     overtaking -= cost of a chunk of the shortest prompt, computed while overtaking covers the cost
 
-If the oldest prompt is also the shortest, overtaking is at least the cost of its last chunk, so
-that the next short prompt overtakes at once, and no more, so that time alone earns no long credit.
+If the oldest prompt is also the shortest, overtaking is raised to the cost of its last chunk, so
+that the next short prompt can overtake at once. It is not raised further, so a tenant does not
+collect a long credit over time.
 
 Between prompts of one tenant and of equal priority, in work done for the tenant's prompts:
 
@@ -31,7 +33,9 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Turn(NamedTuple):
-    """Turn of a sequence to get a chunk of its prompt. `computed` must be called after the turn.
+    """Turn of a sequence to get a chunk of its prompt.
+
+    After a turn in which the sequence got a chunk, call `computed`.
 
     overtakes: whether the sequence goes before an older sequence of its tenant.
     overtaken: whether a shorter sequence of the tenant waits for its turn.
@@ -42,9 +46,9 @@ class Turn(NamedTuple):
     overtaken: bool = False
 
     def computed(self, cost: float) -> None:
-        """Record that the sequence got a chunk.
+        """Record that the sequence got a chunk in this turn.
 
-        cost: cost of the chunk's tokens, whether or not they were computed before.
+        cost: cost of the chunk's tokens, including tokens computed before a preemption.
         """
         counter = self.sequence.cost.counter
         if self.overtakes:
@@ -56,10 +60,10 @@ class Turn(NamedTuple):
 
 
 class OwnQueue:
-    """Waiting sequences of one tenant, in both orders.
+    """Waiting sequences of one tenant, in two orders. Both begin with preempted sequences.
 
-    by_age: preempted sequences first, then others by priority, then by arrival.
-    by_cost: preempted sequences first, then others by priority, then by the work to compute.
+    by_age: the other sequences by priority, then by arrival.
+    by_cost: the other sequences by priority, then by the work to compute.
     """
 
     def __init__(self) -> None:
@@ -83,11 +87,12 @@ def own_order(
     waiting: OwnQueue | None,
     is_blocked: Callable[[Sequence], bool],
 ) -> Iterator[Turn]:
-    """Yield each of a tenant's sequences that is not blocked once.
+    """Yield a turn for each of a tenant's sequences, once. Blocked sequences are left out.
 
+    counter: the tenant's counter; its `overtaking` decides between the oldest and the shortest.
     prefilling: running sequences that do not decode, in the order of arrival.
     waiting: waiting sequences; None if there are none.
-    is_blocked: returns whether to skip a sequence.
+    is_blocked: returns whether to leave a sequence out.
     """
     served: set[Sequence] = set()
     by_age = iter(prefilling)
@@ -115,8 +120,9 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge both groups of sequences, each in its own order. A waiting sequence goes before a
-    prefilling one that is younger and has no higher priority.
+    """Merge prefilling and waiting sequences, keeping the order within each of the two groups.
+
+    A waiting sequence goes before a prefilling one that arrived later and has no higher priority.
     """
     rest = iter(waiting)
     queued = next(rest, None)

@@ -29,21 +29,21 @@ class PageNeeds:
 
     @property
     def window_pages(self) -> int:
-        """Maximum number of pages of a sequence, between two steps, in one group of layers with a
-        window.
+        """Limit on a sequence's pages between two steps, in one group of layers with a window.
 
-        These pages are the pages that the token after the last full page attends to, and two pages
-        that are being filled.
+        That is the number of pages that the token after the last full page attends to, plus two
+        pages that are being filled.
         """
         return self.pages_for((self.windows[-1] or 1) - 1) + 2
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
+        """Return the number of pages that `tokens` tokens need, in one group of layers."""
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """Return the index of the first page that this token or a later one attends to, under a
-        window.
+        """Return the index of the first page that this token or a later one needs.
+
+        That is so in a group of layers with a window; other groups need all pages.
 
         token: index of the token in its sequence.
         """
@@ -56,8 +56,8 @@ class PageNeeds:
         return self._with(self.window_pages, self.pages_for(tokens))
 
     def in_steps(self, tokens: int) -> int:
-        """Return the pages, in all groups, that suffice to compute one sequence of `tokens` tokens
-        alone.
+        """Return a number of pages, in all groups, that suffices to compute a sequence of `tokens`
+        tokens if no other sequence has pages.
 
         The sequence is computed in steps of up to step_tokens tokens.
         """
@@ -76,7 +76,7 @@ class PageNeeds:
         return length * self.page_size
 
     def tokens(self, pages: int, context: int) -> int:
-        """Return how many tokens `pages` pages hold if each sequence has `context` tokens."""
+        """Return how many tokens `pages` pages hold, in sequences of `context` tokens."""
         if not self.windowed:
             return pages // self.whole * self.page_size
         longest = self.longest(pages)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Reversible
 class PagePool:
     """Pool of KV pages. A page can serve any group of layers.
 
-    A method's time is linear in the number of pages it handles. A key stands for the same tokens in
-    all groups; each group has its own page for that key.
+    A key stands for the same tokens in all groups of layers; each group has its own page for that
+    key. A method's time is linear in the number of pages that it is given or returns.
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
@@ -37,10 +37,9 @@ class PagePool:
         return self.pages - len(self._free)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the pages cached under these keys for the first group of layers, up to the first
-        key that is not cached.
+        """Return the pages cached under these keys, up to the first key that is not cached.
 
-        Adds no references to the pages.
+        They are pages of the first group of layers. Adds no references to them.
         """
         found: list[int] = []
         pages = self._pages_of[0]
@@ -75,7 +74,9 @@ class PagePool:
     def publish(
         self, page: int, key: bytes, adapter_digest: str | None = None, group: int = 0
     ) -> None:
-        """Let other sequences find a full page by its key. If another page has the key, do nothing.
+        """Let other sequences find a full page by its key.
+
+        Do nothing if another page of the group has the key already.
 
         adapter_digest: adapter under which the page was computed; None for the base model alone.
         group: index of the group of layers that the page belongs to.
@@ -87,8 +88,9 @@ class PagePool:
             pages[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove the keys of these pages, so that no sequence finds them. Their references
-        remain.
+        """Remove the keys of these pages, so that no sequence finds them.
+
+        Sequences that have them keep them.
         """
         for page in pages:
             key = self._keys[page]
@@ -99,7 +101,7 @@ class PagePool:
                     self._free.move_to_end(page, last=False)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
-        """Remove these keys in all groups, so that no sequence finds their pages."""
+        """Remove these keys in all groups of layers, so that no sequence finds their pages."""
         for key in keys:
             self.forget([pages[key] for pages in self._pages_of if key in pages])
 
@@ -108,7 +110,10 @@ class PagePool:
         self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
 
     def release(self, pages: Reversible[int]) -> None:
-        """Drop one reference from each page of a sequence, given in the order of tokens."""
+        """Drop one reference from each of these pages of a sequence.
+
+        pages: pages in the order of tokens.
+        """
         # From the end: a prefix is then evicted from its tail, which is useless without its head.
         for page in reversed(pages):
             assert self._references[page] > 0, f"KV page {page} released twice"

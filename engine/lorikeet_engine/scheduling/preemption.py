@@ -1,8 +1,9 @@
 """Choice of running sequences to preempt for a waiting sequence that lacks a slot or KV pages.
 
 Fair order (fairness.py) decides which sequence begins next, but a running sequence holds its slot
-and pages to its end: with long answers one tenant would hold all of an engine while others wait. So
-sequences are preempted for a waiting sequence of another tenant if that tenant
+and pages to its end. With long answers, one tenant could hold all slots and pages of an engine
+while others wait. So sequences are preempted for a waiting sequence of another tenant if that
+tenant
 
     is behind: its virtual counter is less; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
@@ -25,8 +26,8 @@ _TIMES_AS_MUCH = 2.0
 def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
-    True if a slot is free, or if a running sequence's tenant has a higher virtual counter than the
-    waiting tenant that is served next.
+    True if a slot is free, or if a running sequence's tenant is ahead of the waiting tenant that is
+    served next, so that the sequence may be preempted.
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
@@ -40,9 +41,11 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
 def sequences_to_preempt(
     waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
-    """Return the active sequences to preempt for a waiting sequence; none if too few qualify.
+    """Return the running sequences to preempt for a waiting sequence.
 
-    waiting: None if no sequence lacks a slot or KV pages.
+    Returns [] if preemption.py's two conditions do not allow to preempt enough of them.
+
+    waiting: sequence that lacks a slot or KV pages; None if there is none.
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
     cache: tells how many KV pages are needed and lacking.
@@ -60,7 +63,9 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key of running sequences: the tenant's virtual counter, then the sequence's arrival."""
+    """Sort key: sequences of the tenant that is furthest ahead come last, the youngest at the
+    end.
+    """
     return sequence.cost.counter.value, sequence.arrival
 
 
@@ -73,8 +78,9 @@ def _giving_way(
 ) -> list[Sequence] | None:
     """Choose sequences to preempt until they hold `lacking` slots or pages.
 
-    None if too few qualify.
+    Returns None if the sequences that may be preempted hold fewer.
 
+    active: running sequences that still compute tokens.
     wanted: slots or pages that the waiting sequence needs.
     lacking: slots or pages to free.
     holds: returns the slots or pages that a sequence holds.

@@ -1,7 +1,7 @@
-"""Entry of requests: they are checked, made into sequences, and queued for the engine's thread.
+"""Entry of requests to the engine: checks them, makes sequences of them, and queues the sequences.
 
-Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread. The next
-step takes the sequences and gives them to the Scheduler (scheduler.py).
+Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread. Before its
+next step, the engine's thread takes the sequences and gives them to the Scheduler (scheduler.py).
 """
 
 import itertools
@@ -34,10 +34,10 @@ class InputProcessor:
         self._arrivals = itertools.count()
 
     def process(self, request: Request) -> list[Sequence]:
-        """Make a sequence of each choice; cut max_tokens to the context that the prompt leaves.
+        """Make a sequence of each choice of a request.
 
-        May be called on any thread. The calling thread hashes the prompts; another one compiles the
-        grammar.
+        A choice's max_tokens is cut to the context that its prompt leaves. May be called on any
+        thread. The calling thread hashes the prompts; another thread compiles the grammar.
 
         Raises InvalidRequest for a prompt that fills the context and for token ids out of range,
         and EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
@@ -69,7 +69,7 @@ class InputProcessor:
         ]
 
     def close(self) -> None:
-        """Compile no more grammars."""
+        """Stop the thread that compiles grammars."""
         self._compiler.close()
 
     def _check(self, request: Request) -> None:
@@ -142,9 +142,9 @@ class TakenRequests(NamedTuple):
 
 
 class RequestQueue:
-    """Queue between the threads that call an engine and the thread that steps it.
+    """Queue between the threads that call an engine and the thread that runs its steps.
 
-    Thread-safe, but only the stepping thread adds and takes outputs.
+    Thread-safe, but outputs are added and taken by the engine's thread only.
 
     open_choices: request id → number of the request's choices that have not ended.
     """
@@ -159,14 +159,14 @@ class RequestQueue:
 
     @property
     def submitted(self) -> list[Sequence]:
-        """Choices that the engine has not taken yet."""
+        """Choices that the engine's thread has not taken yet."""
         return list(self._submitted)
 
     def submit(self, request_id: str, sequences: list[Sequence]) -> None:
         """Add all choices of a request to the queue.
 
-        Raises EngineClosed if the queue was closed, and InvalidRequest if a request of the same id
-        is in flight.
+        Raises EngineClosed if the queue was closed, and InvalidRequest if a request with the same
+        id has not ended.
         """
         with self._lock:
             if self._closed:
@@ -193,7 +193,7 @@ class RequestQueue:
         """Take the choices submitted and the aborts requested since the last call.
 
         A choice stays in the queue until its grammar is compiled; if compiling fails, the request
-        fails. A choice that was aborted while it was in the queue ends here.
+        fails. Choices in the queue that are to be aborted are removed, and not returned.
         """
         aborted: list[Sequence] = []
         with self._lock:
@@ -229,7 +229,10 @@ class RequestQueue:
                 self.open_choices.pop(request_id, None)
 
     def add_output(self, output: Tokens) -> None:
-        """Keep new tokens until `take_outputs` returns them; the last tokens end the choice."""
+        """Keep new tokens of a choice until `take_outputs` returns them.
+
+        If they are the choice's last tokens, record that the choice has ended.
+        """
         self._outputs.append(output)
         if output.finish is not None:
             self.end_choice(output.request_id)
@@ -239,7 +242,7 @@ class RequestQueue:
         self._outputs += outputs
 
     def fail(self, request_id: str, error: EngineError) -> None:
-        """End a request with an error, whether or not the engine's thread has taken it."""
+        """End a request with an error; remove its choices that are still in the queue."""
         with self._lock:
             self.open_choices.pop(request_id, None)
             kept = list[Sequence]()
@@ -262,7 +265,7 @@ class RequestQueue:
     def take_outputs(self) -> list[Output]:
         """Return the outputs kept since the last call, in order.
 
-        If a step was interrupted by an error, its outputs so far are among them.
+        After a step that was interrupted by an error, the outputs that it had made are included.
         """
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -277,7 +280,7 @@ class RequestQueue:
 def _set_matcher(sequence: Sequence) -> EngineError | None:
     """Give a sequence its own copy of its compiled grammar, if it has one.
 
-    Returns the error of a grammar that could not be compiled. Compiling must have ended.
+    Returns the error if the grammar could not be compiled. Compiling must have ended before.
     """
     if sequence.compiled is None:
         return None

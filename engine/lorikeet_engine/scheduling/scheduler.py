@@ -63,7 +63,8 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: prompt tokens in the chunks that score the token after them, for prompt_logprobs.
+    scored: for prompt_logprobs, the prompt tokens in the chunks from whose logits the following
+        prompt token is scored.
     """
 
     chunks: list[Chunk]
@@ -74,8 +75,9 @@ class StepPlan:
 class Throughput:
     """Running means of an engine's throughput under load, and of the length of answers.
 
-    Work is in the cost units of fairness.py. Only time in which the engine was saturated is
-    measured. Before that, cost_per_s is predicted from full batches of decodes.
+    Work is measured in the cost units of fairness.py. The throughput is the mean over the time in
+    which the engine was saturated; until there was such time, it is predicted from full batches of
+    decodes.
 
     saturated: whether sequences wait only because the last planned step has no capacity left.
     answer_tokens: mean length of answers, in tokens.
@@ -90,20 +92,23 @@ class Throughput:
 
     @property
     def cost_per_s(self) -> float:
-        """Cost, in fairness.py's units, of the work that a saturated engine does per second."""
+        """Work that a saturated engine does per second, in the cost units of fairness.py."""
         return self._cost / self._s
 
     def add(self, cost: float) -> None:
-        """Add work that the current step gives to the device.
+        """Record work that the device is given.
 
         cost: cost of the work, in the cost units of fairness.py.
         """
         self._step_cost += cost
 
     def step_planned(self, saturated: bool) -> None:
-        """Add the time and work since the previous plan to the mean, if the engine was saturated.
+        """Record that a step is planned.
 
-        saturated: whether sequences wait only because the step planned now has no capacity left.
+        If the engine was saturated since the previous plan, the time and the work since then are
+        included in the mean.
+
+        saturated: whether sequences wait only because this step has no capacity left.
         """
         now_s = time.monotonic()
         elapsed_s = now_s - self._planned_s
@@ -127,6 +132,8 @@ class Scheduler:
     Only running sequences hold KV pages. A waiting sequence may already hold its adapter's lease if
     it lacks only a slot or KV pages.
 
+    limits: limits of one step.
+    cache: gives KV pages to sequences.
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
     counters: counts begun and preempted sequences.
@@ -166,10 +173,10 @@ class Scheduler:
         counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
     def request_adapter(self, sequence: Sequence) -> None:
-        """Start loading a sequence's adapter, if it has one. Repeated calls change nothing.
+        """Begin to load a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` does this, too. While a sequence's grammar is compiled, the engine calls this method
-        before `add`.
+        `add` calls this. If a sequence's grammar must be compiled first, the engine calls this
+        before `add`, so that the adapter is loaded meanwhile.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -180,7 +187,7 @@ class Scheduler:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
-        """Estimate the seconds that a new request with these parameters would wait.
+        """Estimate the seconds that a new request with these parameters would wait to begin.
 
         The estimate is 0 unless the engine is saturated. Any thread may call this.
         """
@@ -210,11 +217,13 @@ class Scheduler:
         chunks = [*decodes, *prefills.chunks]
         if not chunks:
             chunks = self._preempt_for_prefills(prefilling, budget)
+        if self._cache.states is not None:
+            chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Record that a step with these chunks was launched. The next plan assumes that step.
+        """Record that a step with these chunks was launched; the next plan takes its work as done.
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
@@ -233,10 +242,10 @@ class Scheduler:
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
     def written(self, chunk: Chunk) -> None:
-        """Record that a chunk's keys and values are written; let others share its full pages.
+        """Record that a chunk's keys and values are written; make its full pages shareable.
 
-        If a token is sampled from the chunk, call this once the token is known to come from finite
-        logits.
+        If a token is sampled from the chunk, call this only once the token is known to come from
+        finite logits.
         """
         kv = chunk.sequence.kv
         if chunk.pages is kv.pages:  # else preempted since the step was planned
@@ -254,7 +263,10 @@ class Scheduler:
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Remove all matching sequences, waiting or running, and free their resources."""
+        """Remove sequences, waiting or running, and free their resources; return them.
+
+        matches: returns whether to remove a sequence.
+        """
         waiting = [sequence for sequence in self.waiting if matches(sequence)]
         running = [sequence for sequence in self.running if matches(sequence)]
         for sequence in waiting:
@@ -266,7 +278,7 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Preempt sequences for a waiting one that lacked a slot or KV pages in the last plan.
+        """Preempt sequences for the one for which the last plan had no slot or KV pages.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -277,7 +289,9 @@ class Scheduler:
         self._short_of_memory = None
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence; preempt sequences where KV pages are too few.
+        """Return a chunk of each decoding sequence.
+
+        Preempt sequences if there are too few KV pages for all.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -298,9 +312,12 @@ class Scheduler:
 
     def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
+        budget = PromptBudget(tokens)
         if decodes and step_budget is not None:
-            return step_budget.prompt_budget(decodes, tokens)
-        return PromptBudget(tokens)
+            budget = step_budget.prompt_budget(decodes, tokens)
+        if self._cache.states is not None:
+            budget.multiple = self._cache.state_piece
+        return budget
 
     def _schedule_prefills(
         self,
@@ -342,8 +359,9 @@ class Scheduler:
     ) -> tuple[list[Chunk], bool]:
         """Begin waiting sequences and return chunks of prompts, in fair order.
 
-        Returns also whether sequences wait only because the step has no capacity left.
+        Returns the chunks, and whether sequences wait only because the step has no capacity left.
 
+        admission: leases adapters, and keeps the step's limits on them.
         prefilling: running sequences that do not decode.
         budget: prompt tokens that the step may still compute.
         active: number of running sequences that still compute tokens.
@@ -389,12 +407,13 @@ class Scheduler:
     def _preempt_for_prefills(
         self, prefilling: list[Sequence], budget: PromptBudget
     ) -> list[Chunk]:
-        """Preempt prefilling sequences until the remaining ones have KV pages for a chunk.
+        """Preempt prefilling sequences until those that remain have KV pages for a chunk.
 
-        Called for a step that would have no chunk. While a step is in flight, returns no chunk,
-        since that step may free pages.
+        Called if the step would otherwise have no chunk. Returns [] while an earlier step is in
+        flight, since that step's end may free pages.
 
         prefilling: running sequences that do not decode; the last is preempted first.
+        budget: prompt tokens that the step may compute.
         """
         chunks: list[Chunk] = []
         while prefilling and not chunks and self._all_is_read():
@@ -405,10 +424,11 @@ class Scheduler:
         return chunks
 
     def _prompt_chunk(self, turn: Turn, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """Return the next chunk of the prompt whose turn it is, as a list, and charge its tenant.
+        """Return [next chunk] of the prompt whose turn it is, and charge its tenant.
 
-        The list is empty if the budget or the KV pages do not suffice.
+        Returns [] if the budget or the KV pages do not suffice.
 
+        budget: prompt tokens that the step may still compute.
         spare: number of other sequences; one free page per group is left for each of them.
         """
         sequence = turn.sequence
@@ -422,6 +442,10 @@ class Scheduler:
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
+
+    def _with_state(self, chunk: Chunk) -> Chunk:
+        state = self._cache.state_use(chunk.sequence.kv, chunk.start, chunk.end)
+        return chunk._replace(state=state)
 
     def _begin(self, sequence: Sequence, admission: Admission) -> None:
         admission.admit(sequence)
@@ -451,9 +475,9 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
-        """Whether the host has read all launched steps.
+        """Whether the host has read the results of all launched steps.
 
-        Reading a step may make sequences free their pages.
+        Reading the results of a step may end sequences, which frees their pages.
         """
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 

@@ -1,5 +1,6 @@
-"""Sequence: one choice of a request on its way through the engine. Chunk: its tokens in one
-step.
+"""Sequence: one choice of a request, from its arrival to its end.
+
+Chunk: the tokens of a sequence that one step computes.
 """
 
 import time
@@ -14,7 +15,12 @@ from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
-from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages, TokenIds
+from lorikeet_engine.scheduling.kv_cache import (
+    PageKeys,
+    SequencePages,
+    StateUse,
+    TokenIds,
+)
 
 
 class SequenceStatus(Enum):
@@ -27,7 +33,8 @@ class SequenceStatus(Enum):
 
     WAITING: has not begun. Holds no KV pages.
     RUNNING: takes part in steps. The only state in which a sequence holds KV pages.
-    PREEMPTED: waits to begin again and computes its tokens anew. Holds no KV pages.
+    PREEMPTED: waits to run again, and then computes again its tokens whose pages are no longer
+        cached. Holds no KV pages.
     FINISHED: will never run again: complete, aborted or failed. Reached from every other state.
     """
 
@@ -69,10 +76,9 @@ class AdapterLease(Protocol):
 
 @dataclass(slots=True)
 class OvertakeCount:
-    """Number of sequences that have overtaken a waiting sequence. Only sequences with adapters
-    count.
+    """Number of sequences with adapters that have overtaken a waiting sequence.
 
-    Counting lasts while other adapters keep the sequence waiting.
+    Sequences are counted only while other adapters keep the waiting sequence from beginning.
 
     count: the number at the last update.
     begun: number of sequences with adapters that had begun since the engine's start, at the last
@@ -83,7 +89,7 @@ class OvertakeCount:
     begun: int | None = None
 
     def update(self, begun: int) -> None:
-        """Count the sequences with adapters that have begun since the last update.
+        """Add the sequences with adapters that have begun since the last update.
 
         begun: number of sequences with adapters that have begun since the engine's start.
         """
@@ -92,7 +98,7 @@ class OvertakeCount:
         self.begun = begun
 
     def pause(self) -> None:
-        """Stop counting until the next update, because the sequence waits for another reason."""
+        """Stop counting until the next update: the sequence now waits for another reason."""
         self.begun = None
 
 
@@ -124,7 +130,7 @@ class SequenceTimings:
     steps: int = 0
 
     def engine_timings(self) -> EngineTimings:
-        """Return the duration of each phase. Call right after the latest token has been read."""
+        """Return the duration of each phase until now, when the latest token has just been read."""
         now_s = time.monotonic()
         assert self.begun_s is not None, "a token of no step"
         if self.first_token_s is None:
@@ -262,10 +268,10 @@ class Sequence:
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk; return its tokens whose logits score the next
-        token.
+        """Record that a step computes this chunk, and return the chunk's prompt tokens from whose
+        logits the following prompt token is scored.
 
-        Tokens that were scored before a preemption are left out.
+        Tokens whose scores were computed before a preemption are left out.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
@@ -274,7 +280,9 @@ class Sequence:
         return ScoredRows(self, start, end)
 
     def release(self) -> None:
-        """Release the adapter's lease and the penalty slot, when the sequence stops running.
+        """Release the adapter's lease and the penalty slot.
+
+        Called when the sequence stops running.
 
         If the sequence runs again, all its tokens are computed like a prompt.
         """
@@ -285,11 +293,11 @@ class Sequence:
         self._release_penalty_slot()
 
     def add_pending(self, row: int, forced: tuple[int, ...] = ()) -> None:
-        """Record that a step was launched in which the sequence's next token is sampled.
+        """Record that a step was launched that samples the sequence's next token.
 
         row: row of the step's logits that the token is sampled from.
         forced: tokens that follow the sampled one without sampling, because the grammar leaves no
-        choice.
+            choice.
         """
         self.pending_rows.append(row)
         self.forced, self.decode_tokens = forced, 1 + len(forced)
@@ -298,10 +306,12 @@ class Sequence:
             self._release_penalty_slot()
 
     def accept(self, token: int) -> FinishReason | None:
-        """Add the first pending token, which the host has read, and the tokens forced after it.
+        """Append the oldest sampled token that was not read yet, and the tokens forced after it.
 
         Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
-        and is not added. Raises InvalidRequest if the grammar does not accept a token.
+        and is not appended. Raises InvalidRequest if the grammar does not accept a token.
+
+        token: the sampled token, which the host has just read.
         """
         if token in self.stop_ids:
             self.pending_rows.clear()
@@ -331,6 +341,8 @@ class Chunk(NamedTuple):
     completes: whether the sequence's next token is sampled from the chunk.
     pages: the sequence's KV pages when the step was planned, one list for each group of layers. A
         sequence that is preempted later gets other pages.
+    state: use that the step makes of the sequence's state of delta nets; None in a model without
+        delta nets.
     """
 
     sequence: Sequence
@@ -338,6 +350,7 @@ class Chunk(NamedTuple):
     end: int
     completes: bool
     pages: "list[array[int]]"
+    state: StateUse | None = None
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
@@ -355,7 +368,7 @@ class Chunk(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Tokens `start` to `end` of a prompt, whose logits score the token that follows each of them.
+    """Prompt tokens `start` to `end`, from whose logits the token after each of them is scored.
 
     All of them belong to one chunk. Scores are the log probabilities that prompt_logprobs asks for.
     """
@@ -366,9 +379,7 @@ class ScoredRows(NamedTuple):
 
     @property
     def next_tokens(self) -> list[int]:
-        """Prompt tokens to be scored: the token that follows each of the tokens `start` to
-        `end`.
-        """
+        """Prompt tokens that are scored: those that follow the tokens `start` to `end`."""
         return list(self.sequence.tokens[self.start + 1 : self.end + 1])
 
     @property

@@ -1,12 +1,13 @@
 """Limits on a step's adapter ranks and prompt tokens, to meet the inter-token latency goal.
 
 A step of decodes reads the weights of each of its adapters once, and the keys and values of all
-tokens that its sequences attend to:
+tokens that its sequences attend to (the context):
 
     step_s = base_s + rank_s · Σ rank over its distinct adapters + seen_token_s · Σ context
 
-The coefficients are measured at start (StepCosts). The base grows with the number of sequences, so
-it is learned from the steps that run: it is the time that they took beyond the other terms. So
+The coefficients rank_s and seen_token_s are measured at start (StepCosts). base_s grows with the
+number of sequences, so it is learned from the steps that run: it is the time that they took beyond
+the other two terms. So
 
     allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
@@ -56,10 +57,10 @@ class StepBudget:
     """
 
     def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
-        """Start with the predicted time of full steps of decodes, until steps have run.
+        """Start with a prediction for full steps of decodes, which is used until steps have run.
 
         goal_s: goal for the time between two tokens: the longest time that a step with decodes may
-        take.
+            take.
         costs: predicts the time of steps; rank_s must be above 0.
         sizes: numbers of tokens to which steps with prompts are padded, ascending; empty without
             padding.
@@ -70,9 +71,9 @@ class StepBudget:
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
 
     def max_ranks(self, context: float) -> float:
-        """Return the largest sum of adapters' ranks at which a step of decodes meets the goal.
+        """Return the largest sum of adapters' ranks with which a step of decodes meets the goal.
 
-        The result is 0 or less if the step exceeds the goal without adapters.
+        The result is 0 or less if a step without adapters would exceed the goal already.
 
         context: number of tokens that the decodes attend to together.
         """
@@ -82,7 +83,7 @@ class StepBudget:
     def prompt_budget(self, decodes: list[Chunk], tokens: int) -> "PromptBudget":
         """Return the budget for prompt tokens in a step with these decodes.
 
-        decodes: the step's decodes; some may compute forced tokens as well.
+        decodes: the step's chunks of decoding sequences; some may compute forced tokens as well.
         tokens: maximum number of prompt tokens, whatever time they take.
         """
         rows = sum(chunk.length for chunk in decodes)
@@ -102,7 +103,10 @@ class StepBudget:
         return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
-        """Return the expected time of a step, for `record`; None if the step has no decodes."""
+        """Return the expected time of a step, to pass to `record` once the step has run.
+
+        Returns None if the step has no decodes.
+        """
         decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
         if not decodes:
             return None
@@ -116,7 +120,8 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn the base time, or the extra time of prompts, from a step that has run.
+        """Learn from a step that has run: the time beyond the expected one is the base time, or for
+        a step with prompts the extra time of prompts.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -125,7 +130,9 @@ class StepBudget:
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """Return the seconds that these decodes take for adapters, attention and forced tokens."""
+        """Return the seconds of decodes beyond the base time: adapters, attention, forced
+        tokens.
+        """
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
         context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
@@ -139,15 +146,22 @@ class StepBudget:
 
 
 class PromptBudget:
-    """Prompt tokens that one step may compute: a number of tokens, and the time that the goal
-    leaves.
+    """Prompt tokens that one step may compute, limited by a number of tokens, and by the time that
+    decodes leave of the inter-token goal.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    scored: prompt tokens, in the chunks taken so far, that score the token after them.
+    multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
+        prompt, unless it would then be empty.
+    scored: for prompt_logprobs, the prompt tokens in the chunks taken so far from whose logits the
+        following prompt token is scored.
     """
 
     def __init__(
-        self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
+        self,
+        tokens: int,
+        budget: StepBudget | None = None,
+        decodes: int = 0,
+        left_s: float = 0.0,
     ) -> None:
         """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
         seconds.
@@ -156,24 +170,25 @@ class PromptBudget:
         decodes: number of tokens that the step's decodes compute.
         left_s: time that the step's decodes leave of the goal.
         """
-        self.tokens = tokens
+        self.tokens, self.multiple = tokens, 1
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
         self.scored: list[ScoredRows] = []
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether a prompt could get a chunk at its very start; tokens deeper in a prompt take more
-        time.
+        """Whether the first chunk of a new prompt would fit.
+
+        Tokens deeper in a prompt take more time, and may not fit.
         """
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
         """Whether a prompt can get a chunk in this step.
 
-        Under a goal, a chunk of very few tokens does not count unless it is the prompt's last
-        chunk. If the step scores another prompt already, a prompt to be scored gets a chunk only if
-        all its remaining tokens may be scored.
+        Under an inter-token goal, False if only very few tokens would fit, unless they are the
+        prompt's last. A prompt to be scored (prompt_logprobs), in a step that already scores
+        another, can get a chunk only if the step may score all its remaining tokens.
 
         end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
@@ -206,16 +221,20 @@ class PromptBudget:
         return self._scores >= _scores_each(sequence) * sequence.to_score
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
-        chunk = Chunk.of(sequence, self.tokens_within(sequence.kv.computed, most))
+        tokens, computed = self.tokens_within(sequence.kv.computed, most), sequence.kv.computed
+        past = (computed + tokens) % self.multiple
+        if tokens < sequence.remaining and tokens > past:
+            tokens -= past
+        chunk = Chunk.of(sequence, tokens)
         self.tokens -= chunk.length
         self._taken += chunk.length
         self._seen += seen_tokens(chunk.length, chunk.start)
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return how many more prompt tokens the inter-token goal allows.
+        """Return how many more prompt tokens of a prompt the inter-token goal allows.
 
-        depth: number of tokens of the prompt before these tokens.
+        depth: number of tokens that precede them in the prompt.
         most: upper bound of the result.
         """
         if (budget := self._budget) is None:

@@ -27,8 +27,8 @@ class StepLaunch(NamedTuple):
 class StepCounters:
     """Counters of requests and steps, which only grow.
 
-    Any thread may read them. Any thread may count in lookups; only the engine's thread counts in
-    all other fields.
+    Any thread may read them. Any thread may count in `lookups`; only the engine's thread counts in
+    the others.
 
     lookups: number of requests by the tier that held their adapter.
     seconds: histogram of the time that a step took.
@@ -46,16 +46,14 @@ class StepCounters:
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count a choice that begins: its prompt tokens, and its prompt tokens found in the KV
-        cache.
-        """
+        """Count the prompt tokens of a choice that begins, and those that the KV cache had."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 
     def step_read(self, launch: StepLaunch) -> float:
         """Count a step whose tokens the host has just read; return the seconds that it took.
 
-        The time starts at the step's launch, or when the previous step was read if that was later.
+        The step's time begins at its launch, or when the previous step was read if that was later.
         """
         now_s = time.perf_counter()
         took_s = now_s - max(launch.launched_s, self._read_s)
@@ -66,7 +64,10 @@ class StepCounters:
         return took_s
 
     def tokens_delivered(self, sequence: Sequence, tokens: int) -> None:
-        """Count the tokens, if any, that a sequence delivers from the step read last."""
+        """Count the tokens that a sequence gives to its request from the step that was read last.
+
+        tokens: number of the tokens; may be 0.
+        """
         if not tokens:
             return
         self.output_tokens += tokens

@@ -1,8 +1,8 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
-WaitingQueue keeps one queue per tenant. FairOrder merges the tenants: the next sequence is always
-of the tenant with the smallest virtual counter (fairness.py). Between its own sequences,
-own_order.py decides.
+WaitingQueue keeps one queue per tenant. FairOrder merges the tenants' queues: the next sequence is
+always one of the tenant with the smallest virtual counter (fairness.py). own_order.py decides which
+of the tenant's sequences it is.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,7 @@ class WaitingQueue:
         return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to its tenant's queue, and the tenant to the waiting tenants."""
+        """Add a sequence to its tenant's queue; the tenant is then a waiting tenant."""
         counter = sequence.cost.counter
         self._counters.start_waiting(counter)
         queue = self._queues.get(counter) or OwnQueue()
@@ -45,7 +45,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its tenant's queue.
 
-        The sequence's status and costs must not have changed since it was added.
+        The sequence's status and costs must be the same as when it was added.
         """
         counter = sequence.cost.counter
         queue = self._queues[counter]
@@ -79,8 +79,9 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Remove tenants that had no sequence to serve from the waiting tenants, so that they gain
-        no credit.
+        """Remove tenants from the waiting tenants, since none of their sequences could be served.
+
+        Otherwise their counters would lag behind, as a credit for later.
 
         counters: the tenants' counters.
         """
@@ -94,9 +95,9 @@ class FairOrder:
     Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
     for each sequence.
 
-    own_orders: each tenant's sequences, in order.
+    own_orders: for each tenant, an iterator over the turns of its sequences, in order.
     first: sequence that precedes all others, unless it has finished.
-    exhausted: tenants whose sequences have all been returned or skipped.
+    exhausted: counters of the tenants whose sequences have all been returned or skipped.
     """
 
     def __init__(self, own_orders: Iterable[Iterator[Turn]], first: Sequence | None) -> None:

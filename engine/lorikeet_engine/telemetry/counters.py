@@ -1,7 +1,7 @@
 """Histograms and counters that grow for as long as the engine lives.
 
-Unless a class says otherwise, one thread counts. Other threads may read meanwhile; they miss at
-most the value being counted.
+Unless a class says otherwise, only one thread may count. Any thread may read at any time, and may
+then miss the value that is just being counted.
 """
 
 import threading

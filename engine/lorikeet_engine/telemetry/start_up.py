@@ -13,7 +13,7 @@ from lorikeet_engine.errors import DeviceLost, SettingsError
 class DeviceMemory:
     """Free memory of a device, and the memory that parts of the engine have taken.
 
-    free: bytes still free.
+    free: bytes that are still free.
     bytes: part's name → bytes that the part has taken.
     """
 

@@ -1,4 +1,7 @@
-"""Messages about an engine's state: plain and picklable, created while the engine steps."""
+"""Messages about an engine's state: plain and picklable.
+
+They can be made while the engine steps.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -163,8 +166,8 @@ class EngineStatus:
 class AdapterStatus(NamedTuple):
     """Adapter that an engine holds in a tier nearer than remote.
 
-    image_bytes: bytes of the adapter's image on each GPU; None while this engine does not know the
-        image.
+    image_bytes: bytes of the adapter's image on each GPU; None if this engine has not loaded the
+        adapter and does not know its size.
     uses: recent uses: a count of requests that halves every 45 s.
     pinned: whether there is a pin of the adapter, to any tier.
 
@@ -212,9 +215,9 @@ AdapterRows = tuple[tuple[object, ...], ...]
 class SlotUse:
     """Use of an adapter's slot on the GPU by a tenant since the last report.
 
-    leased_s: seconds for which the slot was leased for the tenant's requests. Time shared by
-        several leases of a tenant counts once; tenants that lease at the same time bear equal
-        parts.
+    leased_s: seconds for which the slot was leased for the tenant's requests. Time in which several
+        requests of the tenant lease the slot counts once; time in which several tenants lease it is
+        divided equally among them.
     loads: number of loads to the GPU that a request of this tenant was the first to ask for.
     load_bytes: bytes of these loads.
     """

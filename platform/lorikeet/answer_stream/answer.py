@@ -54,16 +54,15 @@ class Answer:
     """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
-    awaits_checks: True once all choices have ended, if the answer is to be checked: `end` returns
-        its last items.
+    awaits_checks: True once all choices have ended and, before the answer's last items, are to be
+        checked; the owner then calls `end` with the checks.
     stopped: choices that have ended at a stop string or after a single tool call, and that the
         engine still generates; the owner aborts these choices and clears the list.
 
     Constructor arguments:
     prompts: token ids of each prompt.
     syntax: the model's syntax for tool calls; None if no tools may be called.
-    thinking: whether the model's thinking may come before its answer, or has begun in the
-        prompt.
+    thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
     echoes: the prompts in the forms in which the answer repeats them; None: computed by the
         constructor, which is slow for long prompts.
     checked: the finished answer is to be checked against JSON schemas.
@@ -109,7 +108,9 @@ class Answer:
         self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
-        """Convert the engine's outputs; return new items for the client, joined if possible."""
+        """Convert the engine's outputs; return the answer's new items, with consecutive bytes
+        joined.
+        """
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):
@@ -127,7 +128,7 @@ class Answer:
         return [chunk] if chunk else []
 
     def said(self) -> list[SaidChoice]:
-        """Return the text and calls of each choice, for their checks."""
+        """Return the text and tool calls of each finished choice, for checks against schemas."""
         return [
             SaidChoice("".join(texts), whole_calls(calls))
             for texts, calls in zip(self._texts, self._calls, strict=True)
@@ -136,8 +137,8 @@ class Answer:
     def end(self, checks: Sequence[SchemaCheck] = (), last: bytes = b"") -> list[StreamItem]:
         """Return the answer's last items.
 
-        checks: of each choice, if the answer is checked.
-        last: bytes that come before.
+        checks: one check for each choice; empty if the answer is not checked.
+        last: bytes of the answer that come before the bytes that end it.
         """
         self.ended = True
         usage = self.usage()
@@ -168,8 +169,8 @@ class Answer:
         return self._choices[choice].stop_string
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
-        """Add a prompt's log probabilities to the answer; return their number of bytes in the
-        body.
+        """Add a prompt's log probabilities to the answer; return the bytes of all log probabilities
+        so far in the answer's body.
         """
         call = self._call
         copies = call.n if call.endpoint is Endpoint.COMPLETIONS else 1
@@ -259,7 +260,11 @@ class Answer:
 def event_stream(
     call: Call, progress: AnswerProgress, echoes: PromptEchoes = NO_ECHOES
 ) -> EventStream | ResponseEventStream | MessageEventStream:
-    """Return the event stream of a streamed call, in the shape of the called API."""
+    """Return the event stream of a streamed call, in the shape of the called API.
+
+    progress: the growing answer, for usage and stop strings.
+    echoes: the prompts in the forms in which the answer repeats them.
+    """
     match call.endpoint:
         case Endpoint.RESPONSES:
             return ResponseEventStream(call)
@@ -278,7 +283,7 @@ def whole_answer(
     """Return the JSON body that answers a call without `stream`.
 
     choices: finished choices, in order of index.
-    checks: of each choice, if the answer is checked.
+    checks: one check for each choice; empty if the answer is not checked.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:

@@ -32,14 +32,15 @@ class AnswerSender:
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
     switches of the event loop would cost more than the work.
 
-    ended: future that is done once the whole answer is sent, or all of it up to the checks of its
-        choices, with which `end` sends the rest. The future fails if Lorikeet's own code raises an
+    ended: future that is done once the whole answer is sent or, if the choices are to be checked,
+        all but the items that `end` sends. The future fails if Lorikeet's own code raises an
         exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.
-    abort: called for choices that have ended, as at a stop string, and that the engine still
-        generates.
+    stream: stream to the gateway, into which the items go.
+    abort: called for each choice that has ended, for example at a stop string, while the engine
+        still generates it.
     """
 
     def __init__(
@@ -61,21 +62,26 @@ class AnswerSender:
         self._work()
 
     def take(self, output: Output) -> None:
-        """Accept one output of the engine for this answer. Raises nothing."""
+        """Take one output of the engine and send the items that it adds to the answer. Raises
+        nothing.
+        """
         self._waiting.extend(_split(output))
         if self._header is not None and not self._is_scheduled:
             self._work()
 
     def end(self, checks: Sequence[SchemaCheck]) -> None:
-        """Send the rest of an answer that awaits the checks of its choices."""
+        """Send the last items of an answer whose choices have been checked.
+
+        checks: one check for each choice.
+        """
         items = self._answer.end(checks)
         for item in items:
             self._meter.on_item(item)
         self._stream.put(self._request_id, items, ended=True)
 
     def _work(self) -> None:
-        """Send waiting outputs. Long log probabilities of prompts are sent in parts; between two
-        parts the event loop runs other tasks.
+        """Send waiting outputs. Log probabilities of a prompt's many tokens are sent in parts;
+        between two parts the event loop runs other tasks.
         """
         assert self._header is not None
         self._is_scheduled = False

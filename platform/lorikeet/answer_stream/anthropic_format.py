@@ -81,6 +81,9 @@ class MessageEventStream:
         """Return events for new text and tool calls and, with `finish`, the end of the last block.
 
         choice: always 0.
+        text: new text, possibly empty.
+        finish: reason for the choice's end; None while the choice goes on.
+        calls: new parts of tool calls.
         reasoning: new thinking, which comes before the text.
         logprobs, token_ids: ignored: the Messages API has neither.
         """
@@ -106,7 +109,10 @@ class MessageEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
-        """Return the last events: message_delta with stop reason and usage, then message_stop."""
+        """Return the last events: message_delta with stop reason and usage, then message_stop.
+
+        checks: check of the one choice; empty if the answer is not checked.
+        """
         stop = self._progress.stop_string(0)
         reason = _stop_reason(self._call, self._finish, stop, usage)
         checked = schema_check_member(checks)
@@ -150,7 +156,10 @@ class MessageEventStream:
 def message_body(
     call: Call, choice: Choice, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()
 ) -> bytes:
-    """Return the JSON body of a Messages API call without `stream`: thinking, text, tool calls."""
+    """Return the JSON body of a Messages API call without `stream`: thinking, text, tool calls.
+
+    checks: check of the one choice; empty if the answer is not checked.
+    """
     blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
     if choice.text:
         blocks.append(dump({"type": "text", "text": choice.text}))
@@ -218,10 +227,13 @@ def _tool_use(deltas: Sequence[ToolCallPart], arguments: bytes) -> bytes:
 
 
 def _input(arguments: str) -> bytes:
-    """Return a tool's input as JSON. If the call was cut off, return the part that can be parsed.
+    """Return a tool call's input as JSON. If the call was cut off, return the part that can be
+    parsed.
 
     Complete input keeps its text, in ASCII: Python may be unable to represent a number that is
     valid JSON.
+
+    arguments: the input as the model wrote it.
     """
     try:
         from_json(arguments, allow_inf_nan=False)

@@ -19,8 +19,9 @@ from lorikeet_engine.request import TokenLogprobs, Tokens
 class OutputDelta:
     """New part of a choice: thinking, then text, then tool calls.
 
-    logprobs: log probabilities of the tokens of `text`, if asked for.
-    token_ids: all new tokens, if asked for; `logprobs` then covers all of them.
+    logprobs: log probabilities of the tokens of `text`, or of all of `token_ids` if these are asked
+        for; empty if no log probabilities are asked for.
+    token_ids: ids of all new tokens; empty if not asked for.
     """
 
     text: str
@@ -131,7 +132,9 @@ class ChoiceStream:
         """Return the logprobs of the answer text that is sent now, and the number of tokens sent so
         far.
 
-        Tokens of thinking and of tool calls have no logprobs but are counted.
+        Tokens of thinking and of tool calls have no logprobs but are counted as sent.
+
+        vocabulary: names of tokens.
         """
         parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
         end = self._text.sent_tokens

@@ -74,8 +74,9 @@ class Vocabulary:
         return str(word).replace("▁", " ").encode()
 
     def _name_of(self, token: int, octets: bytes | None) -> str:
-        r"""Return a token's text. Bytes of an incomplete character are escaped, such as
-        \xf0\x9f.
+        r"""Return a token's text. Bytes of an incomplete character are escaped, such as \xf0\x9f.
+
+        octets: the token's bytes; None for a special token.
         """
         if octets is None:
             return str(self.tokenizer.id_to_token(token) or "")
@@ -202,8 +203,10 @@ class Detokenizer:
         return sendable
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string if the text contains one. No
-        tokens may follow.
+        """Return the text that was held back; if it contains a stop string, only the text before
+        it.
+
+        No tokens may follow.
         """
         if self.stopped:
             return ""
@@ -255,7 +258,7 @@ class Detokenizer:
         """Record newly decoded characters.
 
         characters: number of new characters.
-        tokens: number of tokens whose text they complete.
+        tokens: number of the choice's tokens whose text is decoded by now.
         """
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))

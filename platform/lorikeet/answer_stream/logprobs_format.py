@@ -151,7 +151,7 @@ class LogprobsJson:
         return b"{%s}" % b",".join(fields + refusal)
 
     def values(self, field: str) -> bytes:
-        """Return the elements of one list of the `logprobs` object, as JSON without brackets.
+        """Return one list of the `logprobs` object as JSON.
 
         field: name of the list.
         """

@@ -57,7 +57,7 @@ class Choice:
     stop: the stop string that ended the choice; None if no stop string did.
     reasoning: thinking before the answer.
     prompt_logprobs: JSON of the prompt's log probabilities; None if not asked for.
-    token_ids: all tokens; None if not asked for.
+    token_ids: ids of all tokens of the choice; None if not asked for.
     prompt_token_ids: JSON of the prompt's token ids; None if not asked for.
     """
 
@@ -73,7 +73,7 @@ class Choice:
 
 
 class SaidChoice(NamedTuple):
-    """Text and tool calls of one finished choice.
+    """Text and tool calls of one finished choice, for checks against schemas.
 
     calls: name and arguments of each call.
     """
@@ -84,11 +84,12 @@ class SaidChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchemaCheck:
-    """Check of one finished choice against the schemas that its grammar does not enforce whole.
+    """Check of one finished choice against the schemas that its grammar does not fully enforce.
 
     index: index of the choice.
     valid: None if the choice could not be checked.
-    error: place in the choice and keyword that it breaks, or why it could not be checked.
+    error: what the choice breaks, as a place in it and a keyword of the schema, or why it could not
+        be checked; None if the choice is valid.
     """
 
     index: int
@@ -147,6 +148,8 @@ class EventStream:
 
         choice: index of the choice in the answer, prompt_index * n + j.
         text: new text, possibly empty.
+        finish: reason for the choice's end; None while the choice goes on.
+        calls: new parts of tool calls.
         logprobs: log probabilities of this text's tokens.
         reasoning: new thinking, which comes before the text.
         token_ids: new tokens, if asked for.
@@ -177,6 +180,8 @@ class EventStream:
     def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
         """Return the last events: an event without choices, with the usage if the client asked for
         it and with the checks if there are any, then [DONE].
+
+        checks: one check for each choice; empty if the answer is not checked.
         """
         checked = schema_check_member(checks)
         if self._include_usage:
@@ -228,6 +233,7 @@ def json_body(
     """Return the JSON body of a chat completion or completion without `stream`.
 
     choices: finished choices, in order of index; choice i continues prompt i // n.
+    checks: one check for each choice; empty if the answer is not checked.
     """
     chat = call.endpoint is Endpoint.CHAT
     head = dump(_head(call, "chat.completion" if chat else "text_completion"))
@@ -256,8 +262,8 @@ def failed_completion_event(code: str, message: str, param: str | None = None) -
 
 
 def _has_functions(call: Call) -> bool:
-    """Return True if the client used OpenAI's deprecated `functions`, which shape the answer's
-    calls.
+    """Return True if the client sent tools as OpenAI's deprecated `functions`, whose calls have a
+    shape of their own in answers.
     """
     return call.tools is not None and call.tools.functions
 
@@ -283,12 +289,12 @@ def _prompt_members(choice: Choice) -> bytes:
 
 
 def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> bytes:
-    """Return the `logprobs` object of a delta."""
+    """Return the `logprobs` object of a delta as JSON; null without tokens."""
     return LogprobsJson(endpoint, tokens).json() if tokens else b"null"
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
-    """Return token ids as a further JSON member of an object; b"" for None.
+    """Return token ids as a JSON member with a comma before it; b"" for None.
 
     name: key of the member.
     token_ids: the token ids as JSON.
@@ -310,7 +316,9 @@ def _message(choice: Choice, functions: bool) -> dict[str, Any]:
 
 
 def whole_calls(parts: Sequence[ToolCallPart]) -> list[tuple[str | None, str]]:
-    """Return the name and arguments of each call of a choice."""
+    """Return the name and the whole arguments of each tool call of a choice, joined from
+    its parts.
+    """
     calls = [list(deltas) for _, deltas in groupby(parts, lambda delta: delta.index)]
     return [(each[0].name, "".join(delta.arguments for delta in each)) for each in calls]
 

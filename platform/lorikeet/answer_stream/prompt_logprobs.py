@@ -25,8 +25,8 @@ class PromptLogprobsJson:
         self.add((None,))
 
     def add(self, logprobs: Sequence[TokenLogprobs | None]) -> int:
-        """Add the log probabilities of the prompt's next tokens; return their number of bytes as
-        JSON.
+        """Add the log probabilities of the prompt's next tokens; return the number of bytes of
+        their JSON.
 
         logprobs: one entry for each token; None for the prompt's first token.
         """
@@ -59,6 +59,10 @@ def _entry(
     """Return one token's entry in `prompt_logprobs`: the token and its alternatives by id.
 
     The entry of a prompt's first token is null.
+
+    vocabulary: names of tokens.
+    logprobs: None for a prompt's first token.
+    alternatives: maximum number of alternatives.
     """
     if logprobs is None:
         return b"null"

@@ -54,7 +54,7 @@ class ReasoningParser:
     removed with the tags.
 
     thinks: True while the model thinks: thinking has begun and not ended.
-    removed: number of characters known to be no part of the answer.
+    removed: number of characters, from the text's beginning, that are no part of the answer.
     closed_at: value of `removed` right after the closing tag; None until that tag.
     """
 

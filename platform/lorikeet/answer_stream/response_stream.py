@@ -1,8 +1,8 @@
 """Both ends of the single stream that carries all answers from one replica to one gateway.
 
-A step of the engine adds a delta to every answer. One Ray Serve call a delta would cost a replica's
-event loop 70 us, more than all other work on the delta, so one message carries all deltas. On a
-replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
+A step of the engine adds a delta to every answer. One Ray Serve call for each delta would cost a
+replica's event loop 70 us, more than all other work on the delta, so one message carries all
+deltas. On a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
 serving/engine_client.py reads the stream, delivers items to ResponseBuffers, and takes each call's
 items from its ResponseBuffer.
 """
@@ -63,7 +63,9 @@ class ResponseStream:
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """Wait for new items; return as many as fit a message, or an empty list once closed."""
+        """Wait for new items; return those that fit a message, or an empty list once the stream is
+        closed.
+        """
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
         while self._waiting and size < _MESSAGE_BYTES:
@@ -115,7 +117,7 @@ class ResponseStreams:
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
         """Open a gateway's stream until the context ends.
 
-        An older stream of the same gateway is closed: it must be broken.
+        If the gateway still has an older stream, which must be broken, that stream is closed.
         """
         if gateway in self._open:
             self._open[gateway].close()
@@ -163,10 +165,9 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    Nothing between this buffer and the client slows deltas down: deltas that come faster than this
-    gateway can send them would queue up where they can no longer be joined. This buffer joins them:
-    the next delta is ready `interval_s` after the previous one was taken. The first and the last
-    delta never wait.
+    This buffer joins deltas that come faster than the gateway can send them; behind the buffer they
+    would queue up one by one. The next delta is ready `interval_s` after the previous one was
+    taken. The first and the last delta never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.
@@ -267,7 +268,7 @@ class ResponseBuffers:
             buffer.fail(error)
 
     def awaits(self, replica: str) -> bool:
-        """Return True if a call is open whose answer comes from the replica."""
+        """Return True if the replica is answering any open call."""
         return any(buffer.replica == replica for buffer in self._open.values())
 
     def _interval_s(self) -> float:

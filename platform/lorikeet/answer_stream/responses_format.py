@@ -206,6 +206,9 @@ class ResponseEventStream:
         """Return events for new text and function calls and, with `finish`, the last item's end.
 
         choice: always 0.
+        text: new text, possibly empty.
+        finish: reason for the choice's end; None while the choice goes on.
+        calls: new parts of function calls.
         logprobs: log probabilities of this text's tokens.
         reasoning: new thinking, which comes before the text.
         token_ids: ignored: the Responses API has none.
@@ -229,7 +232,10 @@ class ResponseEventStream:
         return self._take()
 
     def end(self, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()) -> bytes:
-        """Return the stream's last event, which holds the whole response."""
+        """Return the stream's last event, which holds the whole response.
+
+        checks: check of the one choice; empty if the answer is not checked.
+        """
         status = self._status.value
         whole = _response(self._call, status, self._output, usage, checks=checks)
         self._add(status, b'"response":' + whole)
@@ -296,7 +302,10 @@ class ResponseEventStream:
 def response_body(
     call: Call, choice: Choice, usage: FinalUsage, checks: Sequence[SchemaCheck] = ()
 ) -> bytes:
-    """Return the body of a Responses API call without `stream`: reasoning, text, function calls."""
+    """Return the body of a Responses API call without `stream`: reasoning, text, function calls.
+
+    checks: check of the one choice; empty if the answer is not checked.
+    """
     items = list[OutputItem]()
     if choice.reasoning:
         items.append(ReasoningItem(call, 0, choice.reasoning))
@@ -317,7 +326,7 @@ def failed_response_event(
 ) -> bytes:
     """Return the event that ends a stream that failed after its first byte.
 
-    number: number of events sent before, which hold all output until the failure.
+    number: number of events already sent. They hold all output up to the failure.
     """
     error = openai_error_body(code, message, param)["error"]
     response = _response(call, _FAILED, (), error=dump(error))

@@ -44,8 +44,9 @@ _ITEM_SO_FAR = {
     "{": regex.compile("([ws](:[wsb]?)?)?"),
     "[": regex.compile("[wsb]?"),
 }
-"""Regular expressions of an item's valid beginnings, by the bracket around the item: w is a word, s
-a string, b a bracket pair.
+"""Regular expressions of the valid beginnings of an item, by the bracket around it. An item is an
+argument, value or call that commas or brackets delimit; w stands for a word, s for a string, b for
+a bracket pair.
 """
 _WHOLE_ITEM = {_OUTSIDE: 2, _CALLS: 2, "(": 3, "{": 3, "[": 1}
 _CLOSES = {_CALLS: "]", "(": ")", "{": "}", "[": "]"}
@@ -58,7 +59,7 @@ class BodyEnd(Protocol):
         """Return the number of new characters up to the end of the body; None if the body does not
         end in these characters.
 
-        text: new characters, which follow the characters of earlier calls.
+        text: new characters, which follow those passed to this method before.
         """
         ...
 
@@ -74,7 +75,7 @@ class JsonEnd:
         """Return the number of new characters up to the end of the body; None if the body does not
         end in these characters.
 
-        text: new characters, which follow the characters of earlier calls.
+        text: new characters, which follow those passed to this method before.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -96,9 +97,9 @@ class JsonEnd:
 class PythonEnd:
     """Finder of the end of tool calls in Python syntax.
 
-    Calls end with the closing mark, or without one at their list's closing bracket. Text that
-    cannot belong to a call, such as an apostrophe outside a string, is an end as well: otherwise
-    all later text would be held back. Values are not checked.
+    Calls end with the closing mark or, in a syntax without one, with the closing bracket of their
+    list. Text that cannot belong to a call, such as an apostrophe outside a string, is an end as
+    well: otherwise all later text would be held back. Values are not checked.
 
     closes: the closing mark, or "".
     """
@@ -114,7 +115,7 @@ class PythonEnd:
         """Return the number of new characters up to the end of the body; None if the body does not
         end in these characters.
 
-        text: new characters, which follow the characters of earlier calls.
+        text: new characters, which follow those passed to this method before.
         """
         for at, char in enumerate(text):
             if self._escaped:
@@ -146,8 +147,8 @@ class PythonEnd:
         return not (char.isspace() or (self._ends_item() if char == "," else self._takes(char)))
 
     def _takes(self, part: str) -> bool:
-        """Add a part to the current item of the innermost bracket; return whether it is valid
-        there.
+        """Add a part to the unfinished item of the innermost open bracket; return whether the item
+        is still valid.
 
         part: w for a word, s for a string, b for a bracket pair, else the separator itself.
         """
@@ -176,7 +177,7 @@ class PythonEnd:
         return True
 
     def _ends_item(self) -> bool:
-        """End the current item of the innermost bracket; return whether it was complete."""
+        """End the unfinished item of the innermost open bracket; return whether it was complete."""
         item, self._items[-1] = self._items[-1], ""
         return self._open[-1] != _OUTSIDE and len(item) == _WHOLE_ITEM[self._open[-1]]
 
@@ -194,7 +195,7 @@ class GemmaEnd:
         """Return the number of new characters up to the end of the body; None if the body does not
         end in these characters.
 
-        text: new characters, which follow the characters of earlier calls.
+        text: new characters, which follow those passed to this method before.
         """
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
@@ -232,7 +233,9 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
 
 
 def calls_of(body: str, syntax: ToolSyntax) -> list[FunctionCall]:
-    """Parse the tool calls in a body. Raises ValueError for any other content."""
+    """Return the tool calls that a body consists of. Raises ValueError if it has any other
+    content.
+    """
     try:
         if syntax.style is CallStyle.JSON:
             return _json_calls(json.loads(body), syntax.arguments)

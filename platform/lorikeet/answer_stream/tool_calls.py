@@ -31,7 +31,7 @@ class ToolCallParser:
     is text, including a call of a function that the client did not offer. Whitespace before calls
     and after the last call is dropped.
 
-    done: True if no further call is wanted.
+    done: True once the choice has its only call, if the client allows one call at most.
     parsed: number of characters assigned to text or calls so far.
     """
 
@@ -177,9 +177,9 @@ class ToolCallParser:
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:
-        """Emit the held-back text as text: it was no tool call.
+        """Emit the held-back text as text, since it has proved to be no tool call.
 
-        Whitespace after the text stays unparsed, since another call may follow.
+        Whitespace after the text stays unparsed, since a call may follow it.
         """
         self._rest = "".join(self._behind) + self._rest
         self._behind = []

@@ -113,8 +113,8 @@ def _partitions_of(change: Change) -> Collection[int]:
 
 
 class _Draft:
-    """Mutable copy of a partition's tables, and of the adapter tables of tenants that entries
-    change.
+    """Mutable copy of a partition's tables. A tenant's table of adapters is copied once an entry
+    changes it.
     """
 
     def __init__(self, partition: Partition, number: int) -> None:
@@ -244,7 +244,7 @@ class _Draft:
 def _apply_to_adapter(
     record: AdapterRecord, change: AnyAdapterChange, entry: Entry
 ) -> AdapterRecord:
-    """Return the adapter's record after `change`, which is one of the entry's changes."""
+    """Return the adapter's record after `change`, which is one of the changes of `entry`."""
     match change:
         case VersionRegistered():
             version = _version(change, entry.time)

@@ -57,7 +57,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 LONGEST_OVERLAP_S = 90 * 86400
-"""Limit on the seconds for which a rotated key stays valid beside its successor."""
+"""Limit on the seconds for which a rotated key stays valid beside the key that replaces it."""
 _SECRET_PREFIX = "lk_"
 _ATTEMPTS = 60  # with 16 concurrent writers, 1 in 50 gives up
 _LONGEST_PAUSE_S = 1.0
@@ -74,11 +74,12 @@ def blob_key(digest: str) -> str:
 class AdapterCatalog:
     """The catalog in one store. Thread-safe; other processes may write to the store too.
 
-    Each operation refreshes `reader` first, records its `actor` for the audit trail, and raises
-    Conflict if other writers appended first in every attempt, and StoreRefused if the store ignores
-    conditional writes. Conditional writes are checked before the first change, and again before
-    changes that come ten minutes or more after a check.
+    Each operation refreshes `reader` first, and raises Conflict if other writers appended first in
+    every attempt, and StoreRefused if the store ignores conditional writes. Conditional writes are
+    checked before the first change, and again before changes that come ten minutes or more after a
+    check.
     clock: function that returns the time in Unix seconds.
+    In every operation, actor: author that the log names, such as a key's id.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
@@ -94,8 +95,10 @@ class AdapterCatalog:
     ) -> Self:
         """Create the catalog in an empty store.
 
-        Raises Conflict if the store holds one, StoreRefused if the store ignores conditional
-        writes.
+        actor: author that the log names.
+        clock: function that returns the time in Unix seconds.
+        Raises Conflict if the store holds a catalog already, StoreRefused if the store ignores
+        conditional writes.
         """
         catalog = cls(store, clock)
         try:
@@ -124,7 +127,7 @@ class AdapterCatalog:
 
         Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
         fit the budget.
-        Raises InvalidInput if an option is not allowed, and UnknownTenant.
+        Raises InvalidInput if an option is not allowed, UnknownTenant if there is no such tenant.
         """
         check_options(options)
         change = TenantOptionsSet(tenant=name, options=options)
@@ -143,7 +146,10 @@ class AdapterCatalog:
         """Create a key and return it with its secret, which is stored nowhere.
 
         tenant: owner of the key; None makes an admin's key.
-        Raises InvalidInput, UnknownTenant.
+        scopes: permissions of the key.
+        options: limits and other options of the key; see KeyOptions.
+        Raises InvalidInput if a scope or an option is not allowed, UnknownTenant if there is no
+        such tenant.
         """
         if not scopes:
             raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
@@ -166,7 +172,8 @@ class AdapterCatalog:
     ) -> KeyRecord:
         """Change the given limits of a key.
 
-        Raises InvalidInput, UnknownKey, and Conflict if the key is revoked.
+        Raises InvalidInput if a limit is not allowed, UnknownKey if there is no such key, and
+        Conflict if the key is revoked.
         """
         check_options(options)
         change = KeyOptionsSet(id=key_id, options=cast("KeyOptions", options))
@@ -177,8 +184,8 @@ class AdapterCatalog:
 
         Returns the new key with its secret, which is stored nowhere.
         overlap_s: seconds for which the old key stays valid, 0 to LONGEST_OVERLAP_S.
-        Raises InvalidInput, UnknownKey, and Conflict if the old key is no longer valid or was
-        rotated before.
+        Raises InvalidInput if overlap_s is out of these bounds, UnknownKey, and Conflict if the old
+        key is no longer valid or was rotated before.
         """
         if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
             raise InvalidInput(
@@ -217,13 +224,14 @@ class AdapterCatalog:
         Returns the existing version if the blob is already a usable version of this adapter. The
         first version becomes prod.
         blob: file with the validated bytes.
+        facts: facts about the blob that validation has found.
         shared: open the adapter to every tenant; None keeps the present setting, which is False for
             a new adapter.
         promote: point prod to the version.
         alias: alias to point to the version, unless `promote` is set.
         since: number of the log entry that the caller's decision was based on; None: the newest.
-        Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits, or if the
-        adapter was retired after `since`.
+        Raises InvalidInput for a name that is not allowed, UnknownTenant, and Conflict beyond the
+        tenant's limits, or if the adapter was retired after `since`.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
@@ -256,7 +264,8 @@ class AdapterCatalog:
         """Point an alias to a version; creates the alias if needed.
 
         expect: version that the alias must point to now; None: any.
-        Raises InvalidInput, UnknownModel, Conflict.
+        Raises InvalidInput for an invalid alias, UnknownModel for an unknown version, and Conflict
+        if the version is retired or the alias does not point to `expect`.
         """
         check_alias(alias)
         after = self._commit(
@@ -280,7 +289,9 @@ class AdapterCatalog:
         Promoting either version ends the share.
         fraction: 0 < fraction < 1.
         expect: version that the alias must point to now; None: any.
-        Raises InvalidInput, UnknownModel, NotFound, Conflict.
+        Raises InvalidInput for an invalid alias or fraction, UnknownModel for an unknown version,
+        NotFound for an unknown alias, and Conflict if the version is retired or the alias already
+        points to it, or does not point to `expect`.
         """
         check_alias(alias)
         if not 0 < fraction < 1:
@@ -312,8 +323,8 @@ class AdapterCatalog:
     ) -> AdapterRecord:
         """Retire one version, or the whole adapter with its aliases and its pin.
 
-        Requests in flight finish. An adapter that is registered again later is private unless it
-        is shared anew.
+        Requests in flight finish. If a new version is registered later, the adapter is private
+        until it is shared again.
         version: version to retire; None retires the adapter.
         Raises UnknownModel, and Conflict if an alias points to the version.
         """
@@ -351,7 +362,9 @@ class AdapterCatalog:
         """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
         name: adapter to pin; None pins all adapters of the tenant.
-        Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+        options: tier and other options of the pin; see PinOptions.
+        Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, and Conflict
+        beyond the tenant's budget.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
@@ -382,7 +395,9 @@ class AdapterCatalog:
         return self.reader.ask(compare)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
-        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+        """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound if there
+        is none.
+        """
         self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:

@@ -136,7 +136,7 @@ class AliasMoved(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasRolledBack(AdapterChange):
-    """Move of an alias back along its history to a version."""
+    """Move of an alias back along its history, to an earlier version."""
 
     alias: str
     version: int
@@ -179,7 +179,7 @@ class VersionRestored(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRetired(AdapterChange):
-    """Retirement of an adapter: all versions retired, aliases, pin and sharing removed."""
+    """Retirement of an adapter: all versions are retired; aliases, pin and sharing are removed."""
 
     type: Literal["adapter_retired"] = "adapter_retired"
 

@@ -48,7 +48,7 @@ Adapters = Set[tuple[str, str]]
 
 
 class GarbageCollector:
-    """Garbage collector of a catalog's store: uploads, then blobs, then snapshots."""
+    """Garbage collector of a catalog's store: deletes uploads, then blobs, then snapshots."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class GarbageCollector:
     ) -> None:
         """Prepare one collection. Raises InvalidInput if the grace period is too short.
 
+        catalog: reader of the catalog, whose store is collected.
         grace_s: seconds that an object is kept after it was written or its version retired.
         dry_run: delete nothing.
         clock: Unix seconds.
@@ -95,7 +96,9 @@ class GarbageCollector:
         return (found for name, found in blobs if name not in needed and name not in in_flight)
 
     def _lately_retired(self) -> Adapters:
-        """Return the adapters with a version that was retired within the grace period."""
+        """Return the tenants and names of adapters with a version that was retired within the grace
+        period.
+        """
         adapters: set[tuple[str, str]] = set()
         before: int | None = None
         while True:
@@ -158,7 +161,10 @@ class GarbageCollector:
 
 
 def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
-    """Return the digests of the blobs of all versions that can be used or restored."""
+    """Return the digests of the blobs of all versions that can be used or restored.
+
+    lately_retired: adapters with a version that was retired within the grace period.
+    """
     return {
         version.digest
         for record in state.adapters()
@@ -180,10 +186,9 @@ def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
 
 
 def _stored(upload: Upload) -> StoredObject:
-    """Return the upload as an entry of the store's listing.
+    """Return an upload in the form in which the store lists its objects.
 
-    The entry's size is the size of the whole blob, or 0 if the blob was stored before the upload
-    began.
+    Its size is the size of the whole blob, or 0 if the blob was stored before the upload began.
     """
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)

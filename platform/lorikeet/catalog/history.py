@@ -91,7 +91,10 @@ class History:
         return HistoryPage(tuple(found), seq if seq > 1 else None)
 
     def as_of(self, seq: int) -> CatalogView:
-        """Return a view of the catalog right after entry `seq`. Raises InvalidInput, StoreError."""
+        """Return a view of the catalog right after entry `seq`.
+
+        Raises InvalidInput if there is no such entry, and StoreError.
+        """
         if not 1 <= seq <= self._newest:
             raise InvalidInput(f"as of {seq}: want an entry from 1 to {self._newest}")
         manifest = self._snapshots.newest(up_to=seq)
@@ -102,7 +105,7 @@ class History:
     def as_of_time(self, time: float) -> CatalogView:
         """Return a view of the catalog at a time, Unix seconds, by the clocks of its writers.
 
-        Raises InvalidInput, StoreError.
+        Raises InvalidInput if the catalog was made later, and StoreError.
         """
         first, last = 0, self._newest  # entry `first` was written by then, entry `last` + 1 was not
         while first < last:
@@ -118,7 +121,7 @@ class History:
     def _backwards(self, before: int) -> Iterator[Entry]:
         """Yield every log entry before entry `before`, newest first.
 
-        Reads one block of the log, then 16 at a time.
+        Reads one block of the log, then 16 blocks at a time.
         """
         more = 0
         while before > 1:

@@ -74,7 +74,9 @@ class KeptView:
         return True
 
     def read(self) -> KeptState | None:
-        """Return the state in the file; None without a file. Logs a damaged file, returns None."""
+        """Return the state in the file; None if there is no file, or if it is damaged, which is
+        logged.
+        """
         try:
             seq, _, data = self.path.read_bytes().partition(b"\n")
             age_s = time.time() - self.path.stat().st_mtime
@@ -89,8 +91,9 @@ class KeptView:
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
     """Return the digest of a partition and the bytes to write for it.
 
-    A partition that was read has no digest and all its bytes; an unread one has its digest in the
-    store and the log entries since then.
+    A partition that was read has no digest, and its bytes are the partition itself. An unread one
+    has the digest of its bytes in the store, and its bytes here are the log entries since the
+    snapshot with that digest.
     """
     if isinstance(partition, UnreadPartition):
         pending = partition.pending

@@ -97,7 +97,7 @@ class Log:
         return [entries[seq] for seq in wanted]
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
-        """Return all entries in these objects, by number."""
+        """Return by entry number all entries in the log objects with these numbers."""
         objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 
@@ -132,8 +132,8 @@ class Log:
                 self._held = entries
 
     def _compare(self, entries: Sequence[Entry]) -> None:
-        """Log the first entry whose copy in another object differs from the entry as this process
-        read it.
+        """Log an error for the first of these entries that differs from the entry of the same
+        number that this process read before, in another object.
         """
         nonces = {entry.seq: entry.nonce for entry in self._held}
         for entry in entries:

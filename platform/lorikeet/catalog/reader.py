@@ -104,7 +104,8 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Read the unread partitions from the newest snapshot from now on.
+        """Let unread partitions refer to the newest snapshot, if it is newer than the one they
+        refer to.
 
         Fewer log entries then have to be applied to a partition when it is read.
         """
@@ -116,9 +117,10 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state unchanged if no log entries wait for a partition to be read.
+    """Return the state unchanged. Raise PartitionsNotRead if unread partitions have pending log
+    entries.
 
-    Raises PartitionsNotRead with the partitions that have pending entries.
+    The error names these partitions.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

@@ -156,7 +156,8 @@ class VersionRecord(BlobFacts):
 
 @dataclass(frozen=True, slots=True)
 class AliasShare:
-    """Second version of an alias and the fraction of the alias's requests that it gets.
+    """Second version of an alias, and the fraction of the alias's requests that the second version
+    gets.
 
     0 < fraction < 1.
     """
@@ -222,7 +223,9 @@ class AdapterRecord:
         return None if version is None or version.retired else version
 
     def selected(self, selector: str) -> tuple[VersionRecord, ...]:
-        """Return every usable version that requests for this selector may get."""
+        """Return every usable version that requests for this selector may get: two for an alias
+        with a share.
+        """
         numbers = [share.version] if (share := self.shares.get(selector)) else []
         found = (self.select(selector), *map(self.version, numbers))
         return tuple(version for version in found if version is not None)

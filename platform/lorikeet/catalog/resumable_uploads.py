@@ -79,6 +79,9 @@ class ResumableUploads:
     def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
         """Resume an upload or begin a new one; return it with the numbers of its missing parts.
 
+        digest: SHA-256 of the blob, as the sender states it.
+        size_bytes: size of the blob.
+        owner: id of the admin's key that sends it.
         Raises Conflict if this key began the upload with another size.
         """
         stored = self.stored(digest)
@@ -98,32 +101,38 @@ class ResumableUploads:
             return upload, self._missing(upload)
 
     def find(self, digest: str, owner: str) -> Upload:
-        """Return the upload of a digest by a key. Raises NotFound."""
+        """Return the upload of the blob `digest` that the admin's key `owner` began. Raises
+        NotFound.
+        """
         upload = self._found(digest, owner)
         if upload is None:
             raise NotFound(f"this key has begun no upload of {digest}")
         return upload
 
     def url(self, upload: Upload, number: int) -> str | None:
-        """Return the URL to PUT a part to; None: the part goes through the gateway."""
+        """Return the URL to which the sender PUTs a part; None: the sender PUTs it to the gateway.
+
+        number: number of the part, from 1.
+        """
         if upload.token is None:
             return None
         return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
 
     def put(self, upload: Upload, number: int, part: Path) -> None:
-        """Write a part from a file of its size.
+        """Write one part of an upload, from a file of the part's size.
 
+        number: number of the part, from 1.
         Raises ObjectNotFound if the parts are joined already.
         """
         if upload.token is not None:
             self._store.parts.put(upload.key, upload.token, number, part)
 
     def download(self, digest: str, owner: str, path: Path) -> None:
-        """Write the whole blob into a file and verify its digest.
+        """Write the whole blob of an upload into a file and verify its digest.
 
         The bytes come from the store's blobs if the blob is stored already, else from the parts.
-        Raises NotFound, Conflict if parts are missing, and InvalidAdapter if the digest differs;
-        the upload is then discarded.
+        Raises NotFound if there is no such upload, Conflict if parts are missing, and
+        InvalidAdapter if the digest differs; the upload is then discarded.
         """
         found = (
             self._store.download(blob_key(digest), path)
@@ -173,7 +182,8 @@ class ResumableUploads:
     def sweep(self, before: float) -> int:
         """Discard uploads begun before `before` (Unix seconds); return their number.
 
-        Also deletes older bytes that a crash left without a record.
+        Also deletes parts that were written before then and that have no upload's record, after a
+        crash.
         """
         old = [upload for upload in self.in_flight() if upload.created < before]
         for upload in old:
@@ -195,7 +205,11 @@ class ResumableUploads:
         return True
 
     def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
-        """Begin an upload, or return the owner's upload that a concurrent request has begun."""
+        """Begin an upload, or return the owner's upload of this blob that a concurrent request has
+        begun.
+
+        stored: whether the store has the blob already, so that no parts are needed.
+        """
         least = -(-size_bytes // _MOST_PARTS)
         nonce = uuid.uuid4().hex
         folder = _folder(digest, owner)

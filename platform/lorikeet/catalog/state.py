@@ -64,7 +64,9 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class UnreadPartition:
-    """A partition that is only in the store, and the later entries that change it."""
+    """A partition whose bytes this process has not read from the store, and the entries that
+    changed it after those bytes were written.
+    """
 
     digest: str
     pending: tuple[Entry, ...] = ()
@@ -139,7 +141,7 @@ class CatalogState:
     def adapters(
         self, tenant: str | None = None, after: tuple[str, str] = ("", "")
     ) -> Iterator[AdapterRecord]:
-        """Return adapters in order of tenant and name, retired ones too.
+        """Return adapters in order of tenant and name, retired ones included.
 
         tenant: owner of the adapters; None: every tenant.
         after: tenant and name after which to begin.
@@ -168,8 +170,10 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant, decoded or as JSON: the same object until an entry changes the
-        tenant.
+        """Return a tenant in the form in which the state holds it: JSON until it has been changed,
+        then decoded.
+
+        It is the same object until an entry changes the tenant.
         """
         return self._partition(partition_of(tenant)).tenants[tenant]
 
@@ -193,9 +197,9 @@ class CatalogState:
         return record
 
     def keys(self, tenant: str | None = None) -> tuple[KeyRecord, ...]:
-        """Return keys, oldest first, revoked ones too. Raises UnknownTenant.
+        """Return keys, oldest first, revoked ones included. Raises UnknownTenant.
 
-        tenant: owner of the keys; None: every key, admins' too.
+        tenant: owner of the keys; None: every key, admins' included.
         """
         if tenant is None:
             found = [key for partition in self._all() for key in partition.keys.values()]
@@ -226,7 +230,9 @@ class CatalogState:
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
     def require(self, tenants: Iterable[str]) -> None:
-        """Raise PartitionsNotRead once for all unread partitions of these tenants."""
+        """Raise PartitionsNotRead if any of these tenants' partitions is unread; the error names
+        all of them.
+        """
         self._need(map(partition_of, tenants))
 
     def _may_use(self, tenant: str, owner: str, name: str) -> bool:
@@ -240,7 +246,11 @@ class CatalogState:
         return [self._partition(number) for number in range(PARTITIONS)]
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Raise PartitionsNotRead once for all unread partitions among these numbers."""
+        """Raise PartitionsNotRead if any of these partitions is unread; the error names all of
+        them.
+
+        numbers: numbers of partitions.
+        """
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)
         )

@@ -80,7 +80,8 @@ class CatalogView:
                 self._state = state
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """Read unread partitions from this snapshot from now on.
+        """Let unread partitions refer to a newer snapshot: they will be read from it when they are
+        needed.
 
         manifest: snapshot of an entry that the state already covers.
         written: state that the snapshot was made of; None if another process made the snapshot.

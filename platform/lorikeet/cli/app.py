@@ -36,7 +36,9 @@ EXIT_CONFLICT = 3
 
 
 class _Commands(TyperGroup):
-    """Command group that turns errors of both packages into a line on stderr and an exit status."""
+    """Command group that turns errors of the platform and the engine into a line on stderr and an
+    exit status.
+    """
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own click
         try:

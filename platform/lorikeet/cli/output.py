@@ -109,7 +109,9 @@ def percent(share: float) -> str:
 
 @contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show a text with the elapsed time if stderr is a terminal; yield a function to change it."""
+    """Show a text with the elapsed time if stderr is a terminal; yield a function that changes the
+    text.
+    """
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     hidden = quiet or not console.is_terminal

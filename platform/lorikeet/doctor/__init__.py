@@ -1,8 +1,8 @@
 """`lorikeet doctor`: checks everything that a start of the service needs, and proposes fixes.
 
 checks.py runs the checks one after the other. Each check takes a `PlannedStart` (planned_start.py:
-the environment, and the machine as machine.py finds it) and yields `Finding`s (finding.py);
-refusals.py runs those that decide about a start, ahead of each.
+the environment, and the machine as machine.py finds it) and yields `Finding`s (finding.py).
+refusals.py runs the checks whose problems no start survives; every start begins with them.
 
 environment.py   settings and Ray's variables
 software.py      Python, packages, and the compilers of kernels

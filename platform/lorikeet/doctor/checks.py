@@ -1,4 +1,6 @@
-"""All checks, run one after the other. No check can stop the others, or delay them for long."""
+"""All checks, run one after the other. A check that fails or takes too long does not stop the next
+ones.
+"""
 
 import threading
 import time
@@ -26,9 +28,9 @@ _REMOTE_FIX = "check the network and AWS_ENDPOINT_URL_S3: nothing answers"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check.
+    """One check of a planned start.
 
-    within_s: time limit.
+    within_s: time limit in seconds.
     fix: the remedy to print if the check exceeds its time limit.
     needs_settings: skip the check if the settings do not parse.
     """
@@ -72,7 +74,9 @@ def can_start(findings: Iterable[Finding]) -> bool:
 
 
 def _findings(check: Check, planned: PlannedStart, within_s: float) -> list[Finding]:
-    """Run a check in a thread, and abandon the thread after `within_s`."""
+    """Run a check in a thread, and return its findings; abandon the thread after `within_s`
+    seconds.
+    """
     found: list[Finding] = []
     if check.needs_settings and not planned.readable:
         return found

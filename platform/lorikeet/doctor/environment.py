@@ -24,8 +24,9 @@ _NUMBER = re.compile(r"-?[0-9]+")
 class _Wanted(NamedTuple):
     """A variable that Ray reads.
 
-    value: the wanted value. Larger numbers are accepted too; with `most`, smaller ones instead.
-    harm: effect of another value.
+    value: wanted value. If it is a number, larger ones are accepted too, or smaller ones if `most`
+        is true.
+    harm: effect of an unaccepted value.
     """
 
     name: str

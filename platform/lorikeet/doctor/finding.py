@@ -31,15 +31,24 @@ class Finding:
 
 
 def ok(check: str, message: str) -> Finding:
-    """Make a finding that all is well."""
+    """Make a finding that nothing is wrong.
+
+    check, message: fields of Finding.
+    """
     return Finding(check, Severity.OK, message)
 
 
 def warning(check: str, message: str, fix: str) -> Finding:
-    """Make a finding that the service starts, but works worse than it could."""
+    """Make a finding that the service starts, but works worse than it could.
+
+    check, message, fix: fields of Finding.
+    """
     return Finding(check, Severity.WARNING, message, fix)
 
 
 def problem(check: str, message: str, fix: str) -> Finding:
-    """Make a finding that the service does not start, or does not work."""
+    """Make a finding that the service does not start, or does not work.
+
+    check, message, fix: fields of Finding.
+    """
     return Finding(check, Severity.PROBLEM, message, fix)

@@ -36,10 +36,11 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
 
 def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
     together = f" of {tensor_parallel} that share it" if tensor_parallel > 1 else ""
+    states = f"states {show_size(plan.states)}, " if plan.states else ""
     in_fp8 = " in FP8" if plan.kv_dtype == "fp8" else ""
     found = (
         f"on each {device}{together}: weights {show_size(plan.weights)}, slot pool "
-        f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, "
+        f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, {states}"
         f"KV {show_size(plan.kv)}{in_fp8} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
@@ -67,7 +68,9 @@ def _fix(planned: PlannedStart, name: str) -> str:
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that host arenas and processes of all engines fit, and on the CPU the models too."""
+    """Check that host arenas and processes of all engines fit into host memory; on the CPU, the
+    models as well.
+    """
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
     processes = planned.engine_gpus * _PROCESS_BYTES[planned.device]

@@ -1,7 +1,8 @@
-"""Problems that no start survives: the part of doctor's checks that runs ahead of each start.
+"""Problems that no start survives: the part of doctor's checks with which every start begins.
 
-Doctor reports more: what serves worse than it could, or fails only once it is used. A start also
-takes less than doctor wants: a store that is away, where this machine keeps a view of the catalog.
+Doctor reports more: settings that make the service slower or worse, and faults that show only in
+use. A start may go on where doctor reports a problem: with an unreachable store, if this machine
+keeps a view of the catalog.
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ def check_versions(_: PlannedStart) -> Iterator[Finding]:
 
 
 def _unmet(requirement: Requirement) -> str | None:
-    """Return why the installed package does not meet a requirement; None: it does."""
+    """Explain why the installed package does not meet a requirement; None if it does."""
     there = _version(requirement.name)
     if there is None:
         return f"{requirement.name} is not installed: want {requirement}"

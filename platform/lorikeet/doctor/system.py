@@ -89,7 +89,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def _refusal(host: str) -> str | None:
-    """Return why no process can listen at a host's address; None: one can."""
+    """Explain why no process can listen at a host's address; None if one can."""
     try:
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -117,8 +117,8 @@ _FILES_OF_REQUEST = 2
 
 
 def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
-    """Check the size of /dev/shm for Ray's object store, and the limit of open files for all
-    requests.
+    """Check that /dev/shm is large enough for Ray's object store, and that a process may open
+    enough files for all requests.
     """
     host, settings = planned.host, planned.settings
     shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 class AdapterUses:
     """Counter of the requests in flight on this gateway, by their adapter's digest.
 
-    An adapter whose version has ended is kept for them (pushing/push_pipeline.py). For use in one
-    event loop.
+    Replicas keep an adapter whose version has ended until these requests are done
+    (pushing/push_pipeline.py). For use in one event loop.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class AdapterUses:
 
     @contextmanager
     def using(self, digest: str | None) -> Iterator[None]:
-        """Count a request as using an adapter, within the context.
+        """Count a request that uses an adapter, until the context ends.
 
         digest: SHA-256 of the adapter's blob; None: the request uses no adapter.
         """

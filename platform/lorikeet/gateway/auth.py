@@ -80,7 +80,8 @@ class RequestAuthenticator:
     async def caller(self, request: Request) -> Caller:
         """Return the tenant and key of a request that generates or reads.
 
-        Raises InvalidKey, Forbidden, Unavailable.
+        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
+        allow the request, Unavailable if the catalog cannot be read.
         """
         return await self._caller(request, Scope.INFER)
 
@@ -88,7 +89,10 @@ class RequestAuthenticator:
         """Return the tenant and key of a request that pushes adapter `name` or asks for a push's
         state.
 
-        A read-only key may ask, but not push. Raises InvalidKey, Forbidden, Unavailable.
+        A read-only key may ask, but not push.
+
+        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
+        allow the request, Unavailable if the catalog cannot be read.
         """
         caller = await self._caller(request, Scope.PUBLISH)
         key = caller.key
@@ -98,9 +102,12 @@ class RequestAuthenticator:
         return caller
 
     async def admin(self, request: Request) -> None:
-        """Set request.state.key to an admin's key. Raises InvalidKey, Forbidden, Unavailable.
+        """Authenticate a request as an admin's, and set request.state.key to its key.
 
         All admin routes depend on this check.
+
+        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
+        allow the request, Unavailable if the catalog cannot be read.
         """
         request.state.key = await self._authenticate(request, Scope.ADMIN)
 
@@ -110,6 +117,7 @@ class RequestAuthenticator:
         """Return the base model and adapter that `model` names for a tenant.
 
         A name without a tenant means the base model of this name, else the tenant's own adapter.
+
         session: name of the session; chooses between two versions that share an alias. None chooses
             the first.
 
@@ -205,12 +213,15 @@ def authenticate(
 ) -> KeyRecord:
     """Return the key that an `Authorization: Bearer lk_…` header names, if it has the scope.
 
+    state: catalog state in which the key is looked up.
+    authorization: value of the header; None if it is missing.
     scope: INFER on tenants' routes, PUBLISH on routes of pushes, ADMIN on admin routes. Admins'
         keys never infer and tenants' keys never administer, whatever scopes they have.
     now: Unix seconds.
     reading: the request changes and computes nothing, so a read-only key suffices.
 
-    Raises InvalidKey, Forbidden; EndedKey for a key that no later view of the catalog will accept.
+    Raises InvalidKey for a missing or unknown key, its subclass EndedKey for a revoked or expired
+    one, Forbidden if the key lacks the scope.
     """
     key = _key(state, authorization, now)
     of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
@@ -238,8 +249,8 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
 
 
 async def actor_of(request: Request) -> str:
-    """Return the id of the admin's key of a request. The catalog's log records it with each
-    change.
+    """Return the id of the admin's key by which a request was authenticated. The catalog's log
+    records it with each change.
     """
     key: KeyRecord = request.state.key
     return key.id

@@ -99,8 +99,8 @@ class GatewayCatalogView:
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
         """Return question(state); if the last view lacks the key or model, ask a refreshed view.
 
-        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks it
-        too.
+        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks the
+            model as well; None if the question asks for no model.
 
         Raises InvalidKey and UnknownModel, and Unavailable if no refreshed view can be read.
         """
@@ -127,7 +127,9 @@ class GatewayCatalogView:
         return await self.in_thread(self._catalog.ask, question)
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        """Return work(argument), called in one of the threads for long questions."""
+        """Return work(argument), called in one of the threads that are reserved for long
+        questions.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def start(self) -> None:
@@ -254,7 +256,9 @@ class GatewayCatalogView:
             return True
 
     def _log_failure(self, error: Exception) -> None:
-        """Log the beginning of a failure; without a view, log it again and again."""
+        """Log the error of a failed refresh if the refresh before it succeeded; without a view,
+        also if the last log is REMINDER_S seconds old.
+        """
         now_s, has_view = time.monotonic(), self.state.seq > 0
         if self._failure is None or (not has_view and now_s - self._logged_s >= REMINDER_S):
             waits = {} if has_view else {"waits": _WAITS}

@@ -12,10 +12,10 @@ from starlette.types import Receive
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work` in the current task; if the client disconnects, cancel it and wait until it has
-    ended.
+    """Run `work` in the current task; if the client disconnects, cancel `work` and wait until it
+    has ended.
 
-    receive: ASGI messages of a request whose body was read.
+    receive: source of the ASGI messages of a request whose body has been read.
 
     No task is created for `work`: a watcher cancels the current task. The cancellation is taken
     back before this function returns, as asyncio.timeout does.
@@ -44,7 +44,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
 async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client disconnects.
 
-    receive: ASGI messages of a request whose body was read.
+    receive: source of the ASGI messages of a request whose body has been read.
     """
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -56,11 +56,11 @@ loaded.
 """
 _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
-"""Tokens that the rate limits reserve for each choice of a request that does not limit its
-length.
-"""
+"""Number of tokens that the rate limits reserve for each choice of a request without max_tokens."""
 _BYTES_OF_READ = 16 * 2**10
-"""Number of body bytes for which a token-counting request counts as one more read of its tenant."""
+"""Bytes of body that cost a request to count tokens one more read in its tenant's limit of
+reads.
+"""
 
 
 def generate_routes(
@@ -119,7 +119,8 @@ class GenerateEndpoint:
     async def answer(self, request: Request) -> ReplicaResponse:
         """Read and check a request; return a response that calls a replica when it is sent.
 
-        RequestMiddleware (app.py) has set the request's id. Raises LorikeetError.
+        RequestMiddleware (app.py) has set the request's id. Raises LorikeetError if the request is
+        refused.
         """
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(
@@ -132,10 +133,10 @@ class GenerateEndpoint:
         """Return the response that will call a replica. Each line below may refuse the request.
 
         Key and model are looked up in the catalog's state in memory (catalog/state.py).
-        tenancy/rate_limiter.py checks request limits here; RateLimitObserver checks token limits
-        and queue time when the response is sent. `stream_answer` (serving/engine_client.py) sends
-        nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/) only
-        records.
+        tenancy/rate_limiter.py checks request limits in this method; RateLimitObserver checks token
+        limits and queue time when the response is sent. `stream_answer` (serving/engine_client.py)
+        sends nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/)
+        only records.
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
@@ -151,6 +152,8 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
+        trace: record of the request.
+        caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
 
         Only requests of /v1/responses read or save stored responses.
@@ -186,7 +189,7 @@ class GenerateEndpoint:
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
         """Return a request's parameters for the engine's scheduler.
 
-        Raises InvalidInput for an invalid header.
+        Raises InvalidInput if the header LOAD_HEADER is invalid.
         """
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
@@ -311,9 +314,9 @@ def _max_load_s(header: str | None) -> float | None:
 
 
 def _expected_tokens(call: Call) -> int:
-    """Return the tokens to reserve for a call: its prompt's and its answers'.
+    """Return the number of tokens to reserve for a call, of its prompt and its answers.
 
-    An upper bound, or an estimate if the call sets no limit on its answers.
+    The number is an upper bound, or an estimate if the call sets no limit on its answers.
     """
     answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
     if call.max_context is not None:

@@ -65,7 +65,8 @@ lingering_close).
 _MAX_REST_BYTES = 64 * 2**10
 """Maximum size of a body that is read to its end after an early answer, to reuse the connection."""
 _OTHER_FILES = 256
-"""Open files of a process that are not clients' connections: those connections leave room for them.
+"""Number of files that a process opens besides clients' connections. The limit on connections
+leaves room for them.
 """
 _HEAD_TOO_LARGE = (
     f"the request's headers, or its chunks beside their data, are larger than {MAX_HEAD_BYTES} "
@@ -77,7 +78,7 @@ _IdleConnections = dict["BoundedHttpProtocol", None]
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Connection of a client, closed once a request exceeds the limits above.
+    """Connection of a client, closed once a request exceeds one of this module's limits.
 
     max_connections: maximum number of connections of each listener of this process.
     """
@@ -87,7 +88,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @classmethod
     def limit_connections(cls, most: int) -> None:
-        """Set max_connections, lowered to what the process's limit on open files leaves."""
+        """Set max_connections to `most`, or less if the process's limit on open files
+        leaves less.
+        """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         left = most if files == resource.RLIM_INFINITY else max(1, files - _OTHER_FILES)
         cls.max_connections = min(most, left)
@@ -104,8 +107,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer: the client has HEAD_S for the headers of its first request.
 
-        Beyond max_connections the connection that is idle longest is closed, or this one refused
-        if none is idle.
+        If the listener has more than max_connections connections, the one that has been idle
+        longest is closed, or the new one refused if none is idle.
         """
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
@@ -155,7 +158,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Reset the counters of bytes, parts and small reads for a new request.
 
-        Raises an error, which refuses the request, if too many requests of the connection wait.
+        Raises an error, which refuses the request, if MAX_PIPELINED requests of the connection wait
+        already.
         """
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(InvalidInput(f"more than {MAX_PIPELINED} requests in a pipeline"))
@@ -164,8 +168,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Accept a header or trailer. Raises an error, which refuses the request, if there are too
-        many.
+        """Accept a header or trailer. Raises an error, which refuses the request, if it has too
+        many of them.
         """
         if len(self.headers) >= MAX_HEADERS:
             problem = f"the request has more than {MAX_HEADERS} headers, the limit here"
@@ -186,8 +190,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.send = partial(self._send, cycle, cycle.send)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Count a part of the body. Raises an error, which refuses the request, if there are too
-        many.
+        """Count a part of the body. Raises an error, which refuses the request, if the body has too
+        many parts.
         """
         self._body_parts += 1
         self._body_bytes += len(body)
@@ -227,6 +231,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     async def _send(self, cycle: RequestResponseCycle, send: Any, message: dict[str, Any]) -> None:
         """Send a message of an answer. If a large body is still arriving, the answer's headers say
         that the connection will close.
+
+        cycle: uvicorn's state of the request and its answer.
         """
         if message["type"] == "http.response.start" and cycle.more_body:
             self._closes = cycle.waiting_for_100_continue or not _is_small(cycle)

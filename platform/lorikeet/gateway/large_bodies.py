@@ -38,11 +38,10 @@ class LargeBodies:
         self._parse_locks = WeakValueDictionary[str, _ParseLock]()  # by tenant
 
     async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
-        """Parse a tenant's JSON body by a schema; a large body under the tenant's lock.
+        """Parse a tenant's JSON body by a schema. A tenant's large bodies are parsed one at a time.
 
         Raises the same errors as body.parse_json; RateLimited if too many bytes of the tenant wait
-        for the lock; ClientDisconnect if the client has disconnected by the time the lock is
-        acquired.
+        for their turn; ClientDisconnect if the client has disconnected when the body's turn comes.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)

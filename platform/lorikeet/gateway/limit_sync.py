@@ -75,7 +75,7 @@ class LimitSync:
             await asyncio.sleep(ROUND_S)
 
     def _log_change(self, event: str, trouble: str | None) -> None:
-        """Log a problem when it begins or changes, not in every round.
+        """Log a problem when it begins or changes, not each time it is found.
 
         event: name of the log record, and of the problem's kind.
         trouble: description of the problem; None: there is none now.

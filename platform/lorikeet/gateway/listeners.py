@@ -82,8 +82,8 @@ class AdminListener:
         self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Make the application accept connections here, from after its startup until before its
-        shutdown.
+        """Make the application accept connections at this listener's address, from after its
+        startup until before its shutdown.
         """
         running = app.router.lifespan_context
 

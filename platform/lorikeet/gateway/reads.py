@@ -26,7 +26,8 @@ class TenantReads:
 
         reads: cost of the request in the tenant's limit of reads, as ReadLimiter.count takes it.
 
-        Raises InvalidKey, Forbidden, Unavailable, RateLimited.
+        Raises InvalidKey or Forbidden if the key does not allow the request, RateLimited beyond the
+        limit, Unavailable if the catalog cannot be read.
         """
         caller = await self._authenticator.caller(request)
         with self.limiter.reading(caller.tenant.name, reads):

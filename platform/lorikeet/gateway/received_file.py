@@ -23,7 +23,7 @@ async def receive_file(
 
     parts: the body's bytes.
     workers: threads that hash and write.
-    scan: scan of tensors' values that is fed with the body; None: no scan.
+    scan: scan of the values of the blob's tensors, to which the body is passed on; None: no scan.
 
     Raises the errors that `parts` raises, and StoreError if the file cannot be written.
     """
@@ -59,20 +59,24 @@ async def receive_file(
 
 
 class _Body:
-    """Consumer of a body's bytes that hashes, writes and scans them. Runs in threads."""
+    """Consumer of a body's bytes, in threads: updates the SHA-256, writes the file and, with a
+    ValueScan, scans the values of the blob's tensors.
+    """
 
     def __init__(self, file: BinaryIO, scan: ValueScan | None) -> None:
         self._file, self._scan, self._sha256 = file, scan, hashlib.sha256()
 
     def take(self, piece: memoryview) -> None:
-        """Hash, write and scan the body's next bytes."""
+        """Hash and write the body's next bytes, and scan the tensors' values in them."""
         self._sha256.update(piece)
         self._file.write(piece)
         if self._scan is not None and piece:
             self._scan.take(piece)
 
     def end(self, piece: memoryview) -> str:
-        """Hash, write and scan the body's last bytes; return the SHA-256 of the body in hex."""
+        """Hash and write the body's last bytes, and scan the tensors' values in them; return the
+        whole body's SHA-256 in hex.
+        """
         self.take(piece)
         self._file.flush()
         return self._sha256.hexdigest()

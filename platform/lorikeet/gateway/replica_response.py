@@ -39,14 +39,15 @@ _SILENT = "the replica ended without an answer: send the request again"
 class RequestObserver(AbstractContextManager[Any], Protocol):
     """Observer of one call: entered when the call starts, left when the call ends in whatever way.
 
-    Entering may refuse the call with a LorikeetError. If a call completed, the observer has got a
-    FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
-    RequestTrace (request_log/record.py), which only records.
+    Entering may refuse the call with a LorikeetError. The observer of a call that completed has got
+    a FinalUsage before it is left. Implemented by RateLimitObserver and CountObserver
+    (generate.py), and by RequestTrace (request_log/record.py), which only records.
     """
 
     def on_item(self, item: StreamItem) -> None:
-        """Handle an item of the replica's stream. A Refusal may also arrive in the middle of an
-        answer.
+        """Take note of an item of the replica's stream, before its bytes are sent to the client.
+
+        A Refusal can come instead of an answer, or in the middle of one.
         """
         ...
 
@@ -66,9 +67,10 @@ class ReplicaResponse(Response):
     status; a later failure ends a stream with an error event. A stream that a replica has accepted
     and that has no bytes for KEEP_ALIVE_S gets its headers and a keep-alive event (keep_alive.py);
     its failure is an error event from then on. When the client disconnects, `items` is closed at
-    once (client_disconnect.py). Observers are entered in order and left in reverse.
+    once (client_disconnect.py).
 
     items: the replica's answer.
+    observers: observers of the call, entered in order and left in reverse.
     first_item_timeout_s: longest wait for the replica's first item, in seconds.
     before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
     using: context in which the call runs.
@@ -121,7 +123,8 @@ class ReplicaResponse(Response):
     async def _stream(self, items: Items, send: Send) -> None:
         """Send a stream. Raises LorikeetError for a failure before its first bytes.
 
-        If the client has got headers by then, it also gets the failure, as an error event.
+        If a keep-alive event has already sent the headers, the client gets that failure as an error
+        event.
         """
 
         def start() -> Message | None:
@@ -140,10 +143,12 @@ class ReplicaResponse(Response):
                 await stream.send(message)
 
     async def _begin(self, items: Items) -> bytes:
-        """Set `_header`; return the answer's first bytes.
+        """Return the answer's first bytes; set `_header` to the last header before them.
 
-        A replica sends a second header, and a replica that replaces a dead one sends headers again:
-        `_header` is the last one before the first bytes.
+        There are several headers: a replica sends a second one, and a replica that replaces a dead
+        one sends its own.
+
+        Raises Refused or, if no bytes come, another LorikeetError.
         """
         try:
             async with asyncio.timeout(self._first_item_timeout_s) as limit:
@@ -165,6 +170,9 @@ class ReplicaResponse(Response):
         """Yield a stream's ASGI messages, each of which is one write to the client's connection.
 
         The last message has the events after FinalUsage, or an error event.
+
+        first: the answer's first bytes.
+        items: the items after them.
         """
         events, last = 0, list[bytes]()
         try:
@@ -190,7 +198,10 @@ class ReplicaResponse(Response):
                 yield chunk
 
     def _bytes(self, item: StreamItem) -> bytes:
-        """Return the bytes of a stream item that are for the client, if any. Raises Refused."""
+        """Pass an item to the observers; return its bytes for the client, b"" if it has none.
+
+        Raises Refused if the item is a Refusal.
+        """
         self._ending = self._ending or isinstance(item, FinalUsage)
         for observer in self._observers:
             observer.on_item(item)

@@ -43,24 +43,25 @@ class EngineClient(Protocol):
     """Interface to the replicas, implemented over Ray Serve by ServeEngineClient (serving/)."""
 
     def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """Stream the answer to a call: an AnswerHeader, then bytes, or a Refusal before any bytes.
+        """Stream the answer to a call: AnswerHeaders, then bytes. A Refusal replaces what is
+        missing of an answer that fails.
 
-        Closing or cancelling the stream frees the request's resources at once. Raises
-        LorikeetError.
+        Closing or cancelling the stream frees the request's resources at once. Raises LorikeetError
+        if no replica completes the call.
         """
         ...
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         """Have a replica generate with and without an adapter, to test the adapter (smoke test).
 
-        Raises LorikeetError.
+        Raises LorikeetError if no replica completes the test.
         """
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
         """Let a replica compare copies of its base model's matrices with the matrices themselves.
 
-        Return the modules whose copy differs. Raises LorikeetError.
+        Return the modules whose copy differs. Raises LorikeetError if no replica compares them.
         """
         ...
 
@@ -78,6 +79,7 @@ class EngineClient(Protocol):
 
         digest: SHA-256 of the whole blob.
         blob: file to which the blob is being written.
+        size_bytes: size of the whole blob.
         """
         ...
 

@@ -65,8 +65,9 @@ class StoredResponses:
         """Return the stored items that a tenant's request refers to.
 
         Raises UnsupportedParameter if storing is off and the request refers to any item;
-        UnknownPreviousResponse; NotFound for a missing item; InvalidInput if the request refers to
-        items of too many responses or to one item twice; StoreError.
+        UnknownPreviousResponse or NotFound if the previous response or an item is not stored;
+        InvalidInput if the request refers to items of too many responses or to one item twice;
+        StoreError if the store fails.
         """
         if not isinstance(body, ResponsesRequest):
             return StoredItems()
@@ -122,7 +123,7 @@ class StoredResponses:
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Return a tenant's stored response.
 
-        Raises NotFound if there is none or storing is off; StoreError.
+        Raises NotFound if there is none or storing is off; StoreError if the store fails.
         """
         store = self._needed()
         return await self._read(lambda: store.get(tenant, response_id))
@@ -130,7 +131,7 @@ class StoredResponses:
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a tenant's stored response.
 
-        Raises NotFound if there is none or storing is off; StoreError.
+        Raises NotFound if there is none or storing is off; StoreError if the store fails.
         """
         store = self._needed()
         await self._read(lambda: store.delete(tenant, response_id))
@@ -177,6 +178,7 @@ def _stored(
 ) -> StoredResponse:
     """Return the response to store for a call. Raises StoreError if it is too large.
 
+    context: facts about the request that are not in its body.
     last: the answer's whole body, or the events that end its stream.
     """
     text = last.rstrip().rpartition(b"\ndata: ")[2]

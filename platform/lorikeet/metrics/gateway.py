@@ -16,7 +16,7 @@ _TENANTS, _ADAPTERS = 1_000, 100
 _TENANTS_OF_ALL = 2_000
 """Maximum number of tenants with series of their own, in all gateways together.
 
-With 7 lines of about 90 bytes for each tenant, they take 1.3 MB of the page.
+A tenant's 7 lines have about 90 bytes each, so the tenants take 1.3 MB of the page.
 """
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -80,6 +80,7 @@ class GatewayMetrics:
     def add_gauge(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Add a gauge.
 
+        name, documentation: name and help text in Prometheus.
         value: returns the gauge's value; called at each collection, on any thread.
         """
         Gauge(name, documentation, registry=self._registry).set_function(value)
@@ -128,7 +129,7 @@ class GatewayMetrics:
 
 
 class PushMetrics:
-    """Metrics of pushes to one gateway. Event loop only."""
+    """Metrics of adapter versions that trainers push to one gateway. Event loop only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._taken = Counter(
@@ -153,21 +154,21 @@ class PushMetrics:
         )
 
     def taken(self, size_bytes: int) -> None:
-        """Count a version that passed the check and was accepted."""
+        """Count a pushed version that passed the check and was accepted."""
         self._taken.inc()
         self._bytes.inc(size_bytes)
 
     def ready(self, took_s: float) -> None:
-        """Count a version that all replicas hold.
+        """Count a pushed version that all replicas now hold.
 
-        took_s: seconds from the version's check until all replicas held it.
+        took_s: seconds from the end of the version's check until all replicas held it.
         """
         self._ready.observe(took_s)
 
     def durable(self, took_s: float) -> None:
-        """Count a version that the store holds.
+        """Count a pushed version that the store now holds.
 
-        took_s: seconds from the version's check until the store held it.
+        took_s: seconds from the end of the version's check until the store held it.
         """
         self._durable.observe(took_s)
 

@@ -18,6 +18,8 @@ from lorikeet_engine.telemetry.status import Distribution
 def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
     """Return a gauge with one label.
 
+    name, documentation: name and help text in Prometheus.
+    label: name of the label.
     values: values of the gauge by value of the label.
     """
     return _with_values(GaugeMetricFamily(name, documentation, labels=[label]), values)
@@ -26,6 +28,8 @@ def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]
 def counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
     """Return a counter with one label.
 
+    name, documentation: name and help text in Prometheus.
+    label: name of the label.
     values: values of the counter by value of the label.
     """
     return _with_values(CounterMetricFamily(name, documentation, labels=[label]), values)
@@ -36,7 +40,8 @@ def histogram(
 ) -> Metric:
     """Return a histogram with one label or none, without distributions that are empty.
 
-    label: None for a single distribution, whose key in `values` is ignored.
+    name, documentation: name and help text in Prometheus.
+    label: name of the label; None for a single distribution, whose key in `values` is ignored.
     values: distributions by value of the label.
     """
     family = HistogramMetricFamily(name, documentation, labels=[label] if label else [])

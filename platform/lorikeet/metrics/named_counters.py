@@ -15,7 +15,9 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 TOKENS = ("prompt", "cached", "output")
-"""Kinds of a finished request's tokens, in the order of `BusiestNameCounters.count`."""
+"""Kinds of a finished request's tokens, in the order in which `BusiestNameCounters.count` takes
+their numbers.
+"""
 
 OTHER = "other"
 
@@ -40,7 +42,7 @@ A name that first occurs after so many others is hardly among the busiest.
 
 
 class NamedCounter:
-    """Counter whose first label is a name, with removal of all series of a name.
+    """Counter whose first label is a name; all series of a name can be dropped at once.
 
     Keeps plain numbers, which are collected several times as fast as prometheus_client's children.
     """
@@ -96,7 +98,7 @@ class BusiestNameCounters(Collector):
                 self._tokens.add(amount, name, kind)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield both counters with their current values."""
+        """Yield the counters of requests and of tokens with their current values."""
         yield self._requests.collect()
         yield self._tokens.collect()
 
@@ -106,9 +108,10 @@ class BusiestNameCounters(Collector):
 
 
 class BusiestNames:
-    """Choice of the busiest names: at first the `most` names that occur first, later busier names.
+    """Choice of up to `most` names to have series of their own. Single-threaded.
 
-    A count of uses is halved after each round. Single-threaded.
+    At first these are the first names that occur. At the end of each round of ROUND_S, clearly
+    busier names replace the least busy ones, and all counts of uses are halved.
 
     drop: called with each name whose series are to be removed.
     """
@@ -126,7 +129,9 @@ class BusiestNames:
         self._until_s = clock() + ROUND_S
 
     def count(self, name: str) -> str:
-        """Count one use of a name; return the label for the use: the name, or OTHER."""
+        """Count one use of a name; return the label for the use: the name if it is chosen, else
+        OTHER.
+        """
         if self._clock() >= self._until_s:
             self._until_s = self._clock() + ROUND_S
             self._choose()

@@ -28,7 +28,7 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRelease:
-    """Release of an adapter: the replica no longer has to keep it at this tier."""
+    """Release of a pinned adapter: the replica no longer has to keep it at this tier."""
 
     replica: str
     ref: AdapterRef
@@ -60,6 +60,7 @@ def dry_run_pin(
     key: key of the new pin.
     before: pins without the new pin.
     after: pins with the new pin.
+    reports: replicas' last reports: their memory for pins, and the adapters they hold.
     """
     old, new = place_pins(before, reports), place_pins(after, reports)
     known = {(each.pin.key, each.ref) for each in old.shortfalls}

@@ -57,7 +57,9 @@ class AdapterTiers:
         return self._held.get(digest, {}).get(replica, Residency.REMOTE)
 
     def meets(self, version: PinnedVersion, pin: PinRecord) -> bool:
-        """Whether as many replicas as the pin wants have the version at its tier or nearer."""
+        """Whether as many replicas as the pin wants have the version at the pin's tier or nearer to
+        the GPU.
+        """
         wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
         held = self._held.get(version.ref.digest, {}).values()
         return sum(tier >= pin.tier for tier in held) >= wanted

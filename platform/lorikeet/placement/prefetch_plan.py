@@ -59,7 +59,7 @@ class ReplicaView:
 class Prefetch(NamedTuple):
     """An adapter to load to a tier at low priority.
 
-    uses: uses that the copy is expected to serve.
+    uses: decayed uses that the copy is expected to serve.
     """
 
     digest: str
@@ -76,13 +76,16 @@ def plan_prefetches(
 ) -> dict[str, list[Prefetch]]:
     """Return the planned prefetches by replica, without replicas that have none.
 
-    Copies on GPUs come first: one of each adapter in use, more of a hot adapter according to its
-    share of all uses, and more of the hottest on replicas that have free space and less than their
-    share of uses. Adapters in use without a copy on any GPU or host then come to a host.
+    Copies on GPUs come first: one copy of each adapter in use, further copies of a hot adapter in
+    proportion to its share of all uses, and copies of the hottest adapters on replicas that have
+    free space and serve less than their share of all uses. Then each adapter in use without a copy
+    on any GPU or host gets a copy on a host.
+
     demand: uses by digest, over all replicas of one base model.
     sizes: bytes of images by digest; adapters of unknown size are not moved.
     replicas: replicas by name.
-    spares: give every adapter in use a second replica, on GPU or host, so that any replica can go.
+    spares: give every adapter in use a second replica, on GPU or host, so that any replica can be
+        removed.
     """
     draft = _Draft(demand, sizes, replicas)
     draft.copy_by_demand()
@@ -197,7 +200,8 @@ class _Draft:
             holders.append(name)
 
     def _next_copy(self, digest: str) -> tuple[float, str] | None:
-        """Return the heap's entry for one more GPU copy of an adapter; None if not worthwhile.
+        """Return the heap's entry for one more GPU copy of an adapter; None if a copy is not
+        worthwhile.
 
         The entry is (uses that the copy would serve, negated for the heap; digest).
         """
@@ -288,7 +292,7 @@ class _Draft:
 
 
 class _TierBudget:
-    """Free bytes of one tier of one replica, and the adapters to evict for more.
+    """Free bytes of one tier of one replica, and the adapters that may be evicted to free more.
 
     Adapters are evicted in the engines' order: the adapter least used for its size first.
     """
@@ -331,7 +335,7 @@ class _TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict adapters and place an image that this plan will not evict again.
+        """Evict adapters and place an image, which this plan will not evict.
 
         size: bytes of the image.
         victims: digests of the adapters to evict, as the method `victims` returned them.

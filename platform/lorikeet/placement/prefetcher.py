@@ -14,9 +14,10 @@ from lorikeet_engine.adapter import Residency
 SURVEY_S = 3.0
 """Seconds between surveys of replicas; a report costs an engine milliseconds."""
 _SETTLES_S = 30.0
-"""Seconds for which a sent prefetch counts as completed.
+"""Seconds after it was sent for which a prefetch counts as done in the plan.
 
-The load may still be under way; a replica may also have refused it, and is asked again later.
+The load may still be under way. If the replica has refused it, the prefetch is planned again after
+this time.
 """
 
 
@@ -33,7 +34,7 @@ class PrefetchList:
 
 
 class Prefetcher:
-    """Demand and recent prefetches of one base model; no prefetch is sent twice."""
+    """Prefetcher of one base model: knows the demand, and repeats no prefetch within _SETTLES_S."""
 
     def __init__(self) -> None:
         self._demand = Demand()
@@ -69,7 +70,7 @@ class Prefetcher:
         return PrefetchList(prefetches, sole_copies(demand, replicas))
 
     def _as_if_done(self, replicas: dict[str, ReplicaView], now_s: float) -> dict[str, ReplicaView]:
-        """Return the replicas as if their recent prefetches were done."""
+        """Return the replicas as if the prefetches of the last _SETTLES_S were done."""
         late: dict[str, list[Prefetch]] = defaultdict(list)
         for (name, digest), (prefetch, sent_s) in list(self._sent.items()):
             if now_s - sent_s > _SETTLES_S:

@@ -38,7 +38,7 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """Start of the present period of pressure or of calm, in seconds of the caller's clock."""
+    """Start of the present period of pressure, or of calm, in seconds of the caller's clock."""
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None
@@ -74,6 +74,7 @@ def scale(
     target: number last requested, which is the decision if nothing is to change.
     state: state in the previous decision.
     now_s: seconds of the caller's clock.
+    delays: seconds that pressure or calm must last before the number changes.
     """
     wanted, reason = _wanted(pressures)
     if min(wanted, max_replicas) > target:
@@ -95,7 +96,7 @@ def scale(
 
 
 def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
-    """Whether one replica fewer would be far from pressure."""
+    """Whether the fleet would be far from pressure with one replica fewer."""
     count = len(pressures)
     if count < 2:
         return False
@@ -104,9 +105,10 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 
 
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
-    """Return the number of replicas that the pressure needs, and the reason if it is more than now.
+    """Return the number of replicas that the pressure needs, and the reason if that is more than
+    there are.
 
-    A queue alone needs one more replica.
+    If only queues are too long, one more replica is needed.
     """
     count = len(pressures)
     if not count:

@@ -52,8 +52,8 @@ class Format:
         list of allowed answers.
     kind: language of `text`.
     param: field of the request that holds the format.
-    strict: False: keywords of the schema that a grammar cannot enforce are let go, and the answer
-        is checked against them.
+    strict: False: the grammar leaves out keywords of the schema that it cannot enforce, and the
+        finished answer is checked against the schema.
     """
 
     text: str
@@ -104,7 +104,7 @@ class Work(NamedTuple):
 class Call:
     """One parsed HTTP request, with all that a replica needs to answer it.
 
-    created: Unix time, seconds.
+    created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
@@ -128,11 +128,11 @@ class Call:
     return_token_ids: the answer has token ids of prompts and choices.
     tokens_as_ids: log probabilities name each token by its id, as "token_id:17".
     template_args: the client's variables for the chat template.
-    template_defaults: variables for the chat template that the client did not set.
+    template_defaults: values of variables of the chat template that `template_args` does not set.
     thinking_shown: the answer includes the model's thinking.
     generation_prompt: the template opens the assistant's message.
     continue_final: the answer continues the last message.
-    request_fields: JSON members of the request that a response repeats.
+    request_fields: JSON members of the request that a response (Responses API) repeats.
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
@@ -184,11 +184,11 @@ class AnswerHeader:
 
     digest: SHA-256 of the adapter's blob; None for the base model.
     residency: tier at which the adapter was found.
-    status: the replica's status as it took the call; only in the first header.
+    status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
-    header.
+        header.
     ignored: names of template_args unknown to the chat template, the call's `left_out`, and
-        keywords of its schemas that the answer is not held to.
+        keywords of its schemas that the grammar does not enforce.
     """
 
     replica: str
@@ -237,12 +237,12 @@ class RunningUsage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Error that a replica sends instead of the remaining answer.
+    """Error that a replica sends instead of the remaining items of an answer.
 
     code: code of a LorikeetError.
     param: field of the request at fault.
     retry_after_s: seconds after which a retry may succeed.
-    fault: part at fault if the replica could not load the adapter.
+    fault: component at fault if the replica could not load the adapter.
     """
 
     code: str
@@ -292,7 +292,7 @@ class Attempt:
     replica: name of the replica that took or failed the call; None if no replica took it.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
-    failure: reason for the end without an answer; None until then.
+    failure: reason why the attempt ended without an answer; None if it has not.
     """
 
     request_id: str

@@ -18,7 +18,7 @@ class PinTarget:
 class PrefetchTarget:
     """Adapter that a replica should load to a tier unless that delays requests.
 
-    Its success is not reported.
+    The replica does not report whether it loaded the adapter.
 
     uses: number of the fleet's requests that the copy is expected to serve.
     """
@@ -32,7 +32,7 @@ class PrefetchTarget:
 class PlacementDecision:
     """Adapters that one replica should hold.
 
-    pins: all pins by digest; a pin that is missing here is removed.
+    pins: all pins of the replica by the adapter's digest; the replica removes its other pins.
     sole_copies: fraction of the adapters in use that only this replica has on GPU or host; None
         while unknown.
     prefetches: adapters to load at low priority, most wanted first.

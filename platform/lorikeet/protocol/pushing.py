@@ -27,7 +27,7 @@ class HoldState(Enum):
 class PushedPart:
     """Part of a pushed adapter's blob.
 
-    transfer: name of the file that the part is written to.
+    transfer: id of the transfer; a replica writes all parts of one transfer to one file.
     offset: position of the part's first byte in the blob.
     """
 
@@ -47,9 +47,11 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Request to keep an adapter in host memory until it is released or the request is not renewed.
+    """Request to keep an adapter in host memory until a ReleasePushed; if it is not repeated, for a
+    minute.
 
-    file: the gateway's file of the verified blob; replicas on its machine use it instead of parts.
+    file: the gateway's file of the verified blob. Replicas on the gateway's machine take the blob
+        from it; other replicas need it as PushedParts first.
     """
 
     ref: AdapterRef
@@ -92,9 +94,9 @@ PushMessage = PushedPart | PushedEnd | ExpectPushed | HoldPushed | ReleasePushed
 
 @cache
 def this_machine() -> str | None:
-    """Return the kernel's boot id; None if it is unknown.
+    """Return the kernel's boot id, which identifies this machine; None if it is unknown.
 
-    Processes with the same id run on one machine, and so see the same growing file.
+    Processes with the same id see the same growing file.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

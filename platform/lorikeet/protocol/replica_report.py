@@ -14,7 +14,7 @@ class ReplicaReport:
     replica: the replica's name.
     base_model: name of the served base model.
     status: the engine's last status.
-    rows: fields of an AdapterStatus, as a plain tuple, for each requested adapter.
+    rows: for each adapter that the report covers, the fields of an AdapterStatus as a plain tuple.
     quantization, fp8_kv: as in EngineInfo.
     """
 
@@ -35,5 +35,5 @@ class ReplicaReport:
 
     @cached_property
     def adapters(self) -> tuple[AdapterStatus, ...]:
-        """Statuses of the requested adapters."""
+        """Statuses of the adapters that the report covers."""
         return tuple(AdapterStatus(*row) for row in self.rows)  # type: ignore[arg-type]

@@ -15,13 +15,14 @@ from lorikeet_engine.telemetry.status import LiveStats
 class StatusUpdate:
     """Live stats of a replica, and adapters' moves since the last update on the same feed.
 
-    seq: grows with each update of a replica to any gateway, so that late updates are recognised.
+    seq: number that grows with each update of a replica to any gateway, so that late updates are
+        recognised.
     live: current live stats.
     moved: new tiers of moved adapters by digest.
     begins_snapshot, ends_snapshot: bounds of a snapshot. The updates between them, inclusive, name
         each adapter nearer than remote at least once.
     costs: measured costs; None if not sent with this update.
-    max_context: most tokens of prompt plus output; None if not sent with this update.
+    max_context: maximum number of tokens of prompt plus output; None if not sent with this update.
     """
 
     seq: int
@@ -42,5 +43,5 @@ def to_stats(update: StatusUpdate) -> dict[str, Any]:
 
 
 def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
-    """Return the update that `to_stats` made into `stats`; None for a replica without one yet."""
+    """Return the update that `to_stats` put into `stats`; None if there is none yet."""
     return _UPDATE.validate_json(stats["status"]) if "status" in stats else None

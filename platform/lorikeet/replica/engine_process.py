@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def build_engine(settings: Settings, base_model: str) -> "Engine":
-    """Build the engine of one base model with adapters from the catalog; log to stderr.
+    """Build the engine of one base model with adapters from the catalog; make this process log to
+    stderr.
 
-    Raises EngineError, LorikeetError.
+    Raises LorikeetError if a setting or the catalog's store is at fault, EngineError if the engine
+    cannot start.
     """
     # Imported here: the replica's process imports this module too, and must not load torch.
     from lorikeet.replica.engine_settings import engine_settings
@@ -32,7 +34,7 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
 
 
 class CatalogAdapterSource:
-    """AdapterSource of the engine that downloads blobs by digest from the catalog's store."""
+    """AdapterSource of the engine: downloads adapters' blobs by digest from the catalog's store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store

@@ -48,9 +48,9 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
 
 
 def adapter_memory(settings: Settings) -> AdapterMemory:
-    """Return the memory for adapters that the settings give.
+    """Return the sizes of adapters' memory on GPU and host, and the dtype of packed adapters.
 
-    Its GPU memory is None if the setting is a fraction of the device's free memory, not yet known.
+    The GPU's size is None if its setting is a fraction of the device's free memory, not yet known.
     """
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])

@@ -54,7 +54,7 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add the slot time and adapter loads that the engine's process has counted to the ledger.
+        """Add to the ledger the slot time and adapter loads that the engine's process has counted.
 
         Slot time is time for which tenants' requests held adapters on the GPU.
         """

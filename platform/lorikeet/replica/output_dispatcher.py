@@ -28,8 +28,10 @@ class OutputDispatcher:
     ) -> Iterator[None]:
         """Give `receive` the engine's outputs for a request until the context ends.
 
-        The caller leaves the context after the request's last output. An exception in the context
-        aborts the request. Raises InvalidRequest if the id is in use.
+        The caller leaves the context after the request's last output. Raises InvalidRequest if
+        another running request has the id.
+
+        abort: called with the request's id if the context ends by an exception.
         """
         if request_id in self._receivers:
             raise InvalidRequest(
@@ -45,11 +47,13 @@ class OutputDispatcher:
             del self._receivers[request_id]
 
     def dispatch(self, outputs: list[Output]) -> None:
-        """Hand the outputs of one engine step to their requests' receivers. Any thread."""
+        """Hand the outputs of one engine step to their requests' receivers. Callable from any
+        thread.
+        """
         self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def fail_all(self, error: EngineClosed) -> None:
-        """Fail all running requests. Any thread."""
+        """Give an error to the receivers of all running requests. Callable from any thread."""
         self._event_loop.call_soon_threadsafe(self._fail_all, error)
 
     def _dispatch(self, outputs: list[Output]) -> None:

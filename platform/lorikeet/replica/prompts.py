@@ -30,13 +30,13 @@ _TEMPLATE_ERRORS = (
 )
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
-"""Bytes per token of the context, up to which a text is tokenised without a length check.
+"""Limit, in bytes per token of the context, on texts that are tokenised without a length check.
 
 A text of this size may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Characters per part in the length check of long texts, and limit on the tokens that a cut
-adds.
+"""Length in characters of the parts into which the length check cuts long texts, and maximum number
+of tokens that a cut adds.
 """
 _HERE = "[the answer goes on here]"
 """Mark for the beginning of the answer in a prompt that is being rendered.
@@ -58,7 +58,10 @@ class PromptEncoder:
     """Encoder of prompts with the base model's tokenizer and chat template."""
 
     def __init__(self, model: Path, max_context: int) -> None:
-        """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json."""
+        """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json.
+
+        max_context: the engine's longest sequence, tokens.
+        """
         if not (model / "tokenizer.json").exists():
             raise InvalidSetting(
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
@@ -85,7 +88,11 @@ class PromptEncoder:
         self._max_context = max_context
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """Return each prompt's token ids. Slow for long prompts. Raises InvalidInput."""
+        """Return the token ids of each of a call's prompts. Slow for long prompts.
+
+        Raises InvalidInput if a prompt exceeds the context, or if the chat template refuses the
+        messages or does not support the tools.
+        """
         if call.endpoint is not Endpoint.COMPLETIONS:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
@@ -97,7 +104,8 @@ class PromptEncoder:
         )
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
-        """Return the state of the thinking at the end of a call's prompts.
+        """Return whether the model never thinks, may begin to think or has begun, at the end of a
+        call's prompts.
 
         prompts: token ids of each prompt.
         """
@@ -118,7 +126,11 @@ class PromptEncoder:
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Encode a user's first message; the bare text if there is no chat template."""
+        """Return the token ids of a prompt that has only a user's message, or of the bare text if
+        there is no chat template.
+
+        text: the message.
+        """
         if self._tokenizer.chat_template is None:
             return self._tokens(text, "prompt")
         text = self._render([{"role": "user", "content": text}])
@@ -207,10 +219,14 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]],
         **arguments: Any,
     ) -> str:
-        """Return the prompt until the end of the last message, which the answer continues.
+        """Return the prompt up to the end of the last message, which the answer continues.
 
         A mark behind the last message keeps templates from trimming the whitespace at its end,
         which transformers' continue_final_message loses.
+
+        arguments: variables for the chat template.
+
+        Raises InvalidInput if the template changes the last message.
         """
         *past, last = messages
         whole: str = last["content"]
@@ -279,7 +295,10 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
-    """Return a tokenizer's chat templates, one or several by name."""
+    """Return the texts of a tokenizer's chat templates.
+
+    template: one template, or several by name.
+    """
     return [template or ""] if isinstance(template, str | None) else list(template.values())
 
 

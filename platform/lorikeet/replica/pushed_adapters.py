@@ -40,14 +40,15 @@ from lorikeet_engine.process.client import EngineProcessClient
 log = logging.getLogger(__name__)
 
 HELD_S = 60.0
-"""Seconds that a gateway's hold of a pushed adapter lasts without renewal.
+"""Seconds for which a gateway's HoldPushed keeps an adapter in host memory, unless it is renewed.
 
-The gateway that received the push renews the hold every few seconds.
+The gateway that received the push renews it every few seconds.
 """
 _LOAD_WAIT_S = 1.5
-"""Seconds that the answer to a gateway waits for an adapter's load.
+"""Maximum number of seconds that the answer to a HoldPushed waits until the adapter is in host
+memory.
 
-Gateways wait for the answer for 2 s.
+Gateways wait 2 s for the answer.
 """
 _POLL_S = 0.01
 _ABANDONED_S = 600.0
@@ -86,8 +87,8 @@ class PushedAdapters:
         self._transfers = threading.Lock()  # guards these two and the creation and removal of files
 
     async def answer(self, message: PushMessage) -> HoldState:
-        """Handle a gateway's message about a pushed adapter; return the adapter's state on this
-        replica.
+        """Do what a gateway's message asks for a pushed adapter, such as to write a part of its
+        blob or to keep it in host memory; return the adapter's state on this replica.
         """
         match message:
             case PushedPart():
@@ -109,7 +110,7 @@ class PushedAdapters:
     def unpinned(self, digest: str) -> None:
         """Forget a gateway's hold of an adapter whose pin the controller has removed.
 
-        The next hold then pins the adapter again.
+        The gateway's next HoldPushed then pins the adapter again.
         """
         self._held.pop(digest, None)
 
@@ -160,7 +161,9 @@ class PushedAdapters:
         return HoldState.LACKING
 
     async def _residency_of(self, digest: str) -> Residency:
-        """Return an adapter's tier. For a held adapter the engine itself is asked."""
+        """Return an adapter's tier as last reported; ask the engine if a held adapter seems not to
+        be in host memory.
+        """
         found, held = self._residency(digest), self._held.get(digest)
         if found < Residency.HOST and held is not None:
             with suppress(EngineClosed):
@@ -168,7 +171,9 @@ class PushedAdapters:
         return found
 
     def _copy_file(self, digest: str, file: str) -> bool:
-        """Link or copy a gateway's verified file into the cache; False if that fails."""
+        """Link or copy a gateway's verified blob into the disk cache; return whether that
+        worked.
+        """
         path = self._path(digest, uuid.uuid4().hex)
         try:
             try:
@@ -237,7 +242,9 @@ class PushedAdapters:
         return self._folder / digest
 
     def _remove_abandoned(self) -> None:
-        """Delete partial uploads of dead gateways. Caller holds the lock."""
+        """Delete the parts of transfers that began long ago and have not ended: their gateways have
+        died. The caller holds the lock `_transfers`.
+        """
         before_s = time.monotonic() - _ABANDONED_S
         for path in [path for path, started_s in self._started_s.items() if started_s < before_s]:
             path.unlink(missing_ok=True)

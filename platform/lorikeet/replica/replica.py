@@ -53,7 +53,8 @@ _STALLED_S = 2.0
 The engine may hang: gateways that get no updates route elsewhere.
 """
 _SUBMIT_S = 5.0
-"""Seconds without a message from the engine after which an unaccepted request goes elsewhere.
+"""Seconds without a message from the engine after which a request that it has not accepted fails,
+so that the gateway sends it to another replica.
 
 An engine that is only busy is not silent, and accepts the request from its queue in time.
 """
@@ -101,16 +102,17 @@ class Replica:
     async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
-        An answer is an AnswerHeader followed by bytes, or a Refusal at any point before the first
-        byte. `_outputs` hands the engine's outputs to an AnswerSender (answer_stream/), which puts
-        the client's bytes into the gateway's stream. Closing this generator aborts an unfinished
-        request and frees its KV pages and adapter lease.
+        An answer is an AnswerHeader followed by bytes; if it fails, a Refusal replaces the items
+        that are missing. `_outputs` hands the engine's outputs to an AnswerSender (answer_stream/),
+        which puts the client's bytes into the gateway's stream. Closing this generator aborts an
+        unfinished request and frees its KV pages and adapter lease.
 
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
-        call that the engine did not accept or whose answer cannot reach its gateway.
+        call that the engine did not accept or whose answer cannot reach its gateway. The method is
+        a generator because Serve reveals the replica that took a call only with a result, and gRPC
+        may lose that for a stream without items.
 
-        A generator of one item, because Serve reveals the replica that took a call only with a
-        result, and gRPC may lose that for a stream without items.
+        gateway: name of the gateway that sent the call.
         """
         try:
             stream = await self._response_streams.to(gateway)
@@ -154,7 +156,7 @@ class Replica:
                 yield await stream.take()
 
     async def smoke(self, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test of an adapter."""
+        """Run a smoke test of an adapter; return a Refusal if the test cannot be completed."""
         try:
             return await run_smoke_test(test, self.name, self._encoder, self._complete)
         except (EngineError, InvalidInput) as error:
@@ -163,7 +165,7 @@ class Replica:
     async def changed_copies(self, copies: Sequence[BaseCopy]) -> list[str]:
         """Return the modules whose copied matrices differ from the base model's own.
 
-        copies: matrices of the base model that an adapter carries along.
+        copies: an adapter's copies of matrices of the base model.
         """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
@@ -189,7 +191,9 @@ class Replica:
         return self.name
 
     async def push(self, message: PushMessage) -> HoldState:
-        """Handle a gateway's message about a pushed adapter; return the adapter's state."""
+        """Do what a gateway's message asks for a pushed adapter; return the adapter's state on this
+        replica.
+        """
         return await self._pushed.answer(message)
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
@@ -262,7 +266,9 @@ class Replica:
             raise RuntimeError(f"the engine's last {self._outputs.failed_steps} steps failed")
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """Fail all running requests after the engine's process has ended by itself. Any thread."""
+        """Fail all running requests after the engine's process has ended by itself. Callable from
+        any thread.
+        """
         self._outputs.fail_all(error)
 
     def close(self) -> None:
@@ -280,7 +286,11 @@ class Replica:
         stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:
-        """Submit a request; return the tier of its adapter. Raises EngineError."""
+        """Submit a request to the engine; return the tier at which its adapter was found, None for
+        the base model.
+
+        Raises EngineError if the engine refuses the request or does not answer.
+        """
         submitted = asyncio.wrap_future(self._engine.submit(request))
         try:
             while not submitted.done():
@@ -292,7 +302,7 @@ class Replica:
             submitted.cancel()
 
     async def _complete(self, request: Request) -> Completions:
-        """Run a request to its end; return its tokens. Raises EngineError."""
+        """Run a request to its end; return its tokens. Raises EngineError if the request fails."""
         tokens: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
         unfinished = len(tokens)
         outputs = asyncio.Queue[Output]()

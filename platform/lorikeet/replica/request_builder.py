@@ -57,10 +57,10 @@ Encoding so short a prompt takes less time than waiting for a thread.
 class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
-    thinking: the model's thinking before the answer.
+    thinking: state of the model's thinking at the end of the prompt.
     tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
         a grammar's cost does not show at once. None if the answer is unconstrained.
-    echoes: the prompts as the answer repeats them.
+    echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
     checked: schemas that the finished answer is checked against, because the grammar enforces only
         a part of them.
@@ -93,9 +93,12 @@ class RequestBuilder:
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
-        """Return the engine's request for a call. Raises InvalidInput, InvalidRequest.
+        """Return the engine's request for a call. Only calls with tools or a format have a grammar
+        (grammars/).
 
-        Only calls with tools or a format have a grammar (grammars/).
+        Raises InvalidInput if the call asks for an impossible answer, for example by a prompt
+        beyond the context or a faulty schema, EngineOverloaded if its grammar cannot be tried in
+        time.
         """
         encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
         encoded = await self._run(encode, call)
@@ -114,9 +117,10 @@ class RequestBuilder:
     async def check(
         self, call: Call, schemas: Sequence[AnswerSchema], said: Sequence[SaidChoice]
     ) -> list[SchemaCheck]:
-        """Check the finished choices of an answer against its schemas. Raises EngineClosed.
+        """Check the finished choices of an answer against its schemas. Raises EngineClosed if the
+        replica is closing.
 
-        schemas: schemas of the call that its grammar does not enforce whole.
+        schemas: schemas of the call that its grammar does not fully enforce.
         said: the choices.
         """
         checks = list[SchemaCheck]()
@@ -136,7 +140,12 @@ class RequestBuilder:
     async def _broken(
         self, call: Call, schemas: Sequence[AnswerSchema], said: SaidChoice
     ) -> str | None:
-        """Return what a choice breaks of its schemas; None if nothing. Raises Unchecked."""
+        """Return the first violation of the schemas in a choice, in words; None if there is none.
+
+        said: the choice.
+
+        Raises Unchecked if the choice cannot be checked.
+        """
         by_tool = {each.tool: each.schema for each in schemas}
         for tool, text in said.calls or [(None, said.text)]:
             if tool not in by_tool:
@@ -147,7 +156,9 @@ class RequestBuilder:
         return None
 
     async def count_tokens(self, call: Call) -> int:
-        """Return the number of tokens in a call's prompts. Raises InvalidInput."""
+        """Return the number of tokens in a call's prompts. Raises InvalidInput if they cannot be
+        encoded.
+        """
         return sum(map(len, await self._run(self._encoder.encode, call)))
 
     def close(self) -> None:
@@ -169,7 +180,8 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a grammar in the sandbox; return the encoded call with the queue time that remains.
+        """Try a call's grammar in the sandbox; return the encoded call with what is left of its
+        queue time.
 
         Raises the errors of GrammarSandbox.check.
         """
@@ -185,9 +197,11 @@ class RequestBuilder:
 
 
 def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
-    """Encode a call without trying its grammar. Slow for long prompts. Raises InvalidInput.
+    """Encode a call without trying its grammar. Slow for long prompts.
 
     max_context: the engine's longest sequence, tokens.
+
+    Raises InvalidInput if the call asks for an impossible answer, for example beyond the context.
     """
     prompts = encoder.encode(call)
     limit = max_answer_tokens(call, prompts, max_context)
@@ -217,7 +231,12 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
 
 def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> EncodedCall:
-    """Return an encoded call with the grammar of `call`. Raises InvalidInput."""
+    """Return an encoded call whose answer is constrained by the grammar of `call`, if it needs one.
+
+    call: the encoded call, or a copy of it with looser schemas.
+
+    Raises InvalidInput if a schema or format cannot be a grammar.
+    """
     tried = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is None:
         return encoded
@@ -234,9 +253,11 @@ def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> En
 
 
 def check_begun_answer(call: Call, thinking: Thinking) -> None:
-    """Raise InvalidInput if an answer that continues a message is to have a format.
+    """Raise InvalidInput if an answer that continues a message must have a format.
 
     A grammar describes whole answers, so the format would begin anew behind the message.
+
+    thinking: state of the model's thinking at the end of the prompt.
     """
     if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
         return
@@ -322,13 +343,14 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the number of tokens of each choice whose log probabilities fit into one body.
+    """Return the limit on each choice's tokens at which their log probabilities fit into one body.
 
-    The result is `limit` for a streamed chat or completion, and without logprobs. Raises
-    InvalidInput if the request's max_tokens does not fit.
+    The result is the argument `limit` for a streamed chat or completion, and without logprobs.
 
-    choices: number of choices.
-    limit: limit on each choice's tokens from other causes.
+    Raises InvalidInput if the request's max_tokens does not fit.
+
+    choices: number of choices of all prompts.
+    limit: limit on each choice's tokens without regard to log probabilities.
     prompt_logprobs: number of log probabilities of prompt tokens in the same body.
     """
     logprobs = call.sampling.logprobs

@@ -30,11 +30,14 @@ Run = Callable[[Request], Awaitable[Completions]]
 async def run_smoke_test(
     test: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
 ) -> SmokeResult:
-    """Continue each prompt with the adapter and without it.
+    """Continue each prompt of a smoke test with the adapter and without it.
 
     replica: name of this replica, for the result.
-    run: runs an engine request to its end.
-    Raises EngineError, and InvalidAdapter if the adapter's values overflow.
+    encoder: encoder of the base model's prompts.
+    run: function that runs an engine request to its end.
+
+    Raises InvalidAdapter if the adapter's values overflow, EngineError if a request fails
+    otherwise.
     """
     request_id = test.request_id
     base = Request(

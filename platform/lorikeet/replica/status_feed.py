@@ -24,7 +24,8 @@ _SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 class _Subscriber:
     """Subscription of one gateway to a replica's status.
 
-    moved: new tiers, by digest, of the adapters whose tier changed since the last update.
+    moved: new tiers, by digest, of the adapters whose tier changed since this gateway's last
+        update.
     woken: set when the status has changed.
     """
 
@@ -38,8 +39,8 @@ class StatusFeed:
     def __init__(self, status: EngineStatus, max_context: int | None = None) -> None:
         """Begin with a first status of the engine.
 
-        status: the first status, whose `moved` is ignored: `post` brings adapters' tiers.
-        max_context: most tokens of prompt plus output that the engine takes.
+        status: the first status. Its `moved` is ignored: `post` brings adapters' tiers.
+        max_context: maximum number of tokens of prompt plus output that the engine takes.
         """
         self._status, self._max_context = status, max_context
         self._held: dict[str, Residency] = {}
@@ -94,7 +95,7 @@ class StatusFeed:
             self._subscribers.remove(subscriber)
 
     def _snapshot(self) -> list[StatusUpdate]:
-        """Return the tiers of all adapters now, in several updates."""
+        """Return updates that together name the current tiers of all adapters."""
         held = iter(self._held.items())
         parts = [
             dict(islice(held, _SNAPSHOT_PART))

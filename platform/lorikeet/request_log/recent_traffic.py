@@ -91,7 +91,7 @@ class RecentTraffic:
     def _recent(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
         """Return the counts by Unix second of the last SPAN_S + WINDOW_S seconds.
 
-        running: running requests, whose events are counted too.
+        running: requests that have not ended, whose events so far are counted too.
         """
         since = time.time() - SPAN_S - WINDOW_S
         seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})

@@ -35,8 +35,8 @@ class AttemptRecord:
 
     request_id: the attempt's own id.
     replica: None if no replica took the call.
-    taken_s, failed_s: seconds from the request's arrival until the replica took or failed the call;
-        None if it did not.
+    taken_s, failed_s: seconds from the request's arrival until the replica took the call, and until
+        the attempt failed; None if that did not happen.
     failure: reason of the failure; None without one.
     candidates: replicas that the router considered, the best first.
     """
@@ -182,7 +182,9 @@ class RequestTrace:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Context in which the request is read and checked; an error ends the request."""
+        """Context in which the request is read and checked. An error in it ends the request's
+        record.
+        """
         try:
             yield
         except Exception as error:
@@ -191,7 +193,9 @@ class RequestTrace:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Context in which a request without a replica is answered; its exit ends the request."""
+        """Context in which a request is answered that needs no replica. Leaving it ends the
+        request's record.
+        """
         try:
             yield
         except BaseException as error:
@@ -209,9 +213,9 @@ class RequestTrace:
         self._record.model = model[:_SHOWN_MODEL]
 
     def end_stage(self, name: str, at_s: float | None = None) -> None:
-        """Record the end of a stage.
+        """Record that the stage `name` of a push has ended.
 
-        at_s: time.monotonic() at the end; None for now.
+        at_s: time.monotonic() at its end; None: now.
         """
         ended = EndedStage(name, (at_s or time.monotonic()) - self._received_s)
         self._record.ended_stages += (ended,)
@@ -239,7 +243,7 @@ class RequestTrace:
         self._end(error)
 
     def on_item(self, item: StreamItem) -> None:
-        """Record the facts in an item of the answer."""
+        """Record the facts that an item of the answer's stream contains."""
         record = self._record
         match item:
             case Attempt():

@@ -52,7 +52,7 @@ class RequestLog:
     ) -> RequestTrace:
         """Begin the trace of a request that has just arrived.
 
-        path: path of the route.
+        path, method: path of the route and method of the HTTP request.
         traceparent: W3C header that names the caller's own trace; None without one.
         """
         return RequestTrace(request_id, self._begin, self._end, path, traceparent, method)

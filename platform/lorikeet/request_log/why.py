@@ -105,7 +105,8 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
 
 
 def _between(ended: Sequence[EndedStage], end_s: float) -> list[tuple[str, float]]:
-    """Return each stage's name and its seconds since the end of the stage before.
+    """Return for each stage its name and the seconds from the end of the stage before it to its own
+    end.
 
     The time after the last stage, until `end_s`, is the stage "rest". A stage that ended before its
     begin, as in a repeated push, takes no time.

@@ -92,15 +92,15 @@ class Fleet:
 
     @property
     def max_context(self) -> int | None:
-        """Most tokens of prompt plus output that all replicas take; None: no replica has reported
-        its maximum.
+        """Maximum of prompt plus output tokens that every replica accepts; None: no replica has
+        reported its maximum.
         """
         with self._lock:
             told = [replica.max_context for replica in self._replicas.values()]
         return min((tokens for tokens in told if tokens is not None), default=None)
 
     def set_replicas(self, replicas: Iterable[str]) -> None:
-        """Replace the list of existing replicas by Serve's."""
+        """Replace the list of existing replicas by the list that Serve sends."""
         with self._lock:
             names = tuple(replicas)
             if self._replicas.keys() == set(names):
@@ -168,12 +168,13 @@ class Fleet:
             return waiting
 
     def on_load_failed(self, digest: str, full: str | None = None) -> bool:
-        """Pause fetches after a failed adapter load; return True if another replica can serve it.
+        """Pause fetches after a failed load of an adapter; return True if another replica can serve
+        the adapter.
 
         For FETCH_PAUSE_S, requests for the adapter prefer replicas that already have it. If the
         loads of two adapters fail within that time, the object store may be unreachable: then
-        requests for all adapters do so. If a full disk was the cause, only its replica's fetches
-        pause, of all adapters.
+        requests for any adapter prefer replicas that have theirs. If a full disk was the cause,
+        only the fetches of that disk's replica pause, of all adapters.
 
         digest: adapter that failed to load.
         full: replica whose disk is full; None: another cause, such as the store.
@@ -243,10 +244,12 @@ class Fleet:
         request: RoutingRequest,
         candidates: Sequence[Candidate[str]] = (),
     ) -> None:
-        """Assign a tracked request to a replica, the best candidate.
+        """Assign a tracked request to a replica, the best of the candidates.
 
-        Assigning a request again means that no replica had a free request slot yet. Its adapter is
-        then listed in `take_waiting_adapters`, so that the replica can load it in advance.
+        Assigning a request for a second time means that no replica had a free request slot yet. Its
+        adapter is then listed in `take_waiting_adapters`, so that the replica can load it in
+        advance.
+        candidates: ranked replicas, best first.
         """
         with self._lock:
             if request_id not in self._in_flight:
@@ -279,7 +282,7 @@ class Fleet:
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def has_in_flight(self, replica: str) -> bool:
-        """Return whether any request to this replica has not ended, even if the replica is gone."""
+        """Whether any request sent to this replica has not ended, even if the replica is gone."""
         with self._lock:
             return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 
@@ -290,7 +293,9 @@ class Fleet:
             return sent.decision if sent is not None else None
 
     def on_first_bytes(self, request_id: str) -> None:
-        """Record that an answer has begun, which also means that its adapter is on the GPU."""
+        """Record that a request's answer has begun, so that its adapter must be on the replica's
+        GPU.
+        """
         with self._lock:
             sent = self._in_flight.get(request_id)
             if sent is None or sent.has_first_byte:

@@ -69,7 +69,7 @@ class AdapterLocations:
                 self.set_tier(replica, digest, _NOWHERE)
 
     def set_tier(self, replica: str, digest: str, tier: Residency) -> None:
-        """Record the tier of a replica's copy of an adapter that is nearest to the GPU."""
+        """Record the tier nearest to the GPU at which a replica has a copy of an adapter."""
         held = self._held.setdefault(replica, {})
         before = held.get(digest, _NOWHERE)
         if before is tier:
@@ -85,13 +85,13 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, whether it is there or still
-        loading.
+        """Return the replicas where requests wait for the adapter: it may be on the GPU already, or
+        still loading.
         """
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:
-        """Return whether the adapter is on the replica's GPU or being loaded to it."""
+        """Whether the adapter is on the replica's GPU or being loaded to it."""
         on_gpu = self.tier(replica, digest) is Residency.GPU
         return on_gpu or replica in self.loading_on(digest)
 
@@ -153,7 +153,11 @@ class PrefixIndex:
             del self._replica_of[next(iter(self._replica_of))]
 
     def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:
-        """Return the tokens of a prompt that each replica has computed, without replicas at 0."""
+        """Return by replica how many tokens of a prompt it has computed before; replicas with none
+        are left out.
+
+        chain: `prefix_hashes` of the prompt.
+        """
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
         # The replica of a block has all blocks before it too, even if they name a later replica.
         return {name: blocks * BLOCK_TOKENS for name, blocks in zip(found, count(1)) if name}

@@ -17,9 +17,11 @@ from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 2
-"""Maximum number of replicas in a candidate sample that have the adapter on the GPU."""
+"""Maximum number of replicas in a candidate sample that have the request's adapter on the GPU."""
 MOST_OFF_GPU = 2
-"""Maximum number of replicas in a candidate sample that have the adapter on host or disk."""
+"""Maximum number of replicas in a candidate sample that have the request's adapter on host or disk
+only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ def capacity_per_s(
 ) -> float:
     """Return the requests per second that one replica can answer with its batch always full.
 
+    costs: coefficients of the replica.
     prompt_tokens: mean length of a prompt.
     answer_tokens: mean length of an answer.
     ranks: Σ rank over a step's distinct adapters; 0 without adapters.
@@ -70,7 +73,7 @@ class RoutingRequest(NamedTuple):
     """Request as routing sees it.
 
     adapter: None for the base model.
-    prefix_hashes: `prefix_hashes` of the prompt; empty if unknown.
+    prefix_hashes: result of the function `prefix_hashes` for the prompt; empty if unknown.
     tenant: None if the request has none.
     """
 
@@ -166,13 +169,13 @@ class Holders(NamedTuple, Generic[R]):
 def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Random) -> list[R]:
     """Return a small sample of replicas to rank, so that the work does not grow with the fleet.
 
-    Up to MOST_ON_GPU replicas with the adapter on the GPU, up to MOST_OFF_GPU with it on host or
-    disk, and two random replicas, without those that have the adapter on the GPU. The better of two
-    random replicas is almost as good as the best of all (Mitzenmacher, "The power of two choices",
-    2001). A larger sample is worse: gateways learn late of each other's requests, and would all
-    send to the same best replica.
+    The sample has up to MOST_ON_GPU replicas with the adapter on the GPU, up to MOST_OFF_GPU with
+    it on host or disk (or, if no replica has it, rendezvous candidates), and up to two random
+    replicas that do not have it on the GPU. The better of two random replicas is almost as good as
+    the best of all (Mitzenmacher, "The power of two choices", 2001). A larger sample is worse:
+    gateways learn late of each other's requests, and would all send to the same best replica.
 
-    holders: None for the base model.
+    holders: replicas that have the request's adapter; None for the base model.
     everyone: all usable replicas, at least one.
     """
     few: list[R] = []
@@ -189,7 +192,9 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
 def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candidate[R]]:
     """Return the replicas by ascending expected cost; equal costs keep their order.
 
-    Replicas that lack the adapter and cannot fetch it come last.
+    work: tokens and adapter of the request.
+    options: replicas that could take the request. Those that lack the adapter and cannot fetch it
+        come last.
     """
     costs = [(expected_cost(work, each), each) for each in options]
     costs.sort(key=lambda of: (_cannot_get_adapter(of[1]), of[0].total_s))

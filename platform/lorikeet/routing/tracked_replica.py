@@ -32,7 +32,7 @@ the load.
 
 
 class RoutingDecision(NamedTuple):
-    """Replica that a request was sent to, and the candidates.
+    """Replica to which a request was sent, and the candidates it was chosen from.
 
     accepted_s: time when the replica accepted the request, by the fleet's clock; None: not yet.
     candidates: ranked replicas, best first.
@@ -80,7 +80,7 @@ class TrackedReplica:
 
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
-    max_context: most tokens of prompt plus output, as reported; None: not reported yet.
+    max_context: reported maximum of prompt plus output tokens; None: not reported yet.
     decoding: number of this gateway's decoding requests, by adapter digest.
     """
 
@@ -100,8 +100,10 @@ class TrackedReplica:
         self._ranks = 0
 
     def apply(self, update: StatusUpdate, now_s: float, age_s: float) -> bool:
-        """Apply a status update and return True; return False if a newer one came before.
+        """Apply a status update and return True; return False and ignore it if a newer one was
+        applied before.
 
+        now_s: time of arrival, by the fleet's clock.
         age_s: assumed age of the stats at now_s, seconds.
         """
         if self._update is not None and update.seq <= self._update.seq:
@@ -150,7 +152,7 @@ class TrackedReplica:
         self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
     def can_fetch(self, now_s: float) -> bool:
-        """Return whether the replica is expected to be able to fetch an adapter that it lacks."""
+        """Whether the replica is expected to be able to fetch an adapter that it lacks."""
         return now_s >= self._fetch_paused_until_s
 
     def option(
@@ -165,6 +167,7 @@ class TrackedReplica:
     ) -> ReplicaOption[str]:
         """Return the replica as an option for a request.
 
+        locations: adapters of all replicas.
         cached_tokens: prompt tokens that the replica has computed before.
         queue_length: Serve's count of all gateways' requests at the replica; see `status`.
         fetchable: whether any replica is expected to be able to fetch the request's adapter.
@@ -219,9 +222,9 @@ class TrackedReplica:
     def _queue_share(self, tenant: str | None) -> float:
         """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
-        The engine serves the tenant that has had the fewest tokens. Of every other tenant's queue,
-        therefore, about as many tokens go first as the tenant has waiting itself. Other gateways'
-        requests are assumed to be distributed over tenants like this gateway's.
+        The engine serves the tenant that has had the fewest tokens. So from every other tenant's
+        queue, about as many tokens go first as this tenant has waiting. Other gateways' requests
+        are assumed to be distributed over tenants like this gateway's.
         """
         waiting = self._own.tokens
         if not waiting:

@@ -24,6 +24,7 @@ _STALE_S = 15.0
 def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> AutoscalingConfig:
     """Return Serve's autoscaling configuration with PressureScalingPolicy.
 
+    min_replicas, max_replicas: limits on the number of replicas.
     delays: seconds before scaling up or down, by the names of ScalingDelays' fields.
     """
     return AutoscalingConfig(
@@ -41,7 +42,10 @@ def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> Autosc
 
 
 class PressureScalingPolicy:
-    """Policy object that Serve calls: applies `scale` to a deployment's metrics."""
+    """Policy object that Serve calls: applies `scale` to a deployment's metrics.
+
+    delays: fields of ScalingDelays.
+    """
 
     def __init__(self, **delays: float) -> None:
         self._delays = ScalingDelays(**delays)

@@ -172,7 +172,9 @@ class EngineReplica(Replica):
             self._exit(error)
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """End the process: gateways fail streams that have begun and send the others elsewhere."""
+        """End the process; gateways then fail the answers that have begun, and send the other calls
+        to other replicas.
+        """
         self._exit(error)
 
     def __del__(self) -> None:
@@ -281,7 +283,8 @@ def _max_running(settings: Settings) -> dict[str, int]:
 
 
 def _open_catalog(store: ObjectStore, kept_view: KeptView) -> AdapterCatalog:
-    """Read the catalog; if the store is unreachable, start with an empty view and retry later.
+    """Read the catalog; if the store is unreachable, log that and return the catalog with an empty
+    view.
 
     Raises StoreRefused, unless this machine keeps a view of the catalog.
     """

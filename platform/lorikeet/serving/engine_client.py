@@ -75,7 +75,7 @@ class ServeEngineClient:
     async def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Send a call to a replica and stream its answer.
 
-        `run_call` below is `Replica.run_call` (replica/replica.py) behind Serve, which asks
+        The call is `Replica.run_call` (replica/replica.py), sent through Serve, which asks
         serving/request_router.py for a replica. The answer comes back on the stream that
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
@@ -85,7 +85,7 @@ class ServeEngineClient:
         - if its replica cannot load the adapter: to a replica that already has the adapter, or to
           any replica if the cause was a full disk.
 
-        Closing this generator cancels the call, and the replica aborts the request. The client's
+        Closing this generator cancels the call, and the replica aborts the request. A client's
         disconnect is noticed in gateway/client_disconnect.py.
 
         Raises Unavailable if no replica answers; GenerationFailed if the replica's code failed, or
@@ -147,7 +147,12 @@ class ServeEngineClient:
         return await self._deliveries[base_model].deliver(ref, blob)
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let the replicas on this machine pack a blob while it is still being written."""
+        """Let the replicas on this machine pack a pushed adapter while its file is still being
+        written.
+
+        blob: file that the gateway writes.
+        size_bytes: size of the complete file.
+        """
         await self._deliveries[base_model].expect(digest, blob, size_bytes)
 
     async def holds(self, base_model: str, digest: str) -> bool:
@@ -155,13 +160,13 @@ class ServeEngineClient:
         return await self._deliveries[base_model].holds(digest)
 
     async def release(self, base_model: str, digest: str) -> None:
-        """Allow replicas to evict a delivered adapter again."""
+        """Allow replicas to evict an adapter that `deliver` has put into their host memory."""
         await self._deliveries[base_model].release(digest)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         """Return the reports of all replicas that answer, of all base models.
 
-        tier: see `Replica.report`.
+        tier: farthest tier from the GPU whose adapters the reports list.
         """
         asked = (broadcast(handle, "report", tier) for handle in self._handles.values())
         return [report for some in await asyncio.gather(*asked) for report in some]
@@ -171,9 +176,10 @@ class ServeEngineClient:
         return any(_fleet(handle).replicas for handle in self._handles.values())
 
     def max_context(self, base_model: str) -> int | None:
-        """Return the most tokens of prompt plus output that all replicas of a base model take.
+        """Return the maximum of prompt plus output tokens that every replica of a base model
+        accepts.
 
-        None: no replica has told this process.
+        None: no replica has told this process its maximum.
         """
         return _fleet(self._handles[base_model]).max_context
 
@@ -185,6 +191,7 @@ class ServeEngineClient:
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
         call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
         if the replica's code failed.
+        run_call: handle of the replicas' method `run_call`.
         """
         request_id = call.request_id
         with self._buffers.opened(request_id) as buffer:

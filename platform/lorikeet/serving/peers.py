@@ -42,7 +42,13 @@ class ServePeers(Peers):
         return [] if asker == self._name else [await self.answer(question, *arguments)]
 
     async def poll(self, question: str, *arguments: Any) -> Poll:
-        """Return the other gateways' answers. Raises Unavailable if they cannot be asked now."""
+        """Ask every other gateway a question; return the answers, and the number of gateways
+        without one.
+
+        Raises Unavailable if the gateways cannot be asked now.
+
+        question, arguments: as in `answer_peer`.
+        """
         try:
             async with asyncio.timeout(_START_S):
                 if self._handle is None:  # in a thread: blocks on a call to Serve's controller

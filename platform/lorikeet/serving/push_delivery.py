@@ -37,7 +37,7 @@ _IN_FLIGHT = 8
 _ANSWER_S = 2.0
 """Seconds that replicas have to answer a message."""
 _AFTER_SILENCE_S = 0.25
-"""Timeout of each later part once a replica has not answered.
+"""Timeout in seconds of each further part, once a replica has not answered one in time.
 
 A blob of 1 GiB then takes 64 s, not 512 s.
 """
@@ -66,7 +66,12 @@ class PushDelivery:
         return _all_hold(states)
 
     async def expect(self, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let the replicas on this machine pack a blob while its file is still being written."""
+        """Let the replicas on this machine pack a pushed adapter while its file is still being
+        written.
+
+        blob: file that the gateway writes.
+        size_bytes: size of the complete file.
+        """
         if (machine := this_machine()) is not None:
             await self._ask(ExpectPushed(digest, str(blob), size_bytes, machine))
 
@@ -75,7 +80,7 @@ class PushDelivery:
         return _all_hold(await self._ask(LookUp(digest)))
 
     async def release(self, digest: str) -> None:
-        """Allow all replicas to evict an adapter again."""
+        """Allow all replicas to evict an adapter that `deliver` has put into their host memory."""
         await self._ask(ReleasePushed(digest))
 
     async def _send(self, digest: str, blob: Path) -> None:

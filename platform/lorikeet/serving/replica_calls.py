@@ -27,7 +27,9 @@ _POLL_S = 0.05
 replicas.
 """
 _REOPEN_DELAYS_S = (0.1, 0.5, 2.0)
-"""Delays before a failed stream is reopened: after the first, second, and later failures."""
+"""Delays in seconds before a failed stream is reopened: after its first, its second, and each later
+failure.
+"""
 _CALLS = set[asyncio.Task[Any]]()
 """Running broadcasts: asyncio keeps only weak references to tasks."""
 
@@ -85,6 +87,7 @@ async def broadcast_with_failures(
     When the caller is cancelled, the calls still run to their end, since grpc.aio leaks a kilobyte
     for each cancelled call, and with it 64 KB of data that was read at the same time.
 
+    timeout_s: seconds to wait for the answers; a later one counts as an error.
     Raises DeploymentUnavailableError if there is no replica.
     """
     calls = asyncio.create_task(_call_all(handle, method, arguments, timeout_s))
@@ -122,7 +125,7 @@ def is_being_cancelled() -> bool:
 
 
 def _is_too_large(error: BaseException) -> bool:
-    """Return whether gRPC ended a stream because of a too large message; its replica is alive."""
+    """Whether gRPC ended a stream because of a too large message; the replica is then alive."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
         and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 _SILENCE_S = 8.0
 """Seconds without a report until a replica counts as gone."""
 _RESEND_S = 30.0
-"""Seconds after which a decision is sent again although its replica confirmed it."""
+"""Seconds after which an unchanged decision is repeated although its replica confirmed it."""
 
 
 class ReplicaReconciler:
-    """Reconciler that collects the replicas' reports, and sends each replica its decision until the
-    replica confirms it.
+    """Reconciler that collects the replicas' reports, and sends each replica the placement decision
+    made for it until the replica confirms it.
 
     `survey` and `send` run on the event loop, `decide` on any thread; only one of them at a time.
     """
@@ -52,7 +52,9 @@ class ReplicaReconciler:
         return ReplicaCount(self._min_replicas, len(self.reports))
 
     async def survey(self) -> None:
-        """Collect all replicas' reports; and their pressure, if more report than the minimum."""
+        """Collect all replicas' reports; if there is a replica to spare, note that the fleet may
+        shrink.
+        """
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
         self._may_shrink = False
         if self._is_autoscaled and len(self.reports) > self._min_replicas:
@@ -61,11 +63,12 @@ class ReplicaReconciler:
             self._may_shrink = len(pressures) == len(self.reports) and could_shrink(pressures)
 
     def decide(self, targets: PinTargets, now_s: float, *, surveyed: bool) -> None:
-        """Compute the decision for each replica: pins, and after a survey prefetches too.
-
+        """Compute the decision for each replica: its pinned adapters, and after a survey its
+        prefetches.
         targets: adapters that pins require, by replica.
         now_s: current time, same clock as in `send`.
-        surveyed: whether the reports are new.
+        surveyed: whether a survey has renewed the reports since the last call; without one, no
+            prefetch is planned.
         """
         prefetches: Mapping[str, tuple[PrefetchTarget, ...]] = {}
         if surveyed:
@@ -83,8 +86,8 @@ class ReplicaReconciler:
         }
 
     async def send(self, now_s: float) -> None:
-        """Send each replica its decision until it is confirmed, and again every _RESEND_S seconds.
-
+        """Send the placement decisions that are due, each to the replica it was made for.
+        A decision is due until its replica has confirmed it, and then every _RESEND_S seconds.
         Prefetches are sent once, even if the replica does not confirm them.
         """
         due = {name: each for name, each in self._decisions.items() if self._is_due(name, now_s)}

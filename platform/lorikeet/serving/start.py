@@ -1,4 +1,5 @@
-"""Start by `serve run`: refused with the remedy where it would fail, and status 1 if it fails.
+"""Checks before and during a start by `serve run`: a start that would fail is refused with a
+remedy, and one that fails exits with status 1.
 
 Serve alone ends with status 0 after a failed start, and waits for ever for GPUs and CPUs that a
 machine does not have.
@@ -60,7 +61,8 @@ def refuse_bad_start(http_port: int) -> None:
 def run_or_exit(app: Application, *, joins: bool, **options: Any) -> None:
     """Call `serve.run`; print the reason and raise SystemExit, with status 1, if that fails.
 
-    joins: whether Ray ran before this process.
+    joins: whether Ray was running before this process.
+    options: keyword arguments of `serve.run`.
     """
     try:
         _check_resources(Settings.from_env(), joins=joins)
@@ -77,7 +79,7 @@ def run_or_exit(app: Application, *, joins: bool, **options: Any) -> None:
 
 
 def _joins_ray(environ: Mapping[str, str], address: str | None) -> bool:
-    """Whether `ray.init` will join a Ray that runs, and not start one.
+    """Whether `ray.init` will join a Ray cluster that is running, instead of starting one.
 
     address: option --address of `serve run`, by default the value of RAY_ADDRESS.
     """
@@ -86,9 +88,11 @@ def _joins_ray(environ: Mapping[str, str], address: str | None) -> bool:
 
 
 def _check_resources(settings: Settings, *, joins: bool) -> None:
-    """Compare what the deployments reserve with what Ray has; Serve waits for more without end.
+    """Check that Ray has the CPUs and GPUs that the deployments reserve; Serve would wait for them
+    without end.
 
-    Prints a shortage in a Ray that ran before, which may grow. Raises RuntimeError in another.
+    joins: whether Ray was running before this process. Such a cluster may still grow, so a shortage
+        is only printed; otherwise it raises RuntimeError.
     """
     wanted, there = reserved_resources(settings), ray.cluster_resources()  # type: ignore[no-untyped-call]
     for kind, amount in wanted.items():

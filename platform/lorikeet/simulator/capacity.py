@@ -77,8 +77,8 @@ class _Search:
     forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
-        """Bracket and bisect with one seed, then confirm with all seeds that the result is the
-        smallest.
+        """Find the smallest number of replicas that meets the goals: by bisection with one seed,
+        then with all seeds.
 
         work: replicas that the requests keep busy, as from `_work`.
         """
@@ -94,7 +94,8 @@ class _Search:
         return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """Return a number of replicas that is too small and a number that is enough, with one seed.
+        """Return two numbers of replicas, with one seed: one that is too small, and one that is
+        enough.
 
         most: limit on the replicas to try.
         Raises Unreachable if `most` replicas are not enough.
@@ -116,7 +117,9 @@ class _Search:
         return enough
 
     def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """Forecast with the pins that helped so far, and with more for tenants that need them."""
+        """Forecast with the pins that helped before. Pin the adapters of further tenants, or pin
+        more copies, while that may help.
+        """
         key = replicas, seeds
         if key not in self.forecasts:
             found = self._forecast(replicas, self.pins, seeds)
@@ -147,7 +150,8 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """Return the tenants to pin, or to pin on one more replica; empty if pins alone cannot help.
+    """Return the tenants whose adapters to pin, or to pin on one more replica; empty if pins alone
+    cannot help.
 
     Pins may help if all missed goals belong to tenants that often meet a cold adapter (one that is
     not on the GPU), or that are pinned already and need more copies.

@@ -22,7 +22,11 @@ class Router(Protocol):
     """Choice of a replica for each request."""
 
     def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
-        """Choose the replica of a request."""
+        """Choose the replica of a request.
+
+        request: index of the request in the fleet's tables.
+        now_s: simulated time.
+        """
 
 
 class SimulatedFleet:
@@ -135,7 +139,9 @@ class SimulatedFleet:
         self.replicas = [*self.replicas, replica]
 
     def _pin(self) -> None:
-        """Pin adapters to the replicas that the controller would choose, while they fit."""
+        """Pin adapters to the replicas that the controller would choose, as far as their memory
+        suffices.
+        """
         replicas = {replica.name: replica for replica in self.replicas}
         for adapter, copies in self.setup.pins.items():
             for name in by_preference(self.names[adapter], replicas)[:copies]:

@@ -41,10 +41,11 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, in bytes that adapters take on one of its GPUs.
+    """Memory of a replica for adapters, counted in bytes of the part of adapters that one of its
+    GPUs holds.
 
     gpu_bytes: memory of each GPU.
-    host_bytes, disk_bytes: memory of the replica, divided by its GPUs.
+    host_bytes, disk_bytes: memory of the replica, divided by its number of GPUs.
     gpus: number of GPUs of the replica.
     """
 
@@ -224,7 +225,8 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
 def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
     """Return, for each request after the warm-up, seconds to first token, tier and tenant.
 
-    The tier is the one where the adapter was; the tenant is BASE_MODEL without an adapter.
+    The tier is the one where the request found its adapter; the tenant is BASE_MODEL for a request
+    without an adapter.
     """
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]

@@ -49,6 +49,7 @@ class Arena:
 
         capacity: bytes.
         sizes, names: bytes and name of each adapter, [adapters].
+        policy: scores adapters by their uses; the lowest score is evicted first.
         evicted: called with each evicted adapter.
         """
         self._sizes, self._names, self._policy, self._evicted = sizes, names, policy, evicted
@@ -102,8 +103,9 @@ class Arena:
         return True
 
     def place(self, adapter: int, now_s: float) -> bool:
-        """Evict adapters and begin to load this adapter. Return False, without any change, if it
-        cannot fit.
+        """Reserve space for an adapter that begins to load, evicting other adapters if needed.
+
+        Returns False, without any change, if the adapter cannot fit.
         """
         size = self._sizes[adapter]
         if self.room < size:
@@ -127,8 +129,8 @@ class Arena:
         self._rank(adapter, resident)
 
     def evicted_uses(self, adapter: int, now_s: float) -> float:
-        """Return the recent uses of the adapters that loading this adapter would evict; 0 if it is
-        resident.
+        """Return the recent uses of the adapters that loading this adapter would evict; 0 if the
+        arena has it already.
         """
         if adapter in self.residents or not self._front():
             return 0.0
@@ -217,7 +219,7 @@ class ByteLru:
         return True
 
     def add(self, adapter: int) -> None:
-        """Add an adapter, and evict others if needed."""
+        """Add an adapter, and evict other adapters if needed."""
         if self.use(adapter):
             return
         self._held[adapter] = None

@@ -122,7 +122,7 @@ class SimulatedReplica:
         return tier
 
     def _step(self, number: int, now_s: float) -> None:
-        """Handle the next event: a sequence's last token, or the end of a step.
+        """Process this replica's next event: a sequence's last token, or the end of a step.
 
         number: number of the scheduled event; an outdated one is ignored.
         """
@@ -139,7 +139,11 @@ class SimulatedReplica:
         self._schedule_step(now_s)
 
     def _callbacks(self, holders: list[list["SimulatedReplica"]]) -> tuple[_Changed, _Changed]:
-        """Return a tier's callbacks: add this replica to an adapter's holders, and remove it."""
+        """Return a tier's two callbacks: one adds this replica to the holders of an adapter, one
+        removes it.
+
+        holders: replicas that hold each adapter in the tier, [adapters].
+        """
         return (lambda each: holders[each].append(self)), (lambda each: holders[each].remove(self))
 
     def _request(self, adapter: int, now_s: float) -> None:
@@ -173,7 +177,7 @@ class SimulatedReplica:
         self._place_next(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Copy the adapters that wait for GPU memory to the GPU, in their order, while they fit."""
+        """Start to copy adapters that wait for GPU memory, in their order, as long as they fit."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 
@@ -300,19 +304,22 @@ class _DecodeContext:
         self._begun = self._growth = 0.0
 
     def add(self, request: int, clock: float) -> None:
-        """Add a request that decodes its second token in the step after this clock."""
+        """Add a request that decodes its second token in the step after `clock`.
+
+        clock: number of steps so far.
+        """
         first, growth = self._line(request)
         self._begun += first - growth * clock
         self._growth += growth
 
     def remove(self, request: int, clock: float) -> None:
-        """Remove a request whose answer ends at this clock."""
+        """Remove a request whose answer ends at the step `clock`."""
         first, growth = self._line(request)
         self._begun -= first + growth * (self._fleet.answers[request] - 1) - growth * clock
         self._growth -= growth
 
     def at(self, clock: float) -> int:
-        """Return the tokens that all decoding requests attend to at this clock."""
+        """Return the tokens that all decoding requests together attend to in the step `clock`."""
         return round(self._begun + self._growth * clock)
 
     def _line(self, request: int) -> tuple[float, float]:

@@ -33,7 +33,11 @@ class LeastCostRouter:
         self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:
-        """Choose the replica of a request."""
+        """Choose the replica of a request.
+
+        request: index of the request in the fleet's tables.
+        now_s: simulated time.
+        """
         chosen = self.rank(fleet, request, now_s)[0].replica
         self._status(fleet, request, chosen, now_s).add_waiting(fleet.prompts[request])
         return chosen

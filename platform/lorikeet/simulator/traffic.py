@@ -12,7 +12,7 @@ BASE_MODEL = -1  # in Requests.adapters: no adapter
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests in order of arrival; each field has an element per request, [requests].
+    """Requests in order of arrival; each field has one element for each request.
 
     times_s: arrival times.
     adapters: numbers of adapters, or BASE_MODEL.

@@ -63,7 +63,7 @@ class Zipf:
         return shares
 
     def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
-        """Draw independently from `shares`."""
+        """Draw the adapter of each request independently, with the probabilities of `shares`."""
         return rng.choice(adapters, size=requests, p=self.shares(adapters))
 
 
@@ -88,10 +88,11 @@ def parse_popularity(text: str) -> Popularity:
 def choose_adapters(
     popularity: Popularity, adapters: int, times_s: Floats, *, seed: int, reshuffle_s: float
 ) -> Ints:
-    """Choose the adapter of each request, [requests], with a changing popularity order.
+    """Choose the adapter of each request, [requests], with a changing order of popularity.
 
+    popularity: distribution of requests over the order.
     times_s: arrival times, rising.
-    reshuffle_s: seconds between new orders; math.inf for one order throughout.
+    reshuffle_s: seconds after which a new order is drawn; math.inf for one order throughout.
     """
     epochs = np.floor_divide(times_s, reshuffle_s).astype(np.int64)
     chosen = np.empty(len(times_s), dtype=np.int64)

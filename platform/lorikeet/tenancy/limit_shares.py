@@ -22,9 +22,15 @@ FLOOR = 0.1
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
-"""Seconds of silence after which a gateway counts as gone, if this gateway does not ask it."""
+"""Seconds without a message from another gateway after which its claims are dropped.
+
+A gateway that this gateway still asks, but that does not answer, keeps its share: without its
+answer this gateway's shares stay as they are (`agree`).
+"""
 DOUBT_S = 10.0
-"""Seconds without an agreement after which a new gateway takes the even share."""
+"""Seconds after which a new gateway takes the even share, if it could not agree on shares with the
+other gateways.
+"""
 _IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even
 _EXACT = 1e-9
 
@@ -42,7 +48,7 @@ class ShareClaim(NamedTuple):
 
     demand: number of the gateway's running requests, plus a decayed count of its recent requests.
     share: fraction of the limits that the gateway claims.
-    running: running requests.
+    running: number of the gateway's running requests.
     """
 
     demand: float
@@ -52,7 +58,7 @@ class ShareClaim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatewayClaims:
-    """Message of a gateway to another.
+    """Message of one gateway to another: its claims to shares of limits.
 
     gateway: sender's name, new at every start.
     """
@@ -66,10 +72,10 @@ class LimitShare:
     """One gateway's share of the limits of one tenant or key.
 
     share: fraction of each limit that the gateway enforces.
-    claimed: fraction that the gateway claims in the present round.
-    at: time of the last request, seconds.
-    running: running requests in this gateway.
-    others_run: running requests in other gateways.
+    claimed: fraction that the gateway claims in the present round of `LimitShares`.
+    at: time of the last request, in seconds.
+    running: number of running requests in this gateway.
+    others_run: number of running requests in the other gateways.
     """
 
     share: float
@@ -89,7 +95,7 @@ class LimitShare:
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
-        """Whether no request runs and none has come for _IDLE_S."""
+        """Whether no request runs in this gateway, and none has arrived for _IDLE_S."""
         return not self.running and now - self.at > _IDLE_S
 
     def _left(self, now: float) -> float:
@@ -133,11 +139,11 @@ class LimitShares:
         return own
 
     def begin(self, subject: Subject) -> None:
-        """Count a request of a subject, with limits or without, that begins."""
+        """Count a running request. The subject may have no limits."""
         self._count_running(subject, 1)
 
     def end(self, subject: Subject) -> None:
-        """Count a request of a subject that has ended."""
+        """Count a running request of a subject as ended."""
         self._count_running(subject, -1)
 
     def _count_running(self, subject: Subject, change: int) -> None:
@@ -153,13 +159,16 @@ class LimitShares:
         return 1 / max(self._gateways, 1 + len(self._peers))
 
     def least(self) -> float:
-        """Return the share of a gateway that has not yet agreed with the others: FLOOR of 1/N."""
+        """Return the initial share of a limit in a gateway that has not agreed with the others yet:
+        FLOOR / N.
+        """
         return FLOOR / self._gateways
 
     def settled_s(self, now: float) -> float:
-        """Return the seconds since this gateway agreed with the others, or gave up waiting.
+        """Return the seconds for which this gateway has had its regular shares, 0 at first.
 
-        Returns 0 before that.
+        They begin at its first agreement on shares with the other gateways, or DOUBT_S after its
+        start, whichever is first.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
@@ -182,9 +191,11 @@ class LimitShares:
         return self._own_claims(now)
 
     def agree(self, answers: Iterable[GatewayClaims], *, complete: bool, now: float) -> None:
-        """End a round: set the shares from the claims of the other gateways.
+        """End a round: set this gateway's shares from the claims in the other gateways' answers.
 
-        complete: every gateway that may exist has answered; if not, all shares stay.
+        complete: whether every gateway that may exist has answered. If not, shares stay as they
+            are; but a gateway that has never agreed with the others takes the even share after
+            DOUBT_S.
         """
         for answer in answers:
             self._receive(answer, now)
@@ -201,9 +212,11 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return the share of a subject's limits that this gateway's part of all demand justifies.
+        """Return the share of a subject's limits that fits this gateway's part of all gateways'
+        demand.
 
         The result is at least FLOOR of the even share.
+        own: this gateway's present share and demand.
         """
         demand = own.demand(now)
         total = demand + sum(claim.demand for claim in self._claims_of_peers(subject))
@@ -212,7 +225,9 @@ class LimitShares:
         return (demand + grace) / (total + count * grace)
 
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
-        """Yield each peer's last claim; a peer without one is assumed to have the even share."""
+        """Yield the last claim of each other gateway; one without a claim is assumed to have the
+        even share.
+        """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
 
@@ -231,7 +246,9 @@ class LimitShares:
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
-        """Drop peers that are gone, and idle subjects with even shares."""
+        """Drop the claims of gateways that are gone, and idle subjects whose share is at least the
+        even share.
+        """
         gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:
             del self._peers[name]

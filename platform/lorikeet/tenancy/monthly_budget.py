@@ -25,14 +25,15 @@ class RecordedUsage(Protocol):
 class MonthlyBudget:
     """Tokens that each tenant has used this month, compared with its budget.
 
-    The number is recorded usage, plus the tokens that this gateway has settled and that recorded
-    usage does not include yet. Tokens that other gateways have settled are known only once they are
+    The number is recorded usage, plus the tokens that `settle` has counted in this gateway and that
+    recorded usage does not include yet. Other gateways' tokens are known only once they are
     recorded.
 
     Single event loop, except `read`, which runs in a thread.
 
     recorded: source of recorded usage; None if usage is not recorded.
-    unseen_s: age in seconds up to which settled tokens may be missing from recorded usage.
+    unseen_s: age in seconds up to which tokens that `settle` counted may be missing from recorded
+        usage.
 
     `now` is in Unix seconds in `check`, and in monotonic seconds in all other methods, because a
     jump of the system's clock must not stop the reads.
@@ -46,7 +47,9 @@ class MonthlyBudget:
         self._settled: dict[str, Counter[int]] = {}  # by tenant and second
 
     def check(self, tenant: str, tokens_per_month: int, now: float) -> None:
-        """Raise InsufficientQuota if the tenant has used `tokens_per_month` tokens."""
+        """Raise InsufficientQuota if the tenant has used its budget of `tokens_per_month`
+        tokens.
+        """
         self._asked = True
         used = self._settled[tenant].total() if tenant in self._settled else 0
         if self._recorded is not None:
@@ -59,7 +62,7 @@ class MonthlyBudget:
             )
 
     def settle(self, tenant: str, tokens: int, now: float) -> None:
-        """Count tokens that a tenant with a budget has used."""
+        """Count tokens that an ended request of a tenant with a budget has used."""
         self._settled.setdefault(tenant, Counter())[int(now)] += tokens
 
     def due(self, now: float) -> bool:
@@ -73,7 +76,7 @@ class MonthlyBudget:
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """Drop settled tokens that a finished read includes.
+        """Drop the tokens counted by `settle` that recorded usage includes after a finished read.
 
         began: time at which the read began, on the clock of `settle`.
         """

@@ -8,7 +8,7 @@ from lorikeet.retry_after import until_queue_is_short, whole_seconds
 _SPAN_S = 30.0
 """Time constant, in seconds, of the exponential decay of first tokens in the measured rate."""
 _ENOUGH_S = 5.0
-"""Minimum decayed seconds of observation at full capacity before a queue time is estimated."""
+"""Seconds of observation at full capacity, with decay, below which no queue time is estimated."""
 
 
 class QueueTimeEstimator:
@@ -36,7 +36,10 @@ class QueueTimeEstimator:
         self._now = now
 
     def check(self, tenant: str, weight: float, now: float) -> None:
-        """Raise Overloaded if one more request of the tenant would wait longer than max_queue_s."""
+        """Raise Overloaded if one more request of the tenant would wait longer than max_queue_s.
+
+        weight: the tenant's weight; see TenantRecord.
+        """
         wait_s = self._wait_s(tenant, weight, now)
         if self._max_queue_s is not None and wait_s > self._max_queue_s:
             retry_after_s = until_queue_is_short(wait_s, self._max_queue_s)
@@ -47,7 +50,7 @@ class QueueTimeEstimator:
             )
 
     def enter(self, tenant: str, weight: float, now: float) -> None:
-        """Count a request that begins to wait."""
+        """Count a request that begins to wait for its first token."""
         self._pass_until(now)
         self._under_way += 1
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
@@ -74,7 +77,9 @@ class QueueTimeEstimator:
         return self._max_running is not None and self._under_way >= self._max_running
 
     def _wait_s(self, tenant: str, weight: float, now: float) -> float:
-        """Estimate the wait of one more request of the tenant; 0 without an estimate."""
+        """Estimate the seconds that one more request of the tenant would wait; 0 without an
+        estimate.
+        """
         self._pass_until(now)
         if not self._full or self._full_s < _ENOUGH_S:
             return 0.0

@@ -14,7 +14,9 @@ from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 _READING_PART = 2
-"""Divisor of max_requests: requests without a complete body may be 1/2 of it for one tenant."""
+"""Divisor of max_requests: one tenant may have 1/2 of that number of requests whose body has not
+arrived completely.
+"""
 _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have ended
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
@@ -45,11 +47,12 @@ class SubjectLimits:
         return self._shares.share_of(self._subject, now)
 
     def change(self, limits: Limits, now: float) -> None:
-        """Enforce these limits from now on, at this gateway's present share."""
+        """Enforce other limits from now on, at this gateway's present share."""
         self._set(limits, self.share(now).share, now)
 
     def refusal(self, requests: int, tokens: int, now: float) -> RateLimited | None:
-        """Return the error that refuses these amounts now, or None if they are admitted.
+        """Return the error that refuses this many requests and tokens now, or None if they are
+        admitted.
 
         An amount of 0 is never refused.
         """
@@ -57,7 +60,9 @@ class SubjectLimits:
         return over_minute or (self._over_concurrent(now) if requests else None)
 
     def bytes_refusal(self, size: int, now: float) -> RateLimited | None:
-        """Return the error that refuses a push of `size` bytes now, or None if it is admitted."""
+        """Return the error that refuses a push of `size` bytes now, or None if the push is
+        admitted.
+        """
         return self._refusal_of(((self._bytes, size),), now)
 
     def count_bytes(self, size: int, now: float) -> None:
@@ -76,7 +81,7 @@ class SubjectLimits:
             self._tokens.count(tokens, now)
 
     def note_duration(self, took_s: float) -> None:
-        """Count a request that has ended in the average duration.
+        """Include an ended request in the average duration of requests.
 
         took_s: seconds since the request's tokens were reserved.
         """
@@ -158,6 +163,8 @@ class RateLimiter:
     ) -> None:
         """Start without requests.
 
+        shares: shares of the limits that this gateway enforces.
+        budget: tokens that each tenant has used this month.
         max_requests: limit on the requests of all tenants that the gateway carries at once; None:
             no limit.
         clock: monotonic seconds.
@@ -225,7 +232,7 @@ class RateLimiter:
             )
 
     def check_reading(self, tenant: str) -> None:
-        """Raise RateLimited if too many of the tenant's requests have no body yet."""
+        """Raise RateLimited if too many of the tenant's requests wait for their body to arrive."""
         if self._max_requests is None:
             return
         most = max(1, self._max_requests // _READING_PART)
@@ -251,7 +258,7 @@ class RateLimitHold:
 
         check         before the body is read: checks the gateway's capacity, the month's budget,
                       requests per minute and requests at once
-        body_is_here
+        body_is_here  when the body has arrived, or never will
         reserve       before a replica is asked: reserves tokens, checks the estimated queue time
         first_token   ends the wait
         settle        replaces the reserved tokens by the tokens used
@@ -260,9 +267,9 @@ class RateLimitHold:
     Tokens are reserved by an estimate. If the real number never becomes known, the reserved number
     counts.
 
-    SubjectLimits count for the tenant and for the key, if they have limits. The base model's
-    QueueTimeEstimator refuses nobody while its engines have capacity. The MonthlyBudget is checked
-    if the tenant has one.
+    The request counts against the SubjectLimits of its tenant and of its key, if they have limits.
+    The base model's QueueTimeEstimator refuses nobody while its engines have capacity. The
+    MonthlyBudget is checked if the tenant has one.
     """
 
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
@@ -299,7 +306,10 @@ class RateLimitHold:
         self._reading = True
 
     def body_is_here(self) -> None:
-        """Stop counting the request as without body: it has arrived or never will. Idempotent."""
+        """Stop counting the request among those whose body has not arrived. Idempotent.
+
+        Called when the body has arrived, or when it is known that it never will.
+        """
         if not self._reading:
             return
         self._reading = False
@@ -309,7 +319,8 @@ class RateLimitHold:
             del reading[tenant]
 
     def take_bytes(self, size: int) -> None:
-        """Count the body of a push before it arrives. Raises RateLimited.
+        """Count the body of a push before it arrives. Raises RateLimited beyond a limit on pushed
+        bytes.
 
         size: bytes of the pushed adapter.
         """
@@ -360,7 +371,9 @@ class RateLimitHold:
             self._limiter.budget.settle(self._tenant.name, self._tokens, now)
 
     def limit_statuses(self) -> list[LimitStatus]:
-        """Return the tighter one of the tenant's and the key's limits, for each kind per minute."""
+        """Return the status of each kind of limit per minute: the tenant's or the key's, whichever
+        has less left.
+        """
         now = self._limiter.clock()
         tightest: dict[str, LimitStatus] = {}
         for status in (each for limits in self._limits for each in limits.limit_statuses(now)):
@@ -373,7 +386,10 @@ class RateLimitHold:
         self._refuse([limits.refusal(requests, tokens, now) for limits in self._limits])
 
     def _refuse(self, found: Sequence[RateLimited | None]) -> None:
-        """Raise the refusal with the longest Retry-After; return if all are None."""
+        """Raise the refusal with the longest Retry-After; return if there is none.
+
+        found: one refusal for each checked limit; None if that limit admits the request.
+        """
         refusals = [refusal for refusal in found if refusal is not None]
         if refusals:
             longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)
@@ -407,9 +423,10 @@ def _changed(
     share: float,
     now: float,
 ) -> TokenBucket | None:
-    """Return a token bucket with these values: `bucket` changed, or a new one if it is None.
+    """Return `bucket` changed to these values, or a new TokenBucket with them if `bucket` is None.
 
     Returns None if `per_min` is None: no limit.
+    kind, per_min, burst_s, share: as in TokenBucket.
     """
     if per_min is None:
         return None

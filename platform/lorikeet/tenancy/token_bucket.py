@@ -30,7 +30,10 @@ class TokenBucket:
         self._level, self._at = self._capacity, now
 
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
-        """Set the limit, its burst and this gateway's share from now on."""
+        """Set the limit, its burst and this gateway's share from now on.
+
+        per_min, burst_s, share: as in __init__.
+        """
         self._level, self._at = self.level(now), now
         self._set(per_min, burst_s, share)
         self._level = min(self._level, self._capacity)
@@ -41,7 +44,7 @@ class TokenBucket:
         return min(self._capacity, self._level + refilled)
 
     def count(self, amount: float, now: float) -> None:
-        """Take an amount out, whatever the level; a negative amount is put back."""
+        """Take an amount out, even if the bucket holds less; a negative amount is put back."""
         self._level, self._at = self.level(now) - amount, now
 
     def wait_s(self, amount: float, even: float, now: float) -> float:

@@ -22,7 +22,7 @@ _BATCH_MS = 200
 
 
 class TraceExporter:
-    """Exporter of a part of a gateway's ended requests as traces.
+    """Exporter that sends a sample of a gateway's ended requests to a collector, as traces.
 
     While the collector is unreachable, the oldest spans are dropped. No request waits for the
     exporter.

@@ -68,9 +68,9 @@ class Origin(NamedTuple):
 def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin | None:
     """Return the trace of a request; None if the request is not sampled.
 
-    A caller's traceparent (W3C Trace Context) decides. Without one, the trace's id is the
-    request's, and its last 56 bits decide: they are random in a UUID of version 4, as
-    OpenTelemetry's consistent probability sampling requires.
+    If the caller sent a traceparent (W3C Trace Context), the caller's decision holds. Without one,
+    the trace's id is the request's, and its last 56 bits decide: they are random in a UUID of
+    version 4, as OpenTelemetry's consistent probability sampling requires.
 
     share: fraction of requests to sample, 0 to 1.
     """
@@ -155,7 +155,8 @@ class _Spans:
     ) -> SpanContext:
         """Add a span; return its context, to be the parent of further spans.
 
-        during: begin and end.
+        during: begin and end, in seconds since `received_ns`.
+        resource: process that the span belongs to.
         failure: error description; None: the span did not fail.
         """
         context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
@@ -214,6 +215,7 @@ def _engine_start_s(
 ) -> float:
     """Return the latest possible start of the engine's work, in seconds since `received`.
 
+    timings: the engine's timings of the slowest choice.
     taken_s: time when the replica took the call.
     end_s: end of the answer.
     """

@@ -97,7 +97,8 @@ class DayReader(Generic[K]):
         self.marks, self.compacted = dict(content.marks), number
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
-        """Return the objects after each writer's mark, up to a gap, and whether there is a gap.
+        """Return the unread objects that follow each writer's mark without a gap, and whether any
+        writer's have a gap.
 
         The mark of a writer is the number of its last object that was read.
         """

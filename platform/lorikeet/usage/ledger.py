@@ -68,11 +68,12 @@ class UsageCounts:
 NOTHING = UsageCounts()
 
 UsageByAccount = Mapping[UsageAccount, UsageCounts]
-"""Usage by account."""
+"""Usage of each tenant with each model that it used."""
 
 
 class UsageLedger:
-    """Usage that one process has counted and not written yet, by day and account. Thread-safe.
+    """Usage that one process has counted and not written to the store yet, by day and account.
+    Thread-safe.
 
     clock: Unix seconds.
     """

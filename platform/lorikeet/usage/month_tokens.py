@@ -11,7 +11,8 @@ from lorikeet.usage.reader import WHOLE_S, days
 
 
 class MonthTokens:
-    """Prompt and output tokens by tenant in the present month, UTC, as far as they are written.
+    """Prompt and output tokens by tenant in the present month, UTC, as far as they are in the
+    store.
 
     `of` is thread-safe; `refresh` may run in one thread at a time.
     """

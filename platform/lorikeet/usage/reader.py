@@ -23,7 +23,9 @@ _DAY_S = 86400.0
 
 
 def days(first: date, last: date) -> list[date]:
-    """List the days from first to last. Raises InvalidInput if there are none or too many."""
+    """List the days from first to last. Raises InvalidInput if last is before first, or the days
+    are too many.
+    """
     count = (last - first).days + 1
     if count < 1:
         problem = f"{first} is after {last}: want the first day, then the last"
@@ -47,9 +49,9 @@ class UsageReader:
         self._whole_at: dict[date, float] = {}
 
     def read(self, first: date, last: date) -> dict[date, UsageByAccount]:
-        """Return the usage of the days of the period, without days that have no usage.
+        """Return the usage of each day from first to last, without days that have no usage.
 
-        Raises InvalidInput, StoreError.
+        Raises InvalidInput if last is before first or the days are too many, and StoreError.
         """
         wanted = days(first, last)
         found = in_parallel(self._read, wanted, _AT_ONCE)

@@ -1,6 +1,6 @@
 """Saves an adapter as mlx_lm.lora does, and its deltas: `mlx_trainer.py FOLDER FAMILY`.
 
-A fourth of what the command does, in MLX's venv, without data and training: random B instead.
+Runs in MLX's venv. Does a fourth of what the command does, without data and training: B is random.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def of_llama():
 
 
 def of_qwen3_moe():
-    """Return a model of the shape of MOE["qwen3_moe"], whose linears MLX trains all by default."""
+    """Return a model of the shape of MOE["qwen3_moe"]. By default MLX trains all of its linears."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 32}
     experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
     layers = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -38,7 +38,10 @@ def of_qwen3_moe():
 
 
 def main(folder: Path, family: str) -> None:
-    """Write adapters.safetensors, adapter_config.json and deltas.npz, delta [d_out, d_in] each."""
+    """Write adapters.safetensors, adapter_config.json and deltas.npz.
+
+    deltas.npz has the delta [d_out, d_in] of each adapted module, by name.
+    """
     mx.random.seed(0)
     model, keys = {"llama": of_llama, "qwen3_moe": of_qwen3_moe}[family]()
     model.freeze()

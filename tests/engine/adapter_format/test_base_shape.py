@@ -10,11 +10,12 @@ from tests.engine.tiny_llama import CONFIG
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_base_model_fits_its_linears(family):
+    layers = 4 if FAMILIES[family].is_hybrid else 1
     config = transformers.AutoConfig.for_model(
         family,
         hidden_size=48,
         intermediate_size=56,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=32,
@@ -22,17 +23,18 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         pad_token_id=None,
     )
     shape = BaseShape.from_config(config.to_dict())
-    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers
     for index, linear in enumerate(shape.linears):
         if linear.of_experts:
             continue
+        layer = next(decoder[at] for at in range(layers) if shape.has(at, index))
         module = layer.get_submodule(linear.module)
         d_out, d_in = module.weight.shape
         assert shape.dims(index) == (d_in, d_out), linear.name
     if shape.experts:
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
-        experts = layer.mlp.experts
+        experts = decoder[0].mlp.experts
         assert experts.gate_up_proj.shape == (shape.matrices(gate), d_gate + d_up, d_in)
         assert experts.down_proj.shape == (shape.matrices(down), d_out, width)
 

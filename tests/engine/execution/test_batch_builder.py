@@ -117,6 +117,7 @@ def test_a_step_input_holds_only_arrays_and_numbers():
     step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     (table,) = values.pop("page_tables")
+    assert values.pop("states") is None, "a model without delta nets"
     for value in (*values.values(), table.starts, table.pages, table.kv_lengths):
         assert isinstance(value, np.ndarray | int)
 

@@ -48,7 +48,7 @@ class ExactRunner:
     noise: largest delay of a step.
     """
 
-    prompt_sizes = (128, 2048)
+    prompt_sizes, state_slots = (128, 2048), 0
 
     def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
         windowed = round(12 * costs.windowed)

@@ -112,6 +112,7 @@ class Twice:
 
     def __init__(self, runner):
         self.runner, self.kv_windows = runner, runner.kv_windows
+        self.state_slots = runner.state_slots
         self.compared = []
 
     def share(self, *_arguments):

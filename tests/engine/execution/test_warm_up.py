@@ -68,6 +68,7 @@ class Recorder:
 
     def __init__(self, runner):
         self.model, self.kv_windows, self.batches = runner.model, runner.kv_windows, []
+        self.state_slots = runner.state_slots
 
     def share(self, _step, *, graphs):
         pass

@@ -17,9 +17,10 @@ Values = tuple[tuple[str, str], ...]  # names and values of a case's parameters
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpret every pair of parameters' values, each in one dtype by turns; soak tests the rest.
+    """Mark as soak all cases but a few that cover every pair of parameters' values.
 
-    A test of one or two parameters beside the dtype has all their values.
+    Each of the few runs in one dtype, by turns. A test with one or two parameters beside the dtype
+    runs with all combinations of their values. Does nothing outside Triton's interpreter.
     """
     if not INTERPRETED:
         return

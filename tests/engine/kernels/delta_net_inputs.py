@@ -12,7 +12,10 @@ HEADS = [Heads(2, 2, 16, 16), Heads(2, 6, 16, 32), Heads(1, 2, 32, 16)]
 
 @dataclass(frozen=True)
 class Inputs:
-    """qkv is the convolution's input or, as its output would do as well, the rule's."""
+    """Operands of the convolution and of the delta rule.
+
+    qkv: input of either of them.
+    """
 
     qkv: torch.Tensor
     ba: torch.Tensor

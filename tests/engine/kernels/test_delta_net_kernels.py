@@ -1,5 +1,6 @@
 """The gated delta net's kernels equal torch's; without a GPU they run in Triton's interpreter."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -162,6 +163,40 @@ def test_a_prompt_divided_anywhere_and_decoded_ends_in_the_same_state(kind):
     eps = 8 * eps_of(torch.float32) if kind[1] == torch.float32 else 5 * eps_of(kind[1])
     assert_close(torch.cat(parts), want, eps)
     assert_close(given.states, exact.states, eps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operators", [fused, reference], ids=["fused", "reference"])
+def test_states_behind_chunks_are_saved(operators, kind):
+    """Each is the state in which the sequence ends if it ends there."""
+    heads, lengths, slots = HEADS[2], [200, 3, 70], [5, 0, 6]
+    given = inputs(sum(lengths), heads, kind[1], slots=9, device=kind[0])
+    saves = indices([-1, 1, 8, -1, -1, 2, -1], kind[0])
+    prefills = replace(Prefills.of(lengths, slots, kind[0]), saves=saves)
+    assert len(prefills.chunks) == len(saves)
+    lora = adapted(given.qkv, 130)
+
+    def run(given, prefills, lora=None):
+        states, last = given.states.clone(), given.last_inputs.clone()
+        y = operators.prefill_convolution(given.qkv.clone(), given.weight, last, prefills, lora)
+        o = operators.prefill_delta_rule(
+            given.qkv, given.ba.clone(), given.decay, states, prefills, heads
+        )
+        return y, o, states, last
+
+    y, o, states, last = run(given, prefills, lora)
+    unsaved = run(given, Prefills.of(lengths, slots, kind[0]), lora)
+    assert torch.equal(y, unsaved[0])
+    assert torch.equal(o, unsaved[1])
+    for first, tokens, slot, save in ((0, 128, 5, 1), (0, 192, 5, 8), (203, 64, 6, 2)):
+        summed = replace(given, qkv=merged(given.qkv, lora)).tokens(first, first + tokens)
+        alone = Prefills.of([tokens], [slot], kind[0])
+        assert torch.equal(last[save], run(summed, alone)[3][slot])
+        ended = run(given.tokens(first, first + tokens), alone)[2][slot]
+        assert torch.equal(states[save], ended)
+    for kept in (3, 4, 7):
+        assert torch.equal(states[kept], given.states[kept])
+        assert torch.equal(last[kept], given.last_inputs[kept])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -83,7 +83,7 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
 def answers_of(
     family: SavedFamily, storage: Storage, checkpoint: Path, folder: Path
 ) -> list[Answer]:
-    """Start an engine; ask all of TOGETHER at once, then ALONE_TWICE and again.
+    """Start an engine; ask all of TOGETHER at once, then ALONE_TWICE twice, each time alone.
 
     checkpoint: checkpoint to serve.
     folder: folder of the engine's cache.

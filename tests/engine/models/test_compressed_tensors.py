@@ -46,5 +46,5 @@ def test_a_folder_of_the_library_is_served_with_its_values(
     reference.get_submodule(LEFT_OUT).__class__ = torch.nn.Linear
     assert_near(logits(folder), floats_logits(reference))
     model = load_model(folder, torch.device("cpu"), torch.float32)
-    scales = model._layers[1].attention.kv_scales
+    scales = model._layers[1].mixer.kv_scales
     assert scales.key == scales.value == pytest.approx(0.03)

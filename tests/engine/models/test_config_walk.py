@@ -28,6 +28,9 @@ IDLE = {
 }
 # Where every layer has experts, none is as wide as dense ones would be.
 IDLE_IN = {("qwen3_moe", "intermediate_size")}
+# Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
+HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
+HYBRIDS = {"full_attention_interval": 4, "partial_rotary_factor": 0.25}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
 WINDOW_IN_ALL = {"max_window_layers": 0, "no_rope_layers": [0, 0], "layer_types": None}
 # What else has to be set for a key to mean something.
@@ -110,8 +113,13 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain = {**keys_of(family), **SIZES, "model_type": family, "sliding_window": None}
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
     plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
-    plain |= {k: v for k, v in WITH.get(key, {}).items() if k in plain}
-    other = {**plain, key: otherwise(key, plain[key])}
+    if FAMILIES[family].is_hybrid:
+        plain |= {"num_hidden_layers": 4}
+        beside, changed = {}, HYBRID_LAYERS if key == "layer_types" else otherwise(key, plain[key])
+    else:
+        beside, changed = WITH.get(key, {}), otherwise(key, plain[key])
+    plain |= {k: v for k, v in beside.items() if k in plain}
+    other = {**plain, key: changed}
     before, (after, refusal) = parse(plain), outcome(parse, other)
     assert after != before
     assert after is not None or key in refusal
@@ -124,6 +132,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     theta = theta if isinstance(theta, dict) else {"global": theta, "local": theta}
     outside = {
         "partial_rotary_factor": {"glm4": 0.5}.get(family, 1.0),
+        **(HYBRIDS if FAMILIES[family].is_hybrid else {}),
         "rope_local_base_freq": theta["local"],
         "rope_theta": theta["global"],
         "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
@@ -138,6 +147,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     want = transformers.AutoConfig.for_model(family, **sizes)
     slides = [kind == "sliding_attention" for kind in layer_types(want)]
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
+    if FAMILIES[family].is_hybrid:
+        assert list(config.shape.kinds) == want.layer_types
     thetas = [theta["local" if s else "global"] for s in slides]
     assert all(r is None or r.theta == t for r, t in zip(config.ropes, thetas, strict=True))
 
@@ -151,6 +162,6 @@ def layer_types(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_other_tools_add_are_ignored(family, parse):
-    plain = {**SIZES, "model_type": family, "sliding_window": None}
+    plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, "sliding_window": None}
     added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
     assert parse(plain | added) == parse(plain)

@@ -81,7 +81,7 @@ def linears_of(layer):
         after = layer.mlp.experts.gate_up, layer.mlp.experts.down
     else:
         after = layer.mlp.gate_up.weight, layer.mlp.down.weight
-    return layer.attention.qkv.weight, layer.attention.o.weight, *after
+    return layer.mixer.inputs.weight, layer.mixer.o.weight, *after
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

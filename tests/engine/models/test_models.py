@@ -9,13 +9,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
-from tests.engine.conftest import FAMILIES, MOE, VARIANTS
+from lorikeet_engine.parallel.shard import WHOLE
+from tests.engine.conftest import FAMILIES, HYBRID, MOE, VARIANTS
 
-NAMES = [*FAMILIES, *MOE, *(name for name in VARIANTS if name != "longrope")]
+NAMES = [*FAMILIES, *MOE, *HYBRID, *(name for name in VARIANTS if name != "longrope")]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -44,14 +46,18 @@ def random_adapter(shape, rank):
     parts, changes, end = [], [], 0
     generator = torch.Generator().manual_seed(5)
     table = torch.zeros(1, shape.layers + 1, len(shape.modules), 3, dtype=torch.int64)
+    kept = WHOLE.ranges(shape)
     for layer in range(shape.layers):
         for i, linear in enumerate(shape.linears):
+            if not shape.has(layer, i):
+                continue
             d_in, d_out = shape.dims(i)
             a = torch.randn(rank, d_in, generator=generator) / 10
             b = torch.randn(d_out, rank, generator=generator) / 10
             changes.append((f"{linear.path(layer)}.weight", b @ a))
             table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
-            parts += [a.flatten(), b.T.flatten()]
+            rows = [row for part in kept[i].outputs for row in part]
+            parts += [a.flatten(), b[rows].T.flatten()]
             end += a.numel() + b.numel()
     return LoraWeights(torch.cat(parts), table), changes
 
@@ -67,7 +73,10 @@ class Run:
         shape = (groups.page_layers, 2, *size)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         attention = SdpaAttention(model.config.attention_soft_cap)
-        self.runner = ModelRunner(model, attention, lora, kv)
+        states = allocate_states(model.shape, tokens.all_pages, dtype, kv.device)
+        for each in (states.inputs, states.matrices) if states is not None else ():
+            each.fill_(torch.nan)
+        self.runner = ModelRunner(model, attention, lora, kv, states=states)
         self.tokens = tokens
         self.logits = {}
 
@@ -148,8 +157,9 @@ def test_only_the_wanted_rows_get_logits(tiny_checkpoints, paged_tokens):
     assert_equal(logits[:1], reference(tiny_checkpoints["llama"], prompt_of(3))[-1:])
 
 
-def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, paged_tokens):
-    base, prompts = tiny_checkpoints["llama"], {"plain": prompt_of(5), "tuned": prompt_of(7)}
+@pytest.mark.parametrize("name", ["llama", *HYBRID])
+def test_adapters_change_the_logits_of_their_own_sequences(name, tiny_checkpoints, paged_tokens):
+    base, prompts = tiny_checkpoints[name], {"plain": prompt_of(5), "tuned": prompt_of(7)}
     shape = BaseShape.from_config(json.loads((base / "config.json").read_text()))
     lora, merged = random_adapter(shape, rank=3)
     run = Run(base, paged_tokens(), lora=lora)

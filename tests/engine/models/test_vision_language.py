@@ -10,13 +10,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape, decoder_config
-from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
+from lorikeet_engine.adapter_format.families import (
+    FAMILIES,
+    TEXT_DECODERS,
+    VISION_LANGUAGE,
+    LayerKind,
+)
+from lorikeet_engine.adapter_format.shape import DeltaNetShape
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.blob_shelf import BlobShelf
-from tests.engine.conftest import SIZES, PagedTokens
+from tests.engine.conftest import HYBRID, SIZES, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.models.quantized_checkpoints import CONFIGS, scales_of
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
@@ -66,6 +72,13 @@ MODELS = {
     "mistral3": ({"model_type": "mistral", "head_dim": 32, "sliding_window": None}, PIXTRAL),
     "qwen2_5_vl": ({"rope_parameters": MROPE}, QWEN_VISION),
     "qwen2_vl": ({"rope_parameters": MROPE}, QWEN2_VISION),
+    "qwen3_5": (
+        {
+            **HYBRID["qwen3_5_text"],
+            "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        {**QWEN_VISION, "num_position_embeddings": 16},
+    ),
     "qwen3_vl": ({"rope_parameters": MROPE, "head_dim": 16}, QWEN3_VISION),
 }
 
@@ -174,7 +187,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
     config = ModelConfig.from_folder(tmp_path)
     whole = transformers.AutoConfig.for_model(**raw)
     text = whole.get_text_config()
-    heads = text.num_attention_heads
+    heads, is_hybrid = text.num_attention_heads, FAMILIES[TEXT_DECODERS[kind].family].is_hybrid
     assert config.shape == BaseShape(
         family=TEXT_DECODERS[kind].family,
         layers=text.num_hidden_layers,
@@ -185,6 +198,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
         tied=whole.tie_word_embeddings,
+        kinds=tuple(map(LayerKind, text.layer_types)) if is_hybrid else (),
+        delta_net=DeltaNetShape(16, 128, 32, 128, 4) if is_hybrid else None,
     )
     assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps

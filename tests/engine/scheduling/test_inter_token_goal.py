@@ -37,7 +37,7 @@ class SlowModel(HashModel):
     def perf_counter(self):
         return self.now_s
 
-    def forward(self, batch, kv, lora, attention):
+    def forward(self, batch, kv, lora, attention, states=None):
         slots = [] if batch.segments is None else batch.segments.slots.tolist()
         ranks = sum(int(lora.table[slot, :, :, 2].max()) for slot in slots)
         step_s = BASE_S + SEQUENCE_S * len(batch.token_ids) + SLOPE_S * ranks

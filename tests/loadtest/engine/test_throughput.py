@@ -56,7 +56,7 @@ def test_weights_in_fp8_with_scales_of_blocks_are_checked_and_timed(tmp_path):
     try:
         rows = throughput.measure_all(engine, [BASE, WARM])
         assert engine.info.quantization == "fp8"
-        assert engine._runner.model._layers[0].attention.o.weight.block == (32, 32)
+        assert engine._runner.model._layers[0].mixer.o.weight.block == (32, 32)
         assert all(row.tokens_per_s[0] > 0 for row in rows)
     finally:
         engine.close()

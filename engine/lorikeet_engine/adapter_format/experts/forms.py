@@ -85,15 +85,15 @@ def name_parameters(
 ) -> dict[str, Pair]:
     """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
-    A wrapper mlp.experts or mlp.experts.base_layer may be of gate_up_proj or of down_proj. The
-    shapes tell, or the target_parameters of `raw` if there is only one wrapper. A linear whose
-    weight is targeted as a parameter is renamed, too. Pairs of PEFT before 0.19.1 are transposed:
-    A is [rank · experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
+    A wrapper, named mlp.experts or mlp.experts.base_layer, may be that of gate_up_proj or that of
+    down_proj. If a layer has both, their shapes show it; if it has only one, the config's
+    target_parameters show it. The names of linears whose weights are targeted as parameters are
+    changed to those of the weights. Pairs that PEFT before 0.19.1 wrote are transposed: A is then
+    [rank · experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
-    warn: called with a sentence if the folder does not show which of the two parameters a pair
-        adapts.
+    warn: called with a sentence if the folder does not show which release of PEFT wrote a pair.
 
     Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
@@ -118,7 +118,7 @@ def _transposed(pair: Pair) -> Pair:
 
 
 def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
-    """Return the base model's hidden size, from linears beside the experts; None without any."""
+    """Return the base model's hidden size, from adapted linears beside the experts, else None."""
     for module, pair in pairs.items():
         last = module.rpartition(".")[2]
         if last in ("q_proj", "k_proj", "v_proj", "lm_head"):
@@ -135,11 +135,14 @@ def _is_old(
     raw: Mapping[str, Any],
     warn: Callable[[str], object],
 ) -> bool:
-    """Whether PEFT before 0.19.1 wrote the only pair of a layer's experts.
+    """Whether PEFT before 0.19.1 wrote a pair that is the only one of a layer's experts.
 
-    parameter: gate_up_proj or down_proj.
-    hidden: the base model's hidden size, which decides; None if it is not known: then the release
-        that wrote the config decides.
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
+    pair: A and B.
+    hidden: the base model's hidden size, which the shapes are compared with. If it is None, or does
+        not decide, the release that wrote the config decides.
+    raw: PEFT's config.
+    warn: called with a sentence if the config does not show the release.
     """
     new, old = pair["A"].shape[-1], pair["B"].shape[0]  # the width that would be hidden
     if parameter == DOWN:
@@ -162,7 +165,11 @@ def _wrapped_parameter(
 ) -> tuple[str, bool | None]:
     """Return the parameter that a pair adapts, and whether PEFT before 0.19.1 wrote the pair.
 
-    The second result is None for the only pair of a layer's experts.
+    The second result is None if there is no other pair to compare shapes with.
+
+    experts: module that contains the experts.
+    other: the other pair of the same experts; None if there is only one.
+    raw: PEFT's config.
     """
     if other is not None:
         for is_old, one, two in (
@@ -207,8 +214,9 @@ def stack_experts(
         unchanged.
     config: config for the modules of `pairs`. The returned config is for the returned modules.
 
-    Raises AdapterRejected if weights are in two forms, if their shape does not fit the config, if
-    some of a linear's experts have none, or if experts differ in shape, dtype or scaling.
+    Raises AdapterRejected if the same weights are in two forms, if their shape does not fit the
+    config, if only some of a linear's experts have weights, or if experts differ in shape, dtype or
+    scaling.
     """
     modules: dict[str, Mapping[str, Stored]] = {}
     origins: dict[str, str] = {}
@@ -276,6 +284,7 @@ def _of_parameter(
     parameter: gate_up_proj or down_proj.
     module: name of the wrapper in `config`.
     pair: A and B of the wrapper.
+    config: tells the wrapper's LoRA rank.
     """
     rank, rows = config.rank(module), pair["A"].shape[0]
     if len(pair["A"].shape) != 2 or rows % rank or rows == rank:
@@ -303,8 +312,9 @@ def _cut(
 ) -> dict[str, ExpertTensor]:
     """Cut one linear's A and B, for all experts, out of the matrices of a wrapped parameter.
 
-    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter; if they were
-        transposed, their second widths are in the other order.
+    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter. If they were
+        transposed: A [rank · experts, d_in] and B [d_out, experts · rank].
+    rank: LoRA rank of the parameter.
     count: number of experts.
     outputs: rows of B that belong to the linear.
     ranks: ranks of A and B that belong to the linear.
@@ -334,6 +344,7 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
     """Whether gate_proj uses only the first half of the ranks, and up_proj only the second half.
 
     b: B of a gate_up_proj, [2 · intermediate, rank · count].
+    rank: LoRA rank of the gate_up_proj.
     count: number of experts.
     """
     if rank % 2 or b.shape[0] % 2:
@@ -346,10 +357,13 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
 def _of_numbered(
     module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
 ) -> dict[str, ExpertTensor]:
-    """Stack the matrices that each expert has for one linear.
+    """Stack the A and B that numbered experts have for one linear.
 
     module: name of the linear in blobs.
     members: for each expert's number, its module in `pairs`.
+    pairs: A and B by module.
+    config: tells rank and scaling of each module.
+
     Raises AdapterRejected if an expert lacks matrices, or if experts differ in shape, dtype or
     scaling.
     """

@@ -18,15 +18,15 @@ _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether a module, in saved or canonical naming, is of experts."""
+    """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
     return _EXPERTS.fullmatch(module) is not None
 
 
 def experts_of(module: str) -> str:
     """Return the path of the module that contains a layer's experts, given one of its submodules.
 
-    Any other module is returned unchanged. prime-rl targets the containing module, for which PEFT
-    has no LoRA.
+    Any other module is returned unchanged. Needed since prime-rl's configs target the containing
+    module, although PEFT has no LoRA for it.
     """
     match = _EXPERTS.fullmatch(module)
     return match[1] if match else module
@@ -57,15 +57,16 @@ def linear_of(module: str) -> str:
 class ConfiguredNames:
     """All names by which a config can target a linear of a layer, given the modules with weights.
 
-    Experts have other names if the weights are numbered, stacked or of parameters.
+    A linear of experts has other names in a config if its weights are numbered (one module for each
+    expert), stacked, or of wrapped parameters.
     """
 
     def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
-        """Collect the names of the linears in the form in which experts have weights.
+        """Find the form in which experts have weights, and how their linears are named.
 
         given: modules that have weights, in the trainer's naming.
-        old_linears: trainers' targets name the base model's linears w1, w3 and w2. Matters only if
-            no expert has weights.
+        old_linears: whether trainers' configs for this base model call the linears w1, w3 and w2.
+            Matters only if no expert has weights.
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]

@@ -7,19 +7,37 @@ from typing import Any
 
 
 class Width(StrEnum):
-    """Width of a linear's input or output, named by a key of config.json.
+    """Width of a linear's input or output.
 
-    The width consists of equal pieces, such as attention heads; the key holds their number. Tensor
-    parallel ranks divide the width between pieces.
+    The width consists of equal pieces, such as attention heads; tensor parallel ranks divide it
+    between pieces. The value of a width is the key of config.json that holds the number of its
+    pieces, or a name of its own if another width has that key.
     """
 
     HIDDEN = "hidden_size"
     QUERIES = "num_attention_heads"
+    GATED_QUERIES = "gated queries"  # of each attention head, its query and its output's gate
     KEYS = "num_key_value_heads"  # and values, of the same width
+    DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
+    DELTA_VALUES = "linear_num_value_heads"
+    DELTA_GATES = "delta gates"  # a number for each value head of a delta net
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
+
+
+class LayerKind(StrEnum):
+    """Kind of a decoder layer, by what mixes a sequence's tokens.
+
+    Values are those of layer_types.
+
+    ATTENTION: attention to all earlier tokens or to a window. DELTA_NET: gated delta net (arXiv
+        2412.06464), whose state has the same size for any context.
+    """
+
+    ATTENTION = "full_attention"
+    DELTA_NET = "linear_attention"
 
 
 class Parallel(StrEnum):
@@ -32,14 +50,16 @@ class Parallel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear of every decoder layer, or one outside the layers: head or embeddings.
+    """A linear of decoder layers, or one outside the layers: head or embeddings.
 
     module: path in the layer; for a linear outside the layers, path in the model.
+    inputs: width of the input.
     outputs: widths of the output; several if the linear stacks several matrices.
     group: name of a fused product. Neighbouring linears of one group have the same input, and are
         computed together.
     parallel: side that tensor parallel ranks divide.
-    of_experts: each expert has such a linear, with an adapter of its own.
+    of_experts: whether each expert has such a linear, with an adapter of its own.
+    kind: only layers of this kind have the linear; None: all layers.
     """
 
     module: str
@@ -48,6 +68,7 @@ class Linear:
     group: str
     parallel: Parallel
     of_experts: bool = False
+    kind: LayerKind | None = None
 
     @property
     def gathers(self) -> bool:
@@ -71,10 +92,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of the RMS norms in a decoder layer; None: no norm there.
+    """Names of the RMS norms in a decoder layer; None where the layer has no norm.
 
-    They apply to the inputs of attention and MLP, and to their outputs before these are added to
-    the hidden states.
+    The norms of inputs apply to what attention and MLP read; those of outputs, to what they return,
+    before it is added to the hidden states.
     """
 
     attention_input: str | None = "input_layernorm"
@@ -84,7 +105,7 @@ class LayerNorms:
 
 
 class QkNormKind(StrEnum):
-    """Vectors of queries and keys that are normed before rotary embeddings."""
+    """Vectors of queries and keys that RMS norms are applied to before rotary embeddings."""
 
     NONE = "none"
     HEAD = "head"  # each head's query and key separately
@@ -95,10 +116,12 @@ class QkNormKind(StrEnum):
 class ExpertKeys:
     """Keys of config.json, and naming, for a family's mixture of experts.
 
-    counts: keys for the number of experts in a layer; of several in a file, the first one is used.
+    counts: keys for the number of experts in a layer; if config.json has several, the first of them
+        is used.
     width: key for the width of each expert's intermediate vector.
-    normalised: weights of a token's experts always add up to 1, whatever norm_topk_prob says.
-    old_linears: trainers' targets name the linears w1, w3 and w2.
+    normalised: whether the weights of a token's experts always add up to 1, whatever norm_topk_prob
+        says.
+    old_linears: whether trainers' configs call the linears w1, w3 and w2.
     """
 
     counts: tuple[str, ...]
@@ -112,16 +135,17 @@ class Family:
     """Description of a family of base models.
 
     linears: adaptable linears of each decoder layer, in the order of the adapters' table.
-    switches: keys of config.json that only some families read, each with its default, as in
-        transformers' class of the family; also common keys with an unusual default.
-    qkv_bias: q, k and v have biases, whatever attention_bias says.
+    switches: keys of config.json that only some families read, and common keys with an unusual
+        default; each with its default, as in transformers' class of the family.
+    qkv_bias: whether q, k and v have biases, whatever attention_bias says.
     o_bias: key of config.json that says whether o has a bias; None: o has no bias.
-    interleaved_rope: rotary embeddings rotate neighbouring elements, not x[i] with x[i + half].
+    interleaved_rope: whether rotary embeddings rotate neighbouring elements, instead of x[i] with
+        x[i + half].
     experts: keys for the mixture of experts; None for dense MLPs.
-    norms_plus_one: norms multiply by 1 + weight.
-    scaled_embeddings: embeddings are multiplied by √hidden_size.
-    scales_in_module: the embeddings' own module multiplies, in every release of transformers, and
-        not the model behind the module.
+    norms_plus_one: whether norms multiply by 1 + weight.
+    scaled_embeddings: whether embeddings are multiplied by √hidden_size.
+    scales_in_module: whether, in every release of transformers, the embeddings' own module
+        multiplies them, instead of the model that calls the module.
     """
 
     name: str
@@ -136,6 +160,11 @@ class Family:
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
     scales_in_module: bool = False
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the family's decoder layers are of several kinds (LayerKind)."""
+        return any(linear.kind is not None for linear in self.linears)
 
     @property
     def usually_has_qkv_bias(self) -> bool:

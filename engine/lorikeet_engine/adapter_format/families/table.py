@@ -5,10 +5,12 @@ the model's matrix products follow from its linears, and models/config.py reads 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lorikeet_engine.adapter_format.families.family import (
     ExpertKeys,
     Family,
+    LayerKind,
     LayerNorms,
     Linear,
     Parallel,
@@ -59,7 +61,45 @@ _EXPERT_DOWN = Linear(
     of_experts=True,
 )
 
+_DELTA, _FULL = LayerKind.DELTA_NET, LayerKind.ATTENTION
+_GATED_Q = Linear(
+    "self_attn.q_proj", Width.HIDDEN, (Width.GATED_QUERIES,), "qkv", Parallel.COLUMN, kind=_FULL
+)
+_DELTA_IN = tuple(
+    Linear(
+        f"linear_attn.in_proj_{name}",
+        Width.HIDDEN,
+        outputs,
+        "delta_in",
+        Parallel.COLUMN,
+        kind=_DELTA,
+    )
+    for name, outputs in (
+        ("qkv", (Width.DELTA_KEYS, Width.DELTA_KEYS, Width.DELTA_VALUES)),
+        ("z", (Width.DELTA_VALUES,)),
+        ("b", (Width.DELTA_GATES,)),
+        ("a", (Width.DELTA_GATES,)),
+    )
+)
+_DELTA_OUT = Linear(
+    "linear_attn.out_proj",
+    Width.DELTA_VALUES,
+    (Width.HIDDEN,),
+    "delta_out",
+    Parallel.ROW,
+    kind=_DELTA,
+)
+
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
+_HYBRID = (
+    _GATED_Q,
+    *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)),
+    *_DELTA_IN,
+    _DELTA_OUT,
+    _GATE,
+    _UP,
+    _DOWN,
+)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -202,6 +242,24 @@ FAMILIES: Mapping[str, Family] = {
         _SEPARATE,
         {**_BIASES, "attention_bias": True, "attention_out_bias": False},
         o_bias="attention_out_bias",
+    ),
+    "qwen3_5_text": Family(
+        "Qwen 3.5",
+        _HYBRID,
+        {
+            "attention_bias": False,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "layer_types": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "partial_rotary_factor": 0.25,
+        },
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
     ),
     "qwen3_moe": Family(
         "Qwen 3 MoE",

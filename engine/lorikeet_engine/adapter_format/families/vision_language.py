@@ -11,7 +11,8 @@ class TextDecoder:
 
     family: name of that family.
     defaults: values to assume for keys that config.json leaves out, if different from the family's.
-    unread: keys of config.json to ignore, since the vision-language model has its own head.
+    unread: keys of config.json to ignore, since the head of the vision-language model does not read
+        them.
     """
 
     family: str
@@ -31,6 +32,9 @@ def _sizes(
     """Return the default sizes of a config class of transformers, by key of config.json.
 
     Config files may leave out values that equal these defaults.
+
+    kv_heads: None if the class has as many heads of keys as of queries.
+    positions: default of max_position_embeddings.
     """
     return {
         "hidden_size": hidden,
@@ -62,10 +66,11 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
     "qwen2_5_vl_text": TextDecoder("qwen2", _QWEN_VL),
     "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),
     "qwen3": TextDecoder("qwen3", {**_QWEN, "head_dim": 128}),
+    "qwen3_5_text": TextDecoder("qwen3_5_text", _sizes(4096, 12288, 32, 16, 4, 248_320, 32_768)),
     "qwen3_vl_text": TextDecoder("qwen3", {**_QWEN, **_QWEN3_VL}),
 }
 # Values of model_type of vision-language models whose text part is served.
 VISION_LANGUAGE = (
     *("gemma3", "internvl", "llava", "llava_next", "mistral3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
 )

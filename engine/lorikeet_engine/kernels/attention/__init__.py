@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    """Return the attention back end: FlashInfer on CUDA, torch on CPUs.
+    """Return the attention back end for a model and a device: FlashInfer on CUDA, torch on CPUs.
 
-    Shapes for which FlashInfer has no kernels get torch's attention on CUDA too. Raises
+    On CUDA, torch's attention is used only if FlashInfer has no kernels for the shape. Raises
     SettingsError if FlashInfer is not installed, or if KV pages are FP8 and the GPU has no FP8.
     """
     if device.type != "cuda":

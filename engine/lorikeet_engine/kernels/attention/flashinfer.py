@@ -97,10 +97,11 @@ class FlashInferAttention:
 
     Small steps, each captured in one CUDA graph, use neither `plan` nor `attend`: `captured` gives
     their graphs a PagedDecode. If a step's prompts attend to many tokens, PagedDecode also computes
-    the step's decodes: FlashInfer cuts all queries of a launch into tiles that fit their mean
-    length, and a prompt chunk in tiles of that size for decodes would read its keys many times. On
-    Hopper, with long contexts, HopperPrefill computes such prompts, provided that PagedDecode has
-    the capacity for the step's decodes.
+    the step's decodes, so that FlashInfer plans the prompts alone: it cuts all queries of a launch
+    into tiles of one size, chosen by their mean length. With tiles as small as decodes need, a
+    prompt chunk would read its keys many times. On Hopper, with long contexts, HopperPrefill
+    instead of FlashInfer computes such prompts, provided that PagedDecode has the capacity for the
+    step's decodes.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:

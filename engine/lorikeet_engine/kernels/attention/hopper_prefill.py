@@ -39,7 +39,8 @@ _HEAD_DIM = 128  # measured; FlashInfer has kernels for 64 and 256 too
 class HopperPrefill:
     """Attention of prompt chunks on Hopper, for models without sliding windows.
 
-    If chunks are short, the keys before them are cut into parts that fill the GPU (prefixes.py).
+    If chunks are short, the keys before them are cut into parts, so that enough programs run at
+    once to fill the GPU (prefixes.py).
     """
 
     def __init__(self, shape: AttentionShape, workspace: torch.Tensor) -> None:
@@ -84,11 +85,11 @@ class HopperPrefill:
             torch.cuda.current_stream().synchronize()  # the plan's pinned buffer is free again
 
     def plan(self, batch: PagedSequences) -> bool:
-        """Plan the attention of a batch. Returns False, without a plan, if FA2 is faster for this
-        batch.
+        """Plan the attention of a batch.
 
-        The first call raises errors of compiling the kernels. Before each call, the caller waits
-        until the previous plan has been copied to the device.
+        Returns False, without a plan, if FA2 is faster for this batch. The first call raises errors
+        of compiling the kernels. Before each call, the caller must wait until the previous plan has
+        been copied to the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
@@ -127,6 +128,7 @@ class HopperPrefill:
         """Compute AttentionBackend.attend for the planned batch.
 
         q: queries whose heads are padded to the width of the heads in KV pages.
+        layer_kv: as for AttentionBackend.attend.
         out: contiguous tensor for the result; None: allocate one.
         """
         if out is None:

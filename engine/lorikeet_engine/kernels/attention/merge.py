@@ -19,8 +19,8 @@ def merge(
 
     own [rows, heads, head_dim], contiguous: a row for each token
     own_lse [rows, heads] float32: log2 of the sum of exponentials
-    parts [part rows, kv_heads, head_dim], contiguous: a row for each of the query heads that share
-      a key head
+    parts [part rows, kv_heads, head_dim], contiguous: for each token of each part, a row for each
+      of the query heads that share a key head
     parts_lse [part rows, kv_heads] float32: log2 of the sum of exponentials of each result in
         `parts`
     places [rows, 3] int32: for each token, the row in `parts` of its first query head in its first
@@ -54,7 +54,11 @@ def _merge(
     members: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """Merge the results of one token, for the query heads that share one key head."""
+    """Merge the results of one token, for the query heads that share one key head.
+
+    Operands: see `merge`. group: number of query heads that share a key head. members: `group`
+    rounded up to a power of two.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(places + row * 3)

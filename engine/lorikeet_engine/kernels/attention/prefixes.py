@@ -37,9 +37,10 @@ class PlannedSequences:
 class PrefixParts:
     """A step's prompt chunks, with the full KV pages before each chunk cut into parts.
 
-    parts: each part as a sequence, all of whose keys its queries attend to.
-    tokens: index in the step of each query token of the parts; each stands for all query heads that
-        share a key head.
+    parts: each part as a sequence, whose queries are those of the chunk; they attend to all keys of
+        the part.
+    tokens: for each query token of the parts, its index in the step. It stands for all query heads
+        that share a key head: each of these is a query row of the part.
     places [tokens, 3] int32: operand of `merge` for each token of the step.
     own: the step's sequences without the pages that are in parts.
     """
@@ -86,7 +87,7 @@ def count_parts(
 ) -> int:
     """Return into how many parts to cut the keys before each chunk, so that attention ends soonest.
 
-    tiles [chunks]: number of query tiles of each chunk, and of each of its parts.
+    tiles [chunks]: number of query tiles of each chunk; each of the chunk's parts has as many.
     keys [chunks]: number of keys before each chunk.
     programs: number of GPU programs that run at the same time.
     """
@@ -106,7 +107,9 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return costs.seen_tokens of each sequence: the tokens that its last tokens attend to.
+    """Return costs.seen_tokens of the last tokens of each sequence.
+
+    That is the number of pairs of one of these last tokens and a token that it attends to.
 
     tokens [sequences]: how many last tokens of each sequence to count.
     kv_lengths [sequences]: lengths of the sequences.
@@ -131,6 +134,7 @@ def _divided(
 ) -> tuple[PageTable, PageTable]:
     """Divide a page table into one for prefix parts and one for each sequence's other pages.
 
+    table: pages of the step's sequences.
     before [sequences]: how many of each sequence's first pages go to parts.
     pages [parts]: number of pages of each part.
     """

@@ -126,7 +126,7 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Compute out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to t itself.
 
-        q [tokens, heads, head_dim], dense in a token: the last tokens of each sequence
+        q [tokens, heads, head_dim], each token contiguous: the last tokens of each sequence
         layer_kv [2, pages, page_size, kv_heads, kv_head_dim(head_dim)], contiguous: keys and
           values, including this step's
         scales: factors that the numbers in FP8 pages are multiplied by; None: pages are in q's

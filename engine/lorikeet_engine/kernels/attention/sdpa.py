@@ -58,6 +58,8 @@ def _attend_one(
 
     q [queries, heads, head_dim]: the last tokens of the sequence
     keys, values [length, kv_heads, head_dim]
+    scales, window: as for AttentionBackend.attend
+    soft_cap: see AttentionShape
     → [queries, heads, head_dim] like q
     """
     queries, heads, head_dim = q.shape

@@ -77,6 +77,8 @@ class Prefills:
     chunks [chunks, 2] int32: for each chunk, its sequence and its first token. A sequence's first
       chunk begins at its first token; all its chunks but the last have CHUNK tokens
     first_chunks [sequences + 1] int32: first chunk of each sequence, and the number of all chunks
+    saves [chunks] int32: slot to which the state behind each chunk is copied; −1: it is not. Only
+      whole chunks, and slots of no sequence
 
     All tensors are dense, on the device that runs the step.
     """
@@ -85,10 +87,14 @@ class Prefills:
     slots: torch.Tensor
     chunks: torch.Tensor
     first_chunks: torch.Tensor
+    saves: torch.Tensor
 
     @staticmethod
     def of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> "Prefills":
-        """Lay out sequences of `lengths` tokens, each at least 1, whose states are in `slots`."""
+        """Lay out sequences of `lengths` tokens, each at least 1, whose states are in `slots`.
+
+        No state is saved.
+        """
         starts = list(accumulate(lengths, initial=0))
         counts = [-(-length // CHUNK) for length in lengths]
         chunks = [
@@ -96,7 +102,8 @@ class Prefills:
             for sequence, count in enumerate(counts)
             for chunk in range(count)
         ]
-        lists = (starts, list(slots), chunks, list(accumulate(counts, initial=0)))
+        first_chunks, saves = list(accumulate(counts, initial=0)), [-1] * len(chunks)
+        lists = (starts, list(slots), chunks, first_chunks, saves)
         return Prefills(*(torch.tensor(each, dtype=torch.int32, device=device) for each in lists))
 
 

@@ -50,8 +50,8 @@ def prefill_convolution(
     y = x.new_empty(x.shape)
     block = min(_CHANNELS_OF_PREFILL, triton.next_power_of_2(channels))
     _prefill_convolution[(len(prefills.chunks), triton.cdiv(channels, block))](
-        x, *operands(lora), weight, states, prefills.slots, prefills.starts, prefills.chunks, y,
-        x.stride(0), states.stride(0), channels, weight.shape[1], block,
+        x, *operands(lora), weight, states, prefills.slots, prefills.starts, prefills.chunks,
+        prefills.saves, y, x.stride(0), states.stride(0), channels, weight.shape[1], block,
     )  # fmt: skip
     return y
 
@@ -130,6 +130,7 @@ def _prefill_convolution(
     slots: tl.tensor,
     starts: tl.tensor,
     chunks: tl.tensor,
+    saves: tl.tensor,
     y: tl.tensor,
     stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -160,15 +161,23 @@ def _prefill_convolution(
     out = activated(total, False).to(y.dtype.element_ty)
     stored = (token < end)[:, None] & inside[None, :]
     tl.store(y + token[:, None] * channels + channel[None, :], out, mask=stored)
+    rows: tl.constexpr = triton.next_power_of_2(width - 1)
+    row = tl.arange(0, rows)
+    kept = (row < width - 1)[:, None] & inside[None, :]
+    save = tl.load(saves + tl.program_id(0)).to(tl.int64)
+    if save >= 0:
+        last = _input_or_state(
+            x, lora, adapted, state, first + _CHUNK + (row - width + 1), start, end, channel,
+            stride, channels, width,
+        )  # fmt: skip
+        copy = states + save * slot_stride + row[:, None] * channels + channel[None, :]
+        tl.store(copy, last, mask=kept)
     if first == start:
-        rows: tl.constexpr = triton.next_power_of_2(width - 1)
-        row = tl.arange(0, rows)
         last = _input_or_state(
             x, lora, adapted, state, end + (row - width + 1), start, end, channel, stride,
             channels, width,
         )  # fmt: skip
         tl.debug_barrier()  # all threads have read the state
-        kept = (row < width - 1)[:, None] & inside[None, :]
         tl.store(state + row[:, None] * channels + channel[None, :], last, mask=kept)
 
 

@@ -75,8 +75,8 @@ def prefill_delta_rule(
     values = min(_VALUES, heads.value_dim)
     _scan_chunks[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         qkv, solved, mixed, factors, faded, states, prefills.slots, prefills.starts,
-        prefills.first_chunks, o, qkv.stride(0), states.stride(0), *_sizes(heads), values,
-        1 if wide else 2, precision,
+        prefills.first_chunks, prefills.saves, o, qkv.stride(0), states.stride(0),
+        *_sizes(heads), values, 1 if wide else 2, precision,
     )  # fmt: skip
     return o
 
@@ -271,6 +271,7 @@ def _scan_chunks(
     slots: tl.tensor,
     starts: tl.tensor,
     first_chunks: tl.tensor,
+    saves: tl.tensor,
     o: tl.tensor,
     stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -320,6 +321,10 @@ def _scan_chunks(
         correction = tl.dot(tl.load(solved + tile), missing, input_precision=precision)
         added = tl.dot(tl.trans((left * correction).to(dtype)), k, input_precision=precision)
         s = s * tl.load(faded + index) + added
+        save = tl.load(saves + first_chunk + chunk).to(tl.int64)
+        if save >= 0:
+            copy = states + save * slot_stride + (places - slot * slot_stride) + column[None, :]
+            tl.store(copy, s.to(states.dtype.element_ty))
         row = o + (token[:, None] * value_heads + head) * value_dim
         tl.store(row + value[None, :], out.to(dtype), mask=inside)
     tl.store(state, s.to(states.dtype.element_ty))

@@ -45,6 +45,9 @@ def prefill_convolution(
         inputs = torch.cat([states[slot], x[start:end]])  # [width - 1 + tokens, channels]
         y[start:end] = _convolved(inputs.unsqueeze(0), weight).squeeze(0)
         states[slot] = inputs[end - start :]
+    for (_, first), slot in zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True):
+        if slot >= 0:
+            states[slot] = x[first + CHUNK - states.shape[1] : first + CHUNK]
     return y
 
 
@@ -80,8 +83,12 @@ def prefill_delta_rule(
     """See kernels.delta_net."""
     at = prefills.slots.long()
     operands = _operands(qkv, ba, decay, heads, lora)
-    o, after = chunked_delta_rule(*operands, prefills.starts, _wide(states[at]))
+    saved = dict[int, torch.Tensor]()
+    o, after = chunked_delta_rule(*operands, prefills.starts, _wide(states[at]), saved)
     states[at] = after.to(states.dtype)
+    for (_, first), slot in zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True):
+        if slot >= 0:
+            states[slot] = saved[first].to(states.dtype)
     return o.to(qkv.dtype)
 
 
@@ -122,8 +129,12 @@ def chunked_delta_rule(
     beta: torch.Tensor,
     starts: torch.Tensor,
     states: torch.Tensor,
+    behind: dict[int, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute recurrent_delta_rule by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3)."""
+    """Compute recurrent_delta_rule by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
+
+    behind: gets, by each chunk's first token, the state behind the chunk; None: it is dropped
+    """
     o, states = torch.empty_like(v), states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
         for first in range(start, end, CHUNK):
@@ -131,6 +142,8 @@ def chunked_delta_rule(
             operands = (each[chunk].transpose(0, 1) for each in (q, k, v, g, beta))
             states[sequence], mixed = _chunk(states[sequence], *operands)
             o[chunk] = mixed.transpose(0, 1)
+            if behind is not None:
+                behind[first] = states[sequence].clone()
     return o, states
 
 

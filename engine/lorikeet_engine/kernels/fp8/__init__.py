@@ -23,7 +23,10 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 BLOCK_WIDTHS = 32
-"""Divisor of the width of a block with a scale: tensor cores advance by this many inputs."""
+"""Number that divides the width of every weight block with a scale.
+
+Tensor cores advance by this many inputs at a time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Fp8Rows:
 
     With blocks, M[r, c] = rows[r, c] · scales[r // height, c // width].
 
-    rows [rows, width] FP8, dense; for a layer's experts [experts, rows, width].
+    rows [rows, width] FP8, contiguous; for a layer's experts [experts, rows, width].
     scales [rows] float32; for experts [experts, rows]; with blocks, its last two dimensions count
         blocks instead of rows.
     block: height and width of a weight's blocks; None: each row has a scale. For experts, the
@@ -81,7 +84,7 @@ def linear(
 ) -> torch.Tensor:
     """Compute Q(x)·Wᵀ + b, where Q(x) is x rounded to FP8, each token with its own scale.
 
-    x [tokens, d_in], dense in a token
+    x [tokens, d_in], each token contiguous
     weight: W [d_out, d_in]
     bias: b [d_out]
     rounded: Q(x), if it has been computed before

@@ -102,8 +102,8 @@ def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
 def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig | None]:
     """Read a GPU's launch parameters from tuning.json.
 
-    Keys are a weight's shape, such as "4096x14336", and an element of TOKENS. None: cuBLASLt was
-    faster.
+    A key is the shape of a weight, such as "4096x14336", and an element of TOKENS as text. The
+    value is None if cuBLASLt was faster.
     """
     return {
         (weight, tokens): config and ProductConfig(**config)
@@ -154,9 +154,9 @@ def multiply(
 
 @cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """Allocate a counter of finished partial sums for each output tile.
+    """Return the device's counters of finished partial sums, one for each output tile.
 
-    The last program of a tile resets it.
+    They are 0 between launches: the last program of a tile resets the tile's counter.
     """
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
@@ -186,8 +186,13 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
+    Operands: see `multiply`; x_scales and w_scales are the scales of its Fp8Rows.
+    parts: partial sums of all programs. arrived: counters, see _arrived. Both None without split-K.
+    count: number of tokens.
     even: whether d_in is a multiple of block_in.
+    upcast: whether to multiply in float32, as Triton's interpreter must.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    block_tokens, block_out: size of an output tile. block_in, split, stages: see ProductConfig.
     """
     tile, part = tl.program_id(1), tl.program_id(2)
     m, k = tl.arange(0, block_out), tl.arange(0, block_in)

@@ -21,11 +21,13 @@ def linear(
 ) -> torch.Tensor:
     """Compute kernels.fp8.linear, except that a single token is multiplied unrounded.
 
-    Both sides of a weight are multiples of 16. Sums stay in the tensor cores, with some 14 bits
-    (use_fast_accum): the DeepSeek-V3 report, §3.3.2, found errors up to 2% in sums of 4,096
-    products. Adding them up in float32 every few products would take time, and rounding to FP8
-    changes each of the two factors by up to 6% anyway. If blocks of the weight have scales, only
-    the sums over one block's columns stay in the tensor cores.
+    Both dimensions of the weight must be multiples of 16.
+
+    Sums stay in the tensor cores, with some 14 bits (use_fast_accum): the DeepSeek-V3 report,
+    §3.3.2, found errors up to 2% in sums of 4,096 products. Adding them up in float32 every few
+    products would take time, and rounding to FP8 changes each of the two factors by up to 6%
+    anyway. If blocks of the weight have scales, only the sums over one block's columns stay in the
+    tensor cores.
     """
     if len(x) == 1:
         return gemv(x, weight, bias)
@@ -64,8 +66,9 @@ def multiply(
 def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
     """Compute tokens·Wᵀ by cuBLASLt for a weight W that has a scale for each block of 128 x 128.
 
-    cuBLASLt also requires a scale for each block of a token; here a token's are all equal. Tokens
-    are padded with rows of zeros to a multiple of 16, as cuBLASLt has no product for two tokens.
+    cuBLASLt also requires a scale for each block of a token; a token's single scale is repeated.
+    Tokens are padded with rows of zeros to a multiple of 16, as cuBLASLt has no product for two
+    tokens.
     """
     count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales
@@ -83,9 +86,9 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row of x [rows, width], dense in a row, to FP8 in one launch.
+    """Round each row of x [rows, width] to FP8 in one launch, as reference.quantize_rows does.
 
-    Computes reference.quantize_rows.
+    Each row of x must be contiguous.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
@@ -118,7 +121,11 @@ def _quantize_rows(
     largest: tl.constexpr,
     least_scale: tl.constexpr,
 ) -> None:
-    """Round one row to FP8, and store it with its scale."""
+    """Round one row of x to FP8, and store it in y and its scale in `scales`.
+
+    stride: elements of x from row to row. block: `width` rounded up to a power of two.
+    largest, least_scale: see store_rounded.
+    """
     columns = tl.arange(0, block)
     inside = columns < width
     row = tl.program_id(0).to(tl.int64)
@@ -142,8 +149,10 @@ def store_rounded(
 
     values: the row, 0 beyond its width.
     inside: mask of the columns that the row has.
+    columns: indices of the columns. row: index of the row.
     y, scales: pointers to the stored rows and scales.
     largest: largest FP8 number, to which a row's largest element is scaled.
+    least_scale: lower bound of the scale, for rows of zeros.
     """
     scale = scale_of(tl.abs(values), largest, least_scale)
     tl.store(y + row * width + columns, divided(values, scale, y.dtype.element_ty), mask=inside)
@@ -158,6 +167,7 @@ def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr)
 
     sizes: absolute values that include the row's largest.
     largest: largest FP8 number.
+    least_scale: lower bound of the scale, for rows of zeros.
     """
     return tl.maximum(tl.max(sizes, 0) * (1.0 / largest), least_scale)
 

@@ -1,4 +1,4 @@
-"""log_softmax of selected tokens: the most likely of each row, and one token chosen later.
+"""log_softmax of selected tokens: the most likely of each row, and one given token.
 
 For a row of logits x, whose largest is b, token t has the log probability
 (x[t] − b) · scale − log Σ exp((x − b) · scale), in float32. Tokens are ranked by descending logit;
@@ -33,10 +33,10 @@ class LogprobRows:
     """Log probabilities of selected tokens of some rows of logits.
 
     norms [n, 2] float32: of each row, the largest logit b, and log Σ exp((x − b) · scale).
-    packed [n, 2 + 2 · most] float32: of each row, the log probability of the token chosen later;
-        this token's rank, from 1, as bits of int32; the log probabilities of the most likely
-        tokens; these tokens' ids, as bits of int32. The last two are undefined beyond the row's
-        number of most likely tokens, COUNT.
+    packed [n, 2 + 2 · most] float32, of each row: the log probability of its given token (see
+        set_given); this token's rank, from 1, as bits of int32 (see set_rank); the log
+        probabilities of the most likely tokens; these tokens' ids, as bits of int32. The last two
+        are undefined beyond the row's number of most likely tokens, COUNT.
     """
 
     norms: torch.Tensor
@@ -51,8 +51,9 @@ class LogprobRows:
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
     """Find the most likely tokens of some rows of logits, and their log probabilities.
 
-    logits [rows, vocab], dense, any dtype
-    wanted [n, FIELDS] int64: rows of the logits; COUNT is at most `most` and vocab
+    logits [rows, vocab], contiguous, any dtype
+    wanted [n, FIELDS] int64: which rows of the logits, and how many tokens of each; COUNT must not
+      be above `most` or vocab
     most: number of tokens that the result has space for
     """
     if most <= MOST:
@@ -70,10 +71,11 @@ def set_given(
     """Set the first column of `found.packed` to the log probability of each row's given token.
 
     found: result of `likeliest`
-    logits [rows, vocab]: only logits of given tokens are read, which must be as `likeliest` read
-      them
+    logits [rows, vocab]: only logits of given tokens are read; they must be as they were for
+      `likeliest`
     wanted: as for `likeliest`
-    tokens [rows] int64: given token of each row of logits; below 0, the result is undefined
+    tokens [rows] int64: given token of each row of logits; if it is below 0, the result is
+        undefined
     """
     _operators(logits.device.type).set_given(found, logits, wanted, tokens)
 

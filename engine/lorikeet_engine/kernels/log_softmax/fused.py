@@ -80,7 +80,10 @@ def _finite(peak: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Return an int64 that orders by ascending key, and by descending place if keys are equal."""
+    """Combine a sort key and a place to an int64 that is larger for the larger key.
+
+    If keys are equal, it is larger for the lower place.
+    """
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 
 
@@ -98,7 +101,12 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Compute a chunk's largest logit, sum of exponentials, and groups' largest sort keys."""
+    """Store a chunk's largest logit and sum of exponentials, and its groups' largest sort keys.
+
+    logits, wanted: operands of kernels.log_softmax.likeliest.
+    parts: for each row the largest logits of its chunks, then their sums of exponentials.
+    largest: for each row the largest sort key of each group of neighbours.
+    """
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)
     group = tl.arange(0, _GROUPS)
@@ -130,6 +138,10 @@ def _find_likeliest(
 
     First computes the row's largest logit and log-sum of exponentials, then finds the groups that
     contain the tokens, then the tokens.
+
+    logits, wanted, most: operands of kernels.log_softmax.likeliest. parts, largest: results of
+    _sum_chunks_of_exp. norms, packed: the tensors of LogprobRows, written here.
+    chunks_block: `chunks` rounded up to a power of two.
     """
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
@@ -184,7 +196,10 @@ def _set_given(
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
-    """Compute the log probability of the token given for one row."""
+    """Store the log probability of one row's given token in `packed`.
+
+    Operands: see kernels.log_softmax.set_given and LogprobRows. width: columns of `packed`.
+    """
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
     token = tl.maximum(tl.load(tokens + row), 0)
@@ -204,9 +219,11 @@ def _set_rank(
     width: tl.tensor,
     vocab: tl.constexpr,
 ) -> None:
-    """Count the tokens that rank before the token given for one row.
+    """Store the rank of one row's given token in `packed`.
 
-    These are likelier tokens, and equally likely ones with a lower id.
+    The rank is 1 plus the number of likelier tokens and of equally likely tokens with a lower id.
+
+    Operands: see kernels.log_softmax.set_rank and LogprobRows. width: columns of `packed`.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + _field(wanted, _ROW) * vocab

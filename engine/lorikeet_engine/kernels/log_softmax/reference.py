@@ -73,6 +73,8 @@ def _first(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
 
     topk orders ties arbitrarily, so one key orders values and ids together: a float's bits order
     like an integer, except for the sign.
+
+    ids [n] or [rows, n]: id of each value.
     """
     bits = values.view(torch.int32).long()
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) - ids

@@ -17,13 +17,14 @@ PARTS_AT_ONCE = 4  # of v, whose loads are issued before the first is used
 
 
 def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
-    """Compute delta[t, columns of s] = B(t, s)·v[t, s], for token t's adapter and each slice s.
+    """Compute delta[t, columns of s] = B(t, s)·Σ_p v[t, p, s], for the adapter of each token t.
 
-    A slice is one of the fused linears of the group, such as q in qkv.
+    A slice s is one of the fused linears of the group, such as q in qkv; p is a part of d_in.
 
     shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`
     B(t, s) [d_out, rank], with LoRA's scaling inside
-    delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; 0 for rank 0
+    delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; zeros in slices
+      where the adapter has rank 0
     add: whether to add to delta, which then holds a product, instead of overwriting it
 
     Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
@@ -120,6 +121,14 @@ def _expand_few(
 
     A thread holds some neighbouring columns of all ranks, so no sum crosses threads. Loads of the
     first weights are issued before the wait for `shrink`.
+
+    v, delta, widths, add: see `expand`; widths are the group's d_outs.
+    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
+        first.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
+    block_parts, block_rank, block_out: parts, ranks and columns computed at once.
+    more_ranks: whether adapters may have more than block_rank ranks.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if (length == 0) | (slot < 0):
@@ -183,8 +192,10 @@ def _two_products(
 
     v_row: pointer to v of the first token; the second token's v follows after token_stride.
     k: indices of the ranks in b.
-    ranks, second_ranks: rank of each token's adapter; v is 0 from this rank on.
-    parts: number of parts of v that `shrink` wrote, which are summed first.
+    ranks, second_ranks: number of ranks in b that count for the first and for the second token; 0
+        if there is no second token.
+    parts: number of parts of v that `shrink` wrote, which are summed first; part_stride elements
+        lie from one to the next.
     """
     part = tl.arange(0, block_parts)
     v_tile = v_row + part[:, None] * part_stride + k[None, :]
@@ -226,7 +237,18 @@ def _expand(
     blocks: tl.constexpr,
     upcast: tl.constexpr,
 ) -> None:
-    """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice."""
+    """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice.
+
+    v, delta, widths, add: see `expand`; widths are the group's d_outs.
+    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
+        first.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
+    block_parts, block_rank, block_out: parts, ranks and columns computed at once.
+    more_ranks: whether adapters may have more than block_rank ranks.
+    blocks: blocks of columns that the program computes one after the other.
+    upcast: whether to multiply in float32, as Triton's interpreter must.
+    """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if (length == 0) | (slot < 0):
         return
@@ -279,6 +301,10 @@ def multiply(
     """Multiply v by B → [tokens, columns] float32.
 
     first_ranks: the first block of ranks of v, already summed over the parts that `shrink` wrote.
+    v_tile, b_tile: pointers to the first block of ranks of v and of B.
+    real, inside: masks of the tokens and of the columns that exist.
+    k: indices of the ranks in a block. width: elements from one rank to the next in B.
+    All other operands: see _expand.
     """
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     total = _dot(first_ranks, b, upcast)
@@ -306,6 +332,11 @@ def sum_parts(
     """Sum v over the parts that `shrink` wrote → [tokens, ranks].
 
     Several loads are in flight at once.
+
+    v_tile: pointers to v in the first part. part_stride: elements from one part to the next.
+    real: mask of the tokens that exist.
+    k: indices of the ranks to sum; the result is 0 for those from `ranks` on.
+    parts: number of parts. block_parts: number of parts loaded at once.
     """
     total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)
     for first in range(0, parts, block_parts):

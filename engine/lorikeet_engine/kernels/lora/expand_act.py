@@ -1,7 +1,8 @@
 """SiLU-and-mul of a prefill in Triton, which expands gate_up's LoRA delta in the same launch.
 
-gate_up's delta is two thirds of a layer's. Writing it by `expand` and reading it again would cost a
-prefill more time than all the rest of LoRA; here it never leaves the registers.
+gate_up's delta is two thirds of all deltas of a layer. Writing it by `expand` and reading it back
+would cost a prefill more time than all other work of LoRA; in this kernel it never leaves the
+registers.
 """
 
 import torch
@@ -89,7 +90,9 @@ def _expand_act_and_mul(
 ) -> None:
     """Compute the activation for a tile of tokens and some blocks of columns.
 
-    A tile of tokens without an adapter counts as one of rank 0.
+    Tokens without an adapter are computed like those of an adapter of rank 0.
+
+    x, gelu: operands of expand_act_and_mul; y: its result. All other operands: see expand._expand.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:

@@ -43,7 +43,10 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype."""
+    """See kernels.lora.experts.add_expert_lora.
+
+    With 16-bit dtypes, A·x is rounded to the adapter's dtype.
+    """
     rows, segments, routed = len(y), experts.step.segments, experts.routed
     if rows == 0 or segments.max_rank == 0:
         return
@@ -74,6 +77,11 @@ def _list_owners(
 
     A row's slot is the slot of the segment that contains its token. A row's expert is the number of
     experts whose rows end before the row.
+
+    pairs, expert_starts: `pairs` and `starts` of RoutedRows. slots, starts, lengths: see Segments.
+    owners: the list, written here.
+    rows, experts, segments: number of routed rows, of experts and of segments.
+    block: number of rows, and of experts or segments read at once.
     """
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows

@@ -1,8 +1,9 @@
 """LoRA of experts for short runs: a program computes one row, without tensor cores.
 
 A run is the neighbouring rows of one expert and one adapter. Products of one row are bound by
-reading A and B: a tile would hold mostly zeros, and wait longer for its first numbers. Neighbouring
-rows of a run read the same numbers at about the same time, all but the first from the GPU's cache.
+reading A and B. A tile of several rows, as in expert_tiles, would hold mostly zeros, and its
+program would wait longer for the first numbers that it reads. The rows of a run read the same
+numbers of A and B at about the same time, all but the first row from the GPU's cache.
 """
 
 import torch
@@ -25,7 +26,10 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts; with 16-bit dtypes A·x is rounded to the adapter's dtype."""
+    """See kernels.lora.experts.add_expert_lora.
+
+    With 16-bit dtypes, A·x is rounded to the adapter's dtype.
+    """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table, width = len(y), len(group.linears), weights.table, group.d_outs[0]
     stride = triton.cdiv(segments.max_rank, _BLOCK_RANK) * _BLOCK_RANK
@@ -70,7 +74,13 @@ def _shrink(
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
-    """Compute A·x of one row, for some ranks of one slice, over one part of d_in."""
+    """Compute A·x of one row, for some ranks of one slice, over one part of d_in.
+
+    x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    v: result [rows, parts, slices, rank_stride] float32.
+    pairs, per_token: see RoutedRows. owners: see ExpertStep.
+    """
     row, part, blocks = tl.program_id(0), tl.program_id(1), rank_stride // block_rank
     index = tl.program_id(2) // blocks
     first = (tl.program_id(2) - index * blocks) * block_rank
@@ -121,7 +131,12 @@ def _expand(
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """Add LoRA's delta to y, for one row and a block of columns of one slice."""
+    """Add LoRA's delta to y, for one row and a block of columns of one slice.
+
+    v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    width: outputs of a slice. parts: number of parts of v, which are summed first.
+    """
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)
     index = tl.program_id(1) // blocks
     slot = tl.load(owners + row * 2)

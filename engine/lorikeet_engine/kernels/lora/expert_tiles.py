@@ -26,7 +26,7 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """Add LoRA to an expert product: see kernels.lora.experts.
+    """Add LoRA to an expert product: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
 
@@ -63,6 +63,7 @@ def add(
 def _split(d_in: int, inner: int, programs: int) -> int:
     """Return how many of the d_in inputs a program reads, a multiple of `inner`.
 
+    inner: number of inputs that a program reads at once.
     programs: number of programs for each part of d_in.
     """
     parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
@@ -73,13 +74,15 @@ def _split(d_in: int, inner: int, programs: int) -> int:
 def _run_at(
     owners: tl.tensor, row: tl.tensor, real: tl.tensor, place: tl.tensor, done: tl.tensor
 ) -> tl.tuple:
-    """Return (adapter slot, expert, mask of the rows with both) of the tile's row `done` and after.
+    """Find the run of rows of one adapter slot and expert that begins at the tile's row `done`.
+
+    Returns (adapter slot, expert, mask of the run's rows in the tile).
 
     owners [rows, 2]: adapter slot and expert of each row.
     row: the tile's rows.
     real: mask of the tile's rows that exist.
     place: index of each row in the tile.
-    done: number of the tile's rows that are finished.
+    done: number of the tile's rows in earlier runs.
     """
     slot = tl.load(owners + row * 2, mask=real, other=-1)
     expert = tl.load(owners + row * 2 + 1, mask=real, other=0)
@@ -121,6 +124,13 @@ def _shrink(
     """Compute A·x of a tile of rows, for some ranks of one slice, over one part of d_in.
 
     Works run by run: a run is the neighbouring rows of one expert and one adapter.
+
+    x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    v: result [rows, parts, slices, rank_stride] float32.
+    pairs, per_token: see RoutedRows. owners: see ExpertStep. rows: number of rows.
+    tile_rows: rows of a tile, at most block_rows. split: inputs of a part.
+    upcast: whether to multiply in float32.
     """
     part, blocks = tl.program_id(0), rank_stride // block_rank
     index = tl.program_id(1) // blocks
@@ -190,6 +200,12 @@ def _expand(
     """Add LoRA's delta to y, for a tile of rows and a block of columns of one slice.
 
     Works run by run: a run is the neighbouring rows of one expert and one adapter.
+
+    v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    rows: number of rows.
+    tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
+    parts: number of parts of v, which are summed first. upcast: whether to multiply in float32.
     """
     blocks = tl.cdiv(width, block_out)
     index = tl.program_id(0) // blocks

@@ -31,8 +31,8 @@ def gather(
     """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write trained embedding rows to y.
 
     token_ids [tokens] int64
-    y [tokens, hidden], dense in a row: embeddings; y[t] is overwritten if t's adapter has a row for
-      token_ids[t]
+    y [tokens, hidden], each row contiguous: embeddings; y[t] is overwritten if t's adapter has a
+      row for token_ids[t]
     group: the embeddings as a group of one linear
     rows: the adapters' trained embedding rows as a group of one linear
     → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and from
@@ -81,7 +81,12 @@ def _gather(
 ) -> None:
     """Gather columns of A for one tile of tokens, and write trained embedding rows to y.
 
-    Gathers some ranks at a time, and none for an adapter of rank 0.
+    Ranks are gathered some at a time, so nothing is gathered for an adapter of rank 0.
+
+    token_ids, v, y: see `gather`. arena, table: see LoraWeights. tiles: Tiles.rows.
+    slot_stride, layer_stride: strides of the table.
+    linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
+    hidden: width of an embedding.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):

@@ -78,6 +78,7 @@ def linear_act_and_mul(
 
     One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.
 
+    x, weight, bias: as for `linear`.
     gelu: GELU instead of SiLU.
     """
     rows = rows_of(x)
@@ -97,7 +98,7 @@ def rows_of(x: Inputs) -> torch.Tensor:
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
-    """Prepare the LoRA work of a forward pass; on CUDA by one launch, before all others.
+    """Prepare the LoRA work of a forward pass; on CUDA by one launch, the first of the pass.
 
     segments: the tokens of each adapter.
     tokens: number of tokens of the pass.
@@ -122,6 +123,7 @@ def linear_with_lora(
     weight: W [sum(d_outs), d_in]
     bias: b [sum(d_outs)]
     step: LoRA work of the forward pass; None: no adapter
+    layer, group: index of the layer, and the fused linears of which W is the weight
     → y [tokens, sum(d_outs)]
     → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (CPU)
 
@@ -170,11 +172,13 @@ def linear_with_lora_before_act(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Compute linear_with_lora for act_and_mul, which can expand the LoRA delta itself.
+    """Compute linear_with_lora for gate_up, whose output act_and_mul reads.
 
-    In a prefill on CUDA, act_and_mul does so, and the result's delta is an UnexpandedDelta. If gate
-    and up are stored as one linear, the delta is always expanded by this function, because the
-    kernel that expands in act_and_mul requires two linears.
+    In a prefill on CUDA, the delta is returned as an UnexpandedDelta, v = A·x, and act_and_mul
+    multiplies it by B. If gate and up are stored as one linear, this function always multiplies by
+    B, because act_and_mul's kernel for that requires two linears.
+
+    Arguments: see linear_with_lora.
     """
     if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
@@ -192,6 +196,7 @@ def linear_and_lora(
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
     """Launch a product on the current stream and its LoRA on the side stream, and join them.
 
+    x, weight, bias, step, layer, group: as for linear_with_lora
     delta [tokens, sum(d_outs)]: output for LoRA's delta B·v; None: the delta stays unexpanded
     → y [tokens, sum(d_outs)], and v = A·x, both ready for use on the current stream
     """
@@ -273,8 +278,9 @@ def embed_adapted(
 ) -> None:
     """Replace embeddings of trained tokens, and add LoRA to embeddings, in place.
 
-    Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both. On
-    CUDA these are two launches, whose programs end at once if no adapter changes embeddings.
+    Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both
+    trained embedding rows and LoRA on embeddings. On CUDA these are two launches, whose programs
+    end at once if no adapter changes embeddings.
 
     y [tokens, hidden]: the base model's embeddings
     token_ids [tokens] int64

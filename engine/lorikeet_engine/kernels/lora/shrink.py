@@ -103,6 +103,13 @@ def _shrink(
     A column of v is a rank of a slice. In a decode a block holds ranks of one slice, fewer for an
     adapter of a low rank; programs beyond an adapter's rank end at once. In a prefill a block holds
     all columns of most adapters, so that x is read once.
+
+    x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
+    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
+        kernel ends.
+    one_slice: whether a block holds ranks of one slice.
+    block_columns: columns of a block; wide_columns: those of a block for an adapter of more ranks.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
@@ -174,7 +181,13 @@ def _shrink_ranks(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute A·x of a tile of tokens over one part of d_in, for ranks of a slice from `first`."""
+    """Compute A·x of a tile of tokens over one part of d_in, for ranks of a slice from `first`.
+
+    x_tile, v_tile: pointers to the tokens' rows in x and v. a: pointer to A. rank: the adapter's.
+    real: mask of the tile's tokens that exist. begin, split: first input of the part, and its
+        inputs.
+    All other operands: see _shrink.
+    """
     k = first + tl.arange(0, block_columns)
     _shrink_block(
         x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,
@@ -201,8 +214,12 @@ def _shrink_block(
 ) -> None:
     """Multiply a tile of tokens by some rows of A, over one part of d_in, and store the result.
 
+    x_tile: pointers to the tokens' rows in x. a_rows: pointers to the rows of A.
+    out: pointers to the results [tokens, rows of A].
     real: mask of the tile's tokens that exist.
     live: mask of the rows of A below the adapter's rank.
+    begin, split: first input of the part, and the number of its inputs.
+    All other operands: see _shrink.
     """
     inner = begin + tl.arange(0, block_in)
     x_tile += inner[None, :]

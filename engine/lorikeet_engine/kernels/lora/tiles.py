@@ -43,7 +43,7 @@ class Tiles:
 
     @property
     def act_expands(self) -> bool:
-        """Whether act_and_mul multiplies gate_up's delta by B itself (expand_act.py)."""
+        """Whether act_and_mul multiplies gate_up's v = A·x by B itself (expand_act.py)."""
         return self.regime == Regime.PREFILL
 
     @property
@@ -107,8 +107,13 @@ def _list_tiles(
 ) -> None:
     """List the tiles of one segment.
 
-    After the programs of the segments, one more program lists the tiles of tokens without an
-    adapter, then the unused tiles.
+    The program after those of all segments lists the tiles of tokens without an adapter, then the
+    unused tiles.
+
+    slots, starts, lengths: see Segments. segments, tokens: numbers of these in the step.
+    rows, total: Tiles.rows and Tiles.tokens, written here.
+    capacity: number of tiles to list. tile_tokens: maximum number of tokens of a tile.
+    block: number of segments or tiles computed at once.
     """
     segment = tl.program_id(0)
     known = segment < segments
@@ -137,6 +142,9 @@ def _list_tiles(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
-    """Return (adapter slot int64, first token, number of tokens) of a tile."""
+    """Return (adapter slot int64, first token, number of tokens) of a tile.
+
+    rows: Tiles.rows. tile: index of the tile.
+    """
     row = rows + tile * 3
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

@@ -16,7 +16,7 @@ def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
     row(id) is the head row that the adapter of r has trained for token id.
 
     made: output of `shrink` for the trained head rows as a group of one linear: all x[r] · row(id)
-    logits [rows, vocabulary], dense in a row
+    logits [rows, vocabulary], each row contiguous
     """
     parts, table, tiles = made.v.shape[1], made.weights.table, made.tiles
     if logits.numel() == 0 or len(tiles) == 0:
@@ -47,7 +47,13 @@ def _place_logits(
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time."""
+    """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time.
+
+    v: result of `shrink`; its parts are summed first. arena, table: see LoraWeights.
+    slot_stride, layer_stride: strides of the table.
+    tiles: Tiles.rows. linear: index of the trained head rows in the table.
+    block_rows: number of trained tokens computed at once.
+    """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return
@@ -82,12 +88,13 @@ def replace_rows(
 ) -> None:
     """Overwrite embeddings of a tile of tokens with their adapter's trained embedding rows.
 
-    Does nothing for an adapter without trained rows.
+    Overwrites nothing for an adapter without trained rows.
 
     entry: entry of the trained embedding rows in LoraWeights.table.
     y_rows [tokens, 1]: pointers to the embeddings.
     ids [tokens]: token ids.
     real [tokens]: whether the tile has this token.
+    hidden: width of an embedding.
     """
     count = tl.load(entry + 2).to(tl.int32)
     if count > 0:

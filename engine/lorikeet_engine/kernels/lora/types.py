@@ -14,8 +14,8 @@ class LoraWeights:
     """Weights of all adapters on the device.
 
     arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
-        [rank, d_out], so rows of both are as long as a hidden state whatever the rank. A of the
-        embeddings is transposed too, [vocabulary, rank]. LoRA's scaling is already inside B.
+        [rank, d_out], so that the length of their rows does not depend on the rank. A of the
+        embeddings is transposed, [vocabulary, rank]. LoRA's scaling is already inside B.
     table [slots, layers + 1, modules, 3] int64, indexed as in BaseShape: for each slot, layer and
         linear the element offsets of A and B in the arena, both multiples of 16, and the rank. Rank
         0: the adapter does not change this linear.
@@ -35,7 +35,7 @@ class LoraGroup:
 
     linears: indices of the fused linears in the modules of LoraWeights.table, such as (0, 1, 2) for
         qkv.
-    d_in: width of the input, which all share.
+    d_in: width of the input, which all fused linears share.
     d_outs: width of each linear's output, in the order in which the outputs lie side by side.
     """
 
@@ -58,7 +58,7 @@ class Segments:
     max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
 
-    All tensors are dense, on the device that runs the step.
+    All tensors are contiguous and on the device that runs the step.
     """
 
     slots: torch.Tensor
@@ -126,7 +126,9 @@ class LoraDelta:
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raise ShapeError unless `rows` is [tokens, width], dense in a row, on the adapters' device.
+    """Raise ShapeError unless `rows` is [tokens, width] on the adapters' device.
+
+    Each row must be contiguous.
 
     name: name of the tensor, for the error message.
     """
@@ -140,7 +142,10 @@ def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) 
 
 
 def check_group(weights: LoraWeights, group: LoraGroup) -> None:
-    """Raise ShapeError unless the group's linears are neighbours in a dense table of adapters."""
+    """Raise ShapeError unless the group's linears are neighbours in LoraWeights.table.
+
+    The table must be contiguous, and the group must have an output width for each linear.
+    """
     first, count = group.linears[0], len(group.linears)
     if group.linears != tuple(range(first, first + count)):
         raise ShapeError(f"a fused group's linears are neighbours in the table: {group.linears}")

@@ -16,7 +16,7 @@ _operators = by_device(__name__)
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 
-    logits [any, vocab], dense
+    logits [any, vocab], contiguous
     rows [rows] int64: indices of the rows of logits to change, each at most once
     allowed [rows, at least vocab / 8] uint8: for each of these rows, token t is allowed if bit t %
       8, counted from the lowest, of byte t // 8 is set

@@ -8,7 +8,7 @@ on the order in which programs run.
 `reference`: the equations in torch, which run on the CPU.
 `fused`: the operators on CUDA.
 `routing`: Triton kernels that choose experts, sort pairs and sum results.
-`grouped`: products of few rows in Triton; torch's grouped product multiplies the many of a prefill.
+`grouped`: products of few rows in Triton; torch's grouped product multiplies a prefill's many rows.
 `grouped_fp8`: FP8 products of any number of rows, in Triton.
 `one_token`: a single token's experts in Triton, without sorting.
 """
@@ -33,7 +33,7 @@ def route(
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
     weights if normalised.
 
-    logits [tokens, experts], dense
+    logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
     """
     operator = _operators(logits.device.type).route
@@ -50,8 +50,8 @@ def expert_products(
 ) -> torch.Tensor:
     """Compute y[r] = x[r]·weight[e]ᵀ for each routed row r and its expert e.
 
-    x [rows, d_in], dense; if gathered [tokens, d_in], and row r reads x of its token
-    weight [experts, d_out, d_in], dense
+    x [rows, d_in], contiguous; if gathered [tokens, d_in], and row r reads x of its token
+    weight [experts, d_out, d_in], contiguous
     → [rows, d_out] like x
 
     Sums are float32. With an FP8 weight, x is rounded to FP8 row by row first (kernels/fp8), unless
@@ -93,8 +93,8 @@ def experts_of_one(
     `combine`. Inputs of FP8 weights are not rounded.
 
     x [1, hidden]
-    gate_up [experts, 2 · width, hidden], dense
-    down [experts, hidden, width], dense
+    gate_up [experts, 2 · width, hidden], contiguous
+    down [experts, hidden, width], contiguous
     logits, lora, per_token, normalised: as for `route`
     gelu: GELU instead of SiLU
     → [1, hidden] like x

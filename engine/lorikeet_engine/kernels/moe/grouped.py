@@ -47,6 +47,7 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
     """Return whether torch's grouped product supports these operands and is faster than `products`.
 
+    x, weight, gathered: see kernels.moe.expert_products.
     rows: number of rows of all experts.
     """
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS
@@ -116,7 +117,12 @@ def _products(
 ) -> None:
     """Compute one tile of expert products: some outputs of some rows of one expert.
 
-    Does nothing if the experts' rows make fewer tiles than there are programs.
+    Programs beyond the last tile do nothing.
+
+    x, weight, y, gathered: see kernels.moe.expert_products. pairs, starts, per_token: see
+        RoutedRows.
+    expert_block: `experts` rounded up to a power of two.
+    block_rows, block_outputs, block_inputs: see TileConfig.
     """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
@@ -153,6 +159,9 @@ def tile_at(
     """Return a tile's expert, its first row, and the end of that expert's rows.
 
     The returned expert is `experts` or more if `tile` is past the last tile with rows.
+
+    tile: index of the tile. starts: RoutedRows.starts. block_rows: rows of a tile.
+    expert_block: `experts` rounded up to a power of two.
     """
     each = tl.arange(0, expert_block)
     begins = tl.load(starts + each, mask=each < experts, other=0)

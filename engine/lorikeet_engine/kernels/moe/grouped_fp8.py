@@ -48,6 +48,7 @@ def products(
 ) -> torch.Tensor:
     """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
+    x: the rows, or if gathered the tokens, rounded to FP8
     weight: rows [experts, d_out, d_in]
     config: launch parameters; None: tile_config's
     → [rows, d_out] of dtype
@@ -96,7 +97,12 @@ def _products_fp8(
 ) -> None:
     """Compute one tile of FP8 expert products: some outputs of some rows of one expert.
 
-    Does nothing if the experts' rows make fewer tiles than there are programs.
+    Programs beyond the last tile do nothing.
+
+    x_scales, w_scales: scales of the inputs and of the weight.
+    high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    upcast: whether to multiply in float32, as Triton's interpreter must.
+    All other operands: see grouped._products.
     """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:

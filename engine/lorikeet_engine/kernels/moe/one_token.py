@@ -36,7 +36,7 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
 ) -> torch.Tensor:
-    """See kernels.moe.experts_of_one; x [1, hidden], dense."""
+    """See kernels.moe.experts_of_one; x [1, hidden], contiguous."""
     chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
     gated = gate_up_of(x, gate_up, chosen, gelu=gelu)
     return down_of(gated, down, chosen, weights)
@@ -84,7 +84,7 @@ def down_of(
     shares [1, per_token] float32: weights of the experts
     → [1, d_out]
 
-    Each product is rounded before the sum, as between two launches.
+    Each product is rounded before the sum, as if another launch computed the sum.
     """
     matrices, scales, high, wide = kernel_arguments(weight)
     config = DOWN if scales is None else FP8_DOWN
@@ -115,7 +115,12 @@ def _gate_up(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some activations of one expert: half of a tile's rows gate the other half."""
+    """Compute some activations of one expert: half of a tile's rows gate the other half.
+
+    x, weight, chosen, gelu: see gate_up_of; y: its result. scales: of an FP8 weight; None: floats.
+    high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    rows, summed: see GemvConfig. block: columns read at once.
+    """
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     row = place // 2 + place % 2 * (d_out // 2)
@@ -159,7 +164,13 @@ def _down(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some elements of the weighted sum of the outputs of all the token's experts."""
+    """Compute some elements of the weighted sum of the outputs of all the token's experts.
+
+    x, weight, chosen, shares: see down_of; y: its result. scales: of an FP8 weight; None: floats.
+    high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    experts: number of the token's experts; expert_block: that, rounded up to a power of two.
+    rows, summed: see GemvConfig. block: columns read at once.
+    """
     each = tl.arange(0, expert_block)
     expert = tl.load(chosen + each, mask=each < experts, other=0).to(tl.int64)
     share = tl.load(shares + each, mask=each < experts, other=0.0)

@@ -43,7 +43,12 @@ def choose(
     block: tl.constexpr,
     pair_block: tl.constexpr,
 ) -> None:
-    """Choose one token's experts, and compute the weight of each."""
+    """Choose one token's experts, and compute the weight of each.
+
+    logits, per_token, normalised: see kernels.moe.route. chosen, weights: see choose_experts.
+    lora, adapted: result of lora_operands.operands for the logits' LoRA delta.
+    block, pair_block: `experts` and `per_token`, rounded up to powers of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     inside = expert < experts
@@ -84,6 +89,9 @@ def sort_by_expert(
     """List the rows of one expert, after the rows of all lower experts.
 
     A row is a pair of a token and an expert chosen for the token. An expert's pairs stay in order.
+
+    chosen: result of `choose`. pairs, rows, starts: see RoutedRows; written here.
+    count: number of pairs. block: number of pairs read at once.
     """
     expert = tl.program_id(0)
     start = 0
@@ -113,7 +121,10 @@ def sum_weighed(
     per_token: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some columns of the weighted sum of one token's expert outputs."""
+    """Compute some columns of the weighted sum of one token's expert outputs.
+
+    y: see kernels.moe.combine; out: its result. rows, weights, per_token: see RoutedRows.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

@@ -46,7 +46,7 @@ def penalise(
     x = x + bias
     x = x − (count · frequency + [count > 0] · presence), with the token's count in the output
 
-    logits [any, vocab], dense
+    logits [any, vocab], contiguous
     rows [rows] int64: indices of the rows of logits to copy
     slots [rows] int64: slot in `state` of each of these rows
     → [rows, vocab] float32

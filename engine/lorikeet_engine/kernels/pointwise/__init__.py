@@ -49,13 +49,14 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
-    x [tokens, width], dense: hidden states
-    delta [tokens, width], dense: output of a linear layer
+    x [tokens, width], contiguous: hidden states
+    delta [tokens, width], contiguous: output of a linear layer
     weight [width], in x's dtype or float32; None: x is returned
     lora: LoRA delta of that linear layer, added to delta
     delta_weight [width]: first, delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight,
-      rounded to its dtype before and after this norm
-    exchange: delta and lora are this rank's parts, and are summed over ranks first; CUDA only
+      rounded to its dtype before and after this norm; None: delta is not normalised
+    exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
+      all else; None: they are complete. CUDA only
     → [tokens, width] like x
 
     Computed in float32.
@@ -75,7 +76,10 @@ def add_rms_norm_fp8(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
 ) -> Activations:
-    """Compute add_rms_norm, and round each row of its result to FP8 as well."""
+    """Compute add_rms_norm, and round each row of its result to FP8 as well.
+
+    Arguments: see add_rms_norm.
+    """
     operator = _operators(x.device.type).add_rms_norm_fp8
     y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
     return y
@@ -99,9 +103,9 @@ def rotary_and_store_kv(
     (x[2i], x[2i + 1]), is rotated by its position's angle, in float32:
     (a, b) → (a · cos − b · sin, b · cos + a · sin). The other elements stay.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values; queries
-      are rotated in place, keys are left undefined
-    cos, sin [tokens, rotary_dim / 2] float32, dense; without columns if nothing is rotated
+    qkv [tokens, heads + 2 · kv_heads, head_dim], each token contiguous: queries, keys, values;
+      queries are rotated in place, keys are left undefined
+    cos, sin [tokens, rotary_dim / 2] float32, contiguous; without columns if nothing is rotated
     layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
     lora: LoRA delta of qkv, added to qkv
@@ -120,7 +124,7 @@ def mean_squares(
 
     The sum of all processes' results is mean(q²) and mean(k²) over all heads.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: as for rotary_and_store_kv
+    qkv [tokens, heads + 2 · kv_heads, head_dim], each token contiguous: as for rotary_and_store_kv
     processes: number of processes, all with equally many heads
     lora: LoRA delta of qkv, added to qkv
     → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
@@ -136,7 +140,7 @@ def act_and_mul(
 ) -> torch.Tensor:
     """Compute an MLP's activation, silu(x[:, :width]) · x[:, width:].
 
-    x [tokens, 2 · width], dense: gates, then the values that they gate
+    x [tokens, 2 · width], contiguous: gates, then the values that they gate
     lora: LoRA delta of x, added to x
     gelu: GELU, by its tanh formula, instead of SiLU
     → [tokens, width]
@@ -148,7 +152,10 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8 as well."""
+    """Compute act_and_mul, and round each row of its result to FP8 as well.
+
+    Arguments: see act_and_mul.
+    """
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
 
@@ -162,8 +169,8 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Compute x / sqrt(mean(x²) + eps) · weight · silu(gate): each head normed, then gated.
 
-    x [tokens, heads, head_dim], dense: output of a gated delta net
-    gate [tokens, heads, head_dim], dense in a head: part of a linear layer's output
+    x [tokens, heads, head_dim], contiguous: output of a gated delta net
+    gate [tokens, heads, head_dim], each head contiguous: part of a linear layer's output
     weight [head_dim], in x's dtype or float32
     lora: LoRA delta of gate, whose rows have gate's shape and strides; added to gate
     → [tokens, heads, head_dim] like x
@@ -179,7 +186,7 @@ def sigmoid_gate(
 ) -> torch.Tensor:
     """Compute x · sigmoid(gate): the output gate of attention.
 
-    x [tokens, heads, head_dim], dense: output of attention
+    x [tokens, heads, head_dim], contiguous: output of attention
     gate, lora: as for gated_rms_norm
     → [tokens, heads, head_dim] like x
     """
@@ -188,5 +195,5 @@ def sigmoid_gate(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """Add the LoRA delta of a linear layer to its output y [tokens, width], dense, in place."""
+    """Add the LoRA delta of a linear layer to its contiguous output y [tokens, width], in place."""
     _operators(y.device.type).add_delta(y, lora)

@@ -90,6 +90,7 @@ def _gated(
 ) -> tl.tensor:
     """Compute some columns of one token's activation, in float32; 0 beyond the width.
 
+    x: see act_and_mul. columns: indices of the columns. width: columns of the activation.
     lora, adapted: result of `operands` for the LoRA delta of x.
     """
     inside = columns < width
@@ -112,7 +113,10 @@ def _act_and_mul(
     block: tl.constexpr,
     gelu: tl.constexpr,
 ) -> None:
-    """Compute some columns of one token's activation, silu(g) · u or gelu(g) · u."""
+    """Compute some columns of one token's activation, silu(g) · u or gelu(g) · u.
+
+    Operands: see act_and_mul and _gated. y: result. block: number of columns.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     out = _gated(x, lora, adapted, token, columns, width, gelu)
@@ -136,6 +140,9 @@ def _act_and_mul_fp8(
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
     The activation is read again because it does not fit in registers.
+
+    Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
+    block: number of columns computed at once. largest, least_scale: see fp8.fused.scale_of.
     """
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
@@ -163,7 +170,11 @@ def _add_delta(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Add the LoRA delta to some columns of one token."""
+    """Add the LoRA delta to some columns of one token.
+
+    y: see add_delta. lora, adapted: result of `operands` for the LoRA delta. block: number of
+        columns.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

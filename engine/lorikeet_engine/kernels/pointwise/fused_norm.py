@@ -76,7 +76,10 @@ def _launch_add_rms_norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
-    """Return the RMS norm of a float32 row that is 0 beyond its width; gains: the norm's weight."""
+    """Return the RMS norm of a float32 row x, which must be 0 beyond its width.
+
+    gains: weight of the norm. eps: added to the mean square.
+    """
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
 
@@ -107,6 +110,12 @@ def _add_rms_norm(
     """Add one token's delta to its hidden state, and normalise the result.
 
     All operands that do not depend on a sum over ranks are loaded before the wait for that sum.
+
+    x, delta, weight, eps, scale, delta_weight: see kernels.pointwise.add_rms_norm. y: result.
+    lora, adapted: result of lora_operands.operands.
+    addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
+    rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
+    block: `width` rounded up to a power of two. largest, least_scale: see fp8.fused.store_rounded.
     """
     columns = tl.arange(0, block)
     inside = columns < width

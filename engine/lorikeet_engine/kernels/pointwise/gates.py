@@ -67,7 +67,13 @@ def _gate(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Gate some heads of one token; weight: of the norm before a SiLU gate, None: sigmoid gate."""
+    """Gate some heads of one token.
+
+    x, gate, eps: see kernels.pointwise. y: result. lora, adapted: result of lora_operands.operands.
+    weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
+    token_stride, head_stride: elements of `gate` from token to token and from head to head.
+    rows: number of heads. columns: head_dim rounded up to a power of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * rows + tl.arange(0, rows))[:, None]
     column = tl.arange(0, columns)[None, :]

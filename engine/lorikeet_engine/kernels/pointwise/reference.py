@@ -101,7 +101,7 @@ def mean_squares(
 def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return a norm's mean squares of queries and of keys, each [tokens, 1, 1].
 
-    Both are None if the norm has none.
+    Both are None if norm.mean_squares is None.
     """
     if norm.mean_squares is None:
         return None, None

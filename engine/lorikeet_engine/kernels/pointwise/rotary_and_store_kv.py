@@ -76,7 +76,12 @@ def _mean_squares(
     processes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute the mean square of one token's queries, or of its keys, divided by `processes`."""
+    """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
+
+    qkv, processes: see kernels.pointwise.mean_squares; means: its result.
+    lora, adapted: result of `operands`. token_stride: elements of qkv from token to token.
+    queries, keys: elements of all queries, and of all keys, of a token.
+    """
     token = tl.program_id(0).to(tl.int64)
     side = tl.program_id(1)
     width = tl.where(side == 0, queries, keys)
@@ -103,8 +108,12 @@ def _weight(
 ) -> tl.tensor:
     """Load norm weights for some columns of a head, which is a query's or a key's.
 
+    query_weight, key_weight: see QkNorm.
+    head: index of the head in qkv. heads: number of query heads, which come first.
+    column: indices of the columns in the head.
     width: elements between the weights of two heads; 0: all heads share their weights.
-    inside: whether there is such a query or key; if width is 0, whether there is such a column.
+    inside: mask of what to load: if width is 0, the columns that a head has; otherwise the columns
+        of heads that are queries or keys.
     """
     query, in_query, in_key = head < heads, inside, inside
     if width:
@@ -152,7 +161,13 @@ def _rotary_and_store_kv(
 ) -> None:
     """Normalise, rotate and store some heads of one token.
 
+    qkv, cos, sin, layer_kv, slots, interleaved: see kernels.pointwise.rotary_and_store_kv.
+    lora, adapted: result of `operands`.
+    query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
+    whole: whether all heads together are normalised, instead of each head.
+    key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.
     plane: elements of layer_kv between its keys and its values.
+    half, rotary_half: half of head_dim and of rotary_dim. kv_dim: width of a head in layer_kv.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]

@@ -13,9 +13,9 @@ from lorikeet_engine.parallel.sums import RowExchange
 def exchange_operands(
     exchange: RowExchange | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]:
-    """Return the operands of sum_over_ranks: addresses, epochs, rank, world and most rows.
+    """Return operands of sum_over_ranks: addresses, epochs, rank, world and most_rows.
 
-    exchange: memory through which ranks send rows; None: one rank.
+    exchange: memory through which ranks send rows; None: one rank, and no addresses and epochs.
     """
     if exchange is None:
         return None, None, 0, 1, 0
@@ -41,8 +41,10 @@ def sum_over_ranks(
     Rows are added in the order of ranks, in float32, and the sum is rounded to own's dtype.
 
     own: this rank's row, 0 beyond its width.
+    columns, inside: indices of own's columns, and mask of those below the width.
     row: index of the row.
-    addresses, epochs, rank, world, most_rows: see exchange_operands.
+    addresses, epochs, rank: see RowExchange. world: number of ranks.
+    most_rows: maximum number of rows that the exchange sums.
     """
     epoch = tl.load(epochs + row) + 1
     tag = epoch.to(tl.uint32) << 16

@@ -68,7 +68,7 @@ def draw_tokens(
 ) -> None:
     """Draw a token for each row of `draws`, and write it to `tokens`.
 
-    logits [rows, vocab], dense
+    logits [rows, vocab], contiguous
     best [rows]: largest logit of each row of logits; if it is not finite, the row's token is
       undefined
     tokens [rows] int64: written in place, only for rows of logits in `draws`

@@ -3,8 +3,8 @@
 The first launch reads the logits once, in chunks of each row: it adds up a chunk's weights, or, for
 a row with top_k, takes the largest logit of each group of neighbours. The second launch has one
 program for each row. The chunks' sums determine which chunk has the drawn token, so the program
-reads just one chunk more. top_p costs one more pass over the row for each draw, rejected or not: at
-most 1 / top_p draws on average.
+reads only this chunk again. top_p costs one more pass over the row for each draw, rejected or not:
+at most 1 / top_p draws on average.
 
 For top_k, the k-th largest of the groups' largest logits is a lower bound of the row's k-th logit.
 Few groups reach the bound, about k of 2,000, and all later passes read only these groups.
@@ -67,6 +67,10 @@ def _sum_chunks(
     """Compute a chunk's sum of all weights, and its sum of the weights that min_p keeps.
 
     For a row with top_k, computes the largest logit of each of the chunk's groups instead.
+
+    logits, best, draws: see kernels.sampling.draw_tokens.
+    sums: for each row the chunks' sums of kept weights, then of all weights; written here.
+    largest: for each row the largest logit of each group; written here.
     """
     chunk, row = tl.program_id(1), _field(draws, _ROW)
     group = tl.arange(0, _GROUPS)
@@ -96,8 +100,8 @@ def _chunk(
     """Load a chunk of a row: its columns, and its float32 logits [_CHUNK].
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours and its length; the chunk is then one of these
-        groups' tokens. Length 0: a chunk of the whole row.
+    groups, listed: list of groups of neighbours and its length. The chunk consists of tokens of
+        these groups; if the length is 0, of any tokens of the row.
     chunk: index of the chunk.
     """
     place = tl.arange(0, _CHUNK)
@@ -123,7 +127,9 @@ def _count(
 ) -> tl.tensor:
     """Count the tokens in the listed groups whose sort key is at least `least`.
 
+    row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.
+    bits: see arithmetic.key_of.
     """
     count = 0
     for chunk in range(tl.cdiv(listed, _GROUPS)):
@@ -145,9 +151,11 @@ def _list_groups(
 ) -> tuple[tl.tensor, tl.tensor]:
     """List the groups of neighbours that may contain one of the top_k tokens.
 
+    largest: pointer to the largest logits of the row's groups. count: number of these groups.
     groups: memory to which the list is written.
     low: sort key below which weights are 0.
     high: sort key above the sort keys of all tokens.
+    bits: see arithmetic.key_of.
     → number of listed groups, and a lower bound of the top_k tokens' sort keys, at least `low`
     """
     group = tl.arange(0, block)
@@ -181,8 +189,10 @@ def _last_of_top_k(
 
     The end is a column: tokens with this key are kept at lower columns only.
 
+    row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.
     low, high: bounds of the sort key, the lower one inclusive.
+    bits: see arithmetic.key_of.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -205,9 +215,12 @@ def _last_of_top_k(
 def _ranks_before(
     column: tl.tensor, x: tl.tensor, key: tl.tensor, end: tl.tensor, bits: tl.constexpr
 ) -> tl.tensor:
-    """Return which tokens rank better than a token at column `end` with sort key `key`.
+    """Return a mask of the tokens that rank better than a limit, the pair (`key`, `end`).
+
+    A token ranks better if its sort key is larger, or equal at a column lower than `end`.
 
     column, x: columns and logits of the tokens.
+    bits: see arithmetic.key_of.
     """
     own = key_of(x, bits)
     return (own > key) | ((own == key) & (column < end))
@@ -231,6 +244,10 @@ def _draw(
 
     A draw is from the tokens that rank better than (key, end): the limit of top_k, then the last
     rejected token.
+
+    logits, best, draws, tokens: see kernels.sampling.draw_tokens. sums, largest: results of
+    _sum_chunks. groups: memory for _list_groups. bits: see arithmetic.key_of.
+    chunks: number of chunks of a row; chunks_block: that, rounded up to a power of two.
 
     Variables: `listed`, number of groups with tokens of top_k, 0 without top_k; `used`, number of
         chunks that the listed groups fill, or all chunks; `part`, weights that may be drawn, by

@@ -82,6 +82,8 @@ def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.
     """Return the weights [rows, vocab] int64 of logits x [rows, vocab].
 
     Weights are 0 in a row whose largest logit, its `best`, is not finite.
+
+    scale [rows]: log₂(e) / temperature.
     """
     z = ((x - best[:, None]) * scale[:, None]).nan_to_num(nan=LEAST_EXPONENT)
     z = z.clamp(min=LEAST_EXPONENT)

@@ -59,6 +59,7 @@ class Fp8:
         weight: name of the weight.
         cut: the part of the weight to keep.
         block: height and width of the blocks that get scales, from `block`; None: rows get scales.
+        parts: reader of the stored tensors.
         """
         d_out, d_in = cut.matrix_shape
         if self.stored.block is None or block is None:
@@ -81,6 +82,7 @@ class Fp8:
         Raises ModelError if the weight or its scales are missing or malformed.
 
         weight: name of the weight.
+        parts: reader of the stored tensors.
         """
         values = parts.part(weight, "F8_E4M3", d_out, d_in)
         block, whole = self.stored.block, Cut.whole(d_out, d_in)

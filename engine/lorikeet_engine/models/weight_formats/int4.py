@@ -1,4 +1,6 @@
-"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero), shared by groups of inputs.
+"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero).
+
+Groups of inputs share scale and zero.
 
 AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stores it. GPTQ:
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.
@@ -38,6 +40,7 @@ class Int4:
         the format's groups.
 
         weight: name of the weight.
+        parts: reader of the stored tensors.
         """
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
@@ -72,6 +75,7 @@ def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Ten
 
     name: name of the tensor.
     groups: number of groups.
+    parts: reader of the stored tensors.
     """
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):

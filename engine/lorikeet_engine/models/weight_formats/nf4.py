@@ -41,6 +41,7 @@ class Nf4:
         missing or malformed.
 
         weight: name of the weight.
+        parts: reader of the stored tensors.
         """
         state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
         if state.shape != (d_out, d_in):
@@ -70,7 +71,8 @@ class Nf4:
 class _State:
     """Quantisation state that bitsandbytes stores as JSON with each weight.
 
-    nested_blocksize: magnitudes in a block of double quantisation; 0: magnitudes are floats.
+    nested_blocksize: number of magnitudes in a block of double quantisation; 0: the magnitudes are
+        stored as floats.
     """
 
     shape: tuple[int, ...]
@@ -122,8 +124,9 @@ def _blockwise(
 def _nearest(
     values: torch.Tensor, levels: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise values in blocks, each relative to its largest magnitude.
+    """Quantise values in blocks, each value relative to the largest magnitude of its block.
 
+    block: number of values in a block.
     → index in `levels` of the level nearest to each value, int64 [values]
     → largest magnitude of each block [blocks]
     """

@@ -33,7 +33,7 @@ _LOCK = ".lock"
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _ABANDONED_S = 3600.0
 _TRIM_GRACE_S = 10.0
-"""Seconds for which a new or just used file is not trimmed, so that its writer can pin it."""
+"""Seconds for which a file just added or used is not trimmed, so that its writer can pin it."""
 
 
 class AdapterSource(Protocol):
@@ -43,8 +43,8 @@ class AdapterSource(Protocol):
         """Download an adapter's blob to `path`, replacing the file there.
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
-        is returned, the file is read again to compute it. Called on loading threads; may raise
-        anything: AdapterMissing if the store answers that it has no such blob.
+        is returned, the caller reads the file to compute it. Called on loading threads. May raise
+        any exception; AdapterMissing if the store answers that it has no such blob.
         """
 
 
@@ -64,9 +64,10 @@ class DiskCache:
         fingerprint: str,
         on_change: OnChange = ignore_change,
     ) -> None:
-        """Open the cache in a folder.
+        """Open the cache in a folder, which is created if it is missing.
 
-        source: store of blobs that are not in the folder.
+        budget_bytes: limit on the size of all files together.
+        source: store from which blobs that are not in the folder are downloaded.
         fingerprint: 16 hex digits, equal for all processes that can share images.
         on_change: called with the digest of a file that this process adds or removes.
         """
@@ -84,23 +85,24 @@ class DiskCache:
     def holds(self, digest: str) -> bool:
         """Whether the folder has an adapter's blob or image, complete and verified.
 
-        Does not call the file system. Changes by other processes are seen once `changed` is called.
+        Does not call the file system. Changes by other processes are seen at the next call of
+        `changed`.
         """
         return any(map(self._index.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
-        """List the folder, and return the digests of all usable adapters in it.
+        """List the folder; return the digests of all adapters that this process can load from it.
 
-        Returns None if the folder has not changed since the last call. Finds changes by other
-        processes, too. Only one thread may call this at a time.
+        Returns None if no process has changed the folder since the last call. Only one thread may
+        call this at a time.
         """
         return self._index.changed()
 
     def trim(self) -> None:
         """Evict files until the folder is within its budget, in case other processes exceeded it.
 
-        Files added or used in the last _TRIM_GRACE_S seconds stay. The folder's size is that of the
-        last call of `changed`.
+        Files added or used in the last _TRIM_GRACE_S seconds stay. Does nothing if the folder was
+        within its budget at the last call of `changed`.
         """
         if self._index.bytes > self.budget_bytes:
             with self._exclusive():
@@ -118,8 +120,8 @@ class DiskCache:
     def fetch(self, ref: AdapterRef) -> None:
         """Fetch and verify an adapter's blob, unless the folder has the blob or its image already.
 
-        If several threads or processes need the same blob at once, one fetches it and the others
-        wait. A blob that another process has packed and then removed is not fetched.
+        If several threads or processes need the same blob at once, one of them fetches it while the
+        others wait. After the wait, the blob is not fetched if its image is in the folder.
 
         Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
         """
@@ -153,9 +155,10 @@ class DiskCache:
         return self._index.use(digest)
 
     def verify(self, digest: str) -> None:
-        """Read all of a blob and compare its SHA-256 with the digest. Remove a damaged blob.
+        """Read all of a blob in the folder and compare its SHA-256 with its digest.
 
-        Raises FileNotFoundError if there is no such blob or if it was damaged.
+        A damaged blob is removed. Raises FileNotFoundError if there is no such blob or if it was
+        damaged.
         """
         if blob_digest(self._folder / digest) != digest:
             log.warning("blob_damaged", extra={"file": digest})
@@ -198,17 +201,20 @@ class DiskCache:
     def pin(self, digest: str) -> bool:
         """Protect an adapter's blob or image from eviction, from the next call of `apply_pins` on.
 
-        Returns whether one of the two files is locked already. Does not call the file system.
+        Returns whether the protection holds already, from an earlier call. Does not call the file
+        system.
         """
         return self._pins.add(digest)
 
     def unpin(self, digest: str) -> None:
-        """Allow eviction of an adapter's files again, from the next call of `apply_pins` on."""
+        """Allow the eviction of an adapter's files, from the next call of `apply_pins` on."""
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:
-        """Lock those files of pinned adapters that are in the folder. Only one thread may call this
-        at a time.
+        """Lock the files of newly pinned adapters; unlock the files of adapters no longer pinned.
+
+        Files that are not in the folder yet are locked by a later call. Only one thread may call
+        this at a time.
         """
         self._pins.apply()
 
@@ -236,8 +242,7 @@ class DiskCache:
         self._on_change(name[:64])
 
     def _names(self, digest: str) -> tuple[str, ...]:
-        """Return the names of the files from which an adapter can be loaded, the preferred one
-        first.
+        """Return the names of an adapter's files, to be tried in this order: image, blob.
 
         Returns () for an invalid digest.
         """
@@ -324,7 +329,7 @@ class DiskCache:
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Whether this machine's disk caused an error, so that another machine might not have it."""
+    """Whether this machine's disk caused an error, so that the same load may succeed elsewhere."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return True
@@ -334,9 +339,10 @@ def is_disk_error(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def memory_file() -> Iterator[Path]:
-    """Yield an empty file in memory, to use instead of one on a disk; free it after the block.
+    """Yield the path of an empty file in memory, to use instead of a file on a disk.
 
-    Linux only. Raises OSError if the file cannot be created.
+    The memory is freed when the block ends. Linux only. Raises OSError if the file cannot be
+    created.
     """
     descriptor = os.memfd_create("adapter")
     try:
@@ -353,10 +359,10 @@ class _HeldFile(NamedTuple):
 
 
 class _PinnedFiles:
-    """Pinned adapters, and the locks on their files.
+    """Pinned adapters of a disk cache, and the locks that keep their files from being removed.
 
     `add` and `remove` never call the file system, never block, and may be called from any thread.
-    `apply` and `close` call the file system, on one thread.
+    `apply` and `close` call the file system, and must be called from one thread only.
     """
 
     def __init__(
@@ -385,7 +391,7 @@ class _PinnedFiles:
         self._wanted.discard(digest)
 
     def apply(self) -> None:
-        """Lock the files of pinned adapters, if the folder has any, and unlock all other files."""
+        """Lock one file of each pinned adapter that the folder has, and unlock all other files."""
         wanted = set(self._wanted)
         for digest, held in list(self._held.items()):
             # a file without a link is an image that was found damaged and removed
@@ -406,10 +412,12 @@ class _PinnedFiles:
 
 
 def _lock_file(path: Path, kind: int) -> int | None:
-    """Lock a file; return the descriptor that holds the lock.
+    """Lock a file without waiting; return the descriptor that holds the lock.
 
-    kind: LOCK_SH or LOCK_EX of fcntl.
-    Returns None if another lock prevents this one, or if the file is gone.
+    Returns None if another lock prevents this one, if the file is gone, or on an error, which is
+    logged.
+
+    kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

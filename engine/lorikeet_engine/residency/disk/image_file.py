@@ -39,8 +39,8 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
     """Return a fingerprint of all that determines an image apart from the blob: 16 hex digits.
 
-    limits: included, since a blob is checked against them when it is packed, but its image is not
-        checked when it is read.
+    limits: limits on adapters. Included because a blob is checked against them when it is packed,
+        but its image file is read without this check.
     dtype: dtype of the image.
     world: number of tensor parallel ranks that share the model.
     """
@@ -51,6 +51,7 @@ def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, wor
 def write_image(path: Path, name: str, image: PackedImage) -> None:
     """Write an adapter's image as a file.
 
+    path: file to write, which may have a temporary name.
     name: final name of the file, which is stored inside it.
     image: image on the CPU.
     """
@@ -74,10 +75,9 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """Image file with a valid header; the image is the file's bytes from `begin` to the end.
+    """Image file with a valid header. An image is an adapter packed for the GPU.
 
-    An image is an adapter packed for the GPU.
-
+    begin: byte of the file at which the image begins; the image ends where the file ends.
     sums: checksums of the image's layers when it was packed, as text.
     """
 
@@ -108,7 +108,7 @@ class ImageFile:
     def read(self, out: torch.Tensor) -> LayerSums:
         """Read the image into `out`, [layout.image_elements]; return the layers' checksums.
 
-        Raises AdapterRejected if they differ from the checksums stored in the file.
+        Raises AdapterRejected if the checksums of the data differ from those stored in the file.
         """
         with self.path.open("rb") as file:
             file.seek(self.begin)
@@ -126,9 +126,10 @@ def _text(numbers: Iterable[int]) -> str:
 
 
 def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int]:
-    """Parse the ranks in an image file's metadata: the rank for each (layer, module).
+    """Parse the LoRA ranks in an image file's metadata: the rank for each (layer, module).
 
-    path: the file, for errors.
+    text: decimal numbers, separated by spaces.
+    path: the file, named in errors.
     """
     ranks, width = text.split(), len(shape.modules)
     if len(ranks) != (shape.layers + 1) * width or not all(map(str.isdecimal, ranks)):
@@ -140,12 +141,11 @@ def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
     """Parse, from an image file's metadata, the linears that share their A with the preceding
-    linear.
+    linear, in the form of PackedLayout.shared_a: a set of (layer, linear).
 
-    The result is that of PackedLayout.shared_a.
-
-    ranks: the ranks in the same file; each sharing linear must have a preceding linear among them.
-    path: the file, for errors.
+    text: indices into `ranks`, separated by spaces.
+    ranks: the LoRA ranks in the same file, by (layer, module).
+    path: the file, named in errors.
     """
     places, known = text.split(), list(ranks)
     if not all(place.isdecimal() and int(place) < len(known) for place in places):
@@ -163,7 +163,8 @@ def _damaged(path: Path) -> AdapterRejected:
 class ImageWriter:
     """Writes images from host memory to the disk, one after another, on a thread of its own.
 
-    on_release: called when a written image can be evicted from host memory again.
+    on_release: called when an image's data is written, so that host memory may evict the image
+        again.
     """
 
     def __init__(self, disk: DiskCache, host: HostArena, on_release: Callable[[], None]) -> None:
@@ -175,7 +176,8 @@ class ImageWriter:
 
         The image is skipped if, once its turn comes, the disk has the image already or the host no
         longer has it.
-        urgent: write it before all images that are not urgent.
+
+        urgent: whether to write it before all images that are not urgent.
         """
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)
 

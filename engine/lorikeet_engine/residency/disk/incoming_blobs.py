@@ -1,8 +1,8 @@
-"""Packing of blobs (adapters' safetensors files) that another process of this machine still writes.
+"""Packing of blobs that another process of this machine is still writing.
 
-A blob can be trusted only once it is complete and verified, and its file is in the disk cache under
-its digest. Until then no load uses the image. The image is dropped when the file vanishes, when
-other images need the memory, and after LONGEST_S.
+A blob is an adapter's safetensors file. It can be trusted only once it is complete and verified,
+and its file is in the disk cache under its digest. Until then no load uses the image packed from
+it. The image is dropped if the file vanishes, if other images need the memory, or after LONGEST_S.
 """
 
 import logging
@@ -25,8 +25,9 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 log = logging.getLogger(__name__)
 
 LONGEST_S = 10.0
-"""Seconds in which a blob must arrive and be verified; a slower blob is packed once it is
-complete.
+"""Seconds within which a blob must arrive and be verified.
+
+The packing of a slower blob is given up; the blob is packed once it is complete.
 """
 MAX_CONCURRENT = 2
 _POLL_S = 0.005
@@ -44,13 +45,13 @@ class ArrivedImage(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """Raised when an incoming blob is not to be packed while it is being written."""
+    """Raised to end the packing of a blob that is still being written."""
 
 
 class _IncomingBlob:
     """A blob that is packed while another process writes it.
 
-    due_s: monotonic time after which the blob is dropped.
+    due_s: monotonic time after which the packing is given up.
     file_id: device and inode of the file, once it is open.
     wanted: event, set once the file is known to be the verified blob.
     ended: event, set once packing has ended, with or without an image.
@@ -69,7 +70,9 @@ class _IncomingBlob:
     def wait_for(self, descriptor: int, end: int) -> None:
         """Wait until the blob's file has `end` bytes.
 
-        Raises _DroppedError if the blob is dropped, its file is removed, or its time is up.
+        Raises _DroppedError if the blob is dropped, its file is removed, or `due_s` is past.
+
+        descriptor: descriptor of the blob's file.
         """
         while True:
             status = os.fstat(descriptor)
@@ -94,10 +97,11 @@ class IncomingBlobs:
     ) -> None:
         """Start without incoming blobs.
 
+        limits: limits on adapters, checked before a blob is packed.
         max_elements: limit on the size of an image on one GPU.
         world: number of tensor parallel ranks that share the model.
-        on_end: called on other threads when the packing of a blob has ended. The end of packing may
-            free memory for other images.
+        on_end: called on a packing thread when the packing of a blob has ended, which may free
+            memory for other images.
         """
         self._shape, self._limits, self._world = shape, limits, world
         self._host, self._max_elements = host, max_elements
@@ -107,7 +111,10 @@ class IncomingBlobs:
         self._closed = False
 
     def begin(self, digest: str, file: Path, size_bytes: int) -> None:
-        """Begin to pack a blob that another process is writing to a file, if memory allows.
+        """Begin to pack a blob that another process is writing to a file, on a thread of its own.
+
+        Does nothing if MAX_CONCURRENT blobs are being packed already. Packing ends without an image
+        if the host has no memory for it.
 
         size_bytes: size of the complete blob.
         """
@@ -123,10 +130,10 @@ class IncomingBlobs:
     def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
         """Return the image of a blob that was packed while it was being written, else None.
 
-        Waits until packing has ended. The image is used only if it was packed from the verified
-        file.
+        Waits until the packing of the blob has ended. An image packed from any other file than the
+        verified one is dropped.
 
-        find: returns the verified file with this digest. Its errors are raised.
+        find: returns the path of the verified file with this digest. Its errors are raised.
         """
         with self._lock:
             blob = self._incoming.get(digest)
@@ -147,7 +154,7 @@ class IncomingBlobs:
                 blob.dropped = True
 
     def close(self) -> None:
-        """Drop all blobs, and pack no more."""
+        """Stop packing, drop all images that no load has taken, and accept no more blobs."""
         self._closed = True
         self.drop_untaken()
         for blob in list(self._incoming.values()):

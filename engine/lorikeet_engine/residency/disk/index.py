@@ -1,6 +1,4 @@
-"""Index of the files in a disk cache's folder, kept up to date without a stat of every file each
-time.
-"""
+"""Index of the files in a disk cache's folder. Listing again needs no stat of known files."""
 
 import contextlib
 import logging
@@ -21,7 +19,7 @@ _SETTLED_NS = 100_000_000
 
 
 class DiskIndex:
-    """Files in a disk cache's folder, by the last listing and this process's later changes.
+    """Files in a disk cache's folder, by the last listing, and by this process's changes after it.
 
     Each file's size is read once, since complete files never change. Only one thread may call
     `changed`. Any thread may call the other methods, and `holds` never blocks.
@@ -48,7 +46,10 @@ class DiskIndex:
         return name in self._sizes
 
     def use(self, name: str) -> Path:
-        """Return the path of the file with this name; mark it as used. Raises FileNotFoundError."""
+        """Mark the file with this name as used now, and return its path.
+
+        Raises FileNotFoundError if the folder has no such file.
+        """
         path = self._folder / name
         try:
             os.utime(path)

@@ -1,7 +1,7 @@
 """Thread that locks pinned files of the disk cache, and finds changes by other processes.
 
-If other processes exceed the cache's budget, as replicas do with blobs that trainers push, the
-thread has files evicted.
+Other processes may exceed the cache's budget, as replicas do with blobs that trainers push. Then
+the thread lets the cache evict files.
 """
 
 import logging
@@ -16,7 +16,7 @@ _POLL_S = 1.0
 
 
 class DiskWatcher:
-    """Checks the disk cache once a second, on its own thread, since a file system can block."""
+    """Thread that checks the disk cache's folder once a second, since a file system can block."""
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
         """Record all adapters that are on the disk already, and start the thread.
@@ -30,7 +30,7 @@ class DiskWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop checking, and end the thread."""
         self._closed.set()
         self._thread.join()
 

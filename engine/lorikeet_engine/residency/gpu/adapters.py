@@ -50,6 +50,7 @@ class PlaceOnGpu(Protocol):
         Returns False if not enough memory can be freed.
 
         image: the adapter packed for the GPU, in host memory.
+        reason: reason for the copy, which decides the adapters that may be evicted.
         uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
             serve instead.
         """
@@ -60,9 +61,10 @@ class GpuAdapter:
     """An adapter on the GPU, or being copied there.
 
     sums: checksums of the image's layers when it was packed.
+    score: eviction score; the adapter with the lowest is evicted first.
     leases: number of leases.
     guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
-        without such a guard.
+        if the adapter is not guarded.
     copying: whether the copy is incomplete, so that the adapter cannot be leased yet.
     damaged: whether the adapter was found damaged, so that it cannot be leased any more.
     """
@@ -110,7 +112,7 @@ class Lease:
         """Start a lease of an adapter.
 
         ended: called with the adapter when the lease is released.
-        on_release: called after `ended`.
+        on_release: the lessee's callback, called after `ended`.
         """
         adapter.leases += 1
         self._adapter: GpuAdapter | None = adapter
@@ -136,7 +138,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """The adapters on the GPU: decides which adapters are on the GPU, and leases them.
+    """Decides which adapters are on the GPU, and leases them.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
@@ -181,7 +183,7 @@ class GpuAdapters:
     def status(self, itemsize: int) -> TierStatus:
         """Return contents, capacity and evictions of the GPU; adapters being copied there count.
 
-        The memory that pins may take shrinks when a request asks for a larger adapter than any
+        The capacity for pins shrinks when a request asks for a larger adapter than any request
         before.
 
         itemsize: bytes per element.
@@ -194,7 +196,8 @@ class GpuAdapters:
     def victim(self, itemsize: int) -> EvictionCandidate | None:
         """Return the adapter that would be evicted first; None if none can be evicted.
 
-        Its number of uses, which decays all the time, is rounded to tenths.
+        The adapter's number of uses, which decays all the time, is rounded to tenths.
+
         itemsize: bytes per element.
         """
         adapter = next(self._evictable(), None)
@@ -204,9 +207,9 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return how often an adapter was used; a use's weight halves every HALF_LIFE_S.
+        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S.
 
-        The adapter may be in any tier.
+        The adapter need not be on the GPU.
         """
         return self._uses.count(digest, self._clock())
 
@@ -215,9 +218,9 @@ class GpuAdapters:
         return self.usable(digest) is not None
 
     def usable(self, digest: str) -> GpuAdapter | None:
-        """Return an adapter on the GPU that can be leased; None if it is not there or not usable.
+        """Return an adapter that can be leased now; None if it is not on the GPU, or damaged.
 
-        After a reload, a different object is returned.
+        Each load of the adapter makes a new object, so `is` tells whether it was reloaded.
         """
         adapter = self._adapters.get(digest)
         return adapter if adapter and not adapter.copying and not adapter.damaged else None
@@ -244,7 +247,7 @@ class GpuAdapters:
     def guard(self, digest: str) -> bool:
         """Protect an adapter from eviction until it is leased, but at most for GUARD_S.
 
-        Returns False if the adapter is not on the GPU.
+        Returns False if the adapter is neither on the GPU nor being copied there.
         """
         adapter = self._adapters.get(digest)
         # Never extended: a request that waits for something else must not hold memory as well.
@@ -256,8 +259,9 @@ class GpuAdapters:
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; return None if it cannot be leased now.
 
-        Nothing is copied or moved. The lease counts as a use, so the adapter gets a new score
-        (eviction_score.py).
+        Nothing is copied or moved. The lease counts as a use, so the adapter gets a new eviction
+        score (eviction_score.py).
+
         on_release: called when the lease ends.
         """
         adapter, now_s = self.usable(digest), self._clock()
@@ -273,13 +277,13 @@ class GpuAdapters:
         return Lease(adapter, self._lease_ended, on_release)
 
     def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
-        """Evict as many adapters as an image of this size needs.
+        """Evict adapters until an image of this size fits.
 
-        Returns False, and evicts none, if that cannot free enough memory.
+        Returns False, and evicts none, if evictions cannot free enough memory.
 
-        for_request: a request waits for the image, so pins are revoked if it does not fit
-            otherwise.
-        below: evict only adapters with a score lower than this.
+        for_request: whether a request waits for the image. If so, pins are revoked if it does not
+            fit otherwise.
+        below: evict only adapters with an eviction score lower than this.
         """
         if for_request:
             self._reservations.revoke_for(elements)
@@ -305,6 +309,7 @@ class GpuAdapters:
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.
 
+        reason: reason for the copy, which decides the adapters that may be evicted.
         uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
             serve instead.
         """
@@ -332,9 +337,9 @@ class GpuAdapters:
         return copy
 
     def copy_finished(self, digest: str, total: int) -> bool:
-        """Allow leases of an adapter whose copy to the GPU is complete, unless the copy is damaged.
+        """Allow leases of an adapter whose copy to the GPU is complete.
 
-        If it is damaged, evict the adapter instead and return False.
+        If the copy is damaged, evict the adapter instead, and return False.
 
         total: checksum of the image as it arrived on the GPU.
         """
@@ -368,7 +373,8 @@ class GpuAdapters:
         )
 
     def pin(self, digest: str) -> bool:
-        """Keep an adapter on the GPU from now on.
+        """Pin an adapter on the GPU: keep it there until `unpin`, or until a request needs the
+        memory.
 
         Returns False if the memory for pins is used up.
         """
@@ -378,11 +384,13 @@ class GpuAdapters:
         return self._reservations.grant(digest, elements)
 
     def unpin(self, digest: str) -> None:
-        """Allow the eviction of a pinned adapter again."""
+        """Remove an adapter's pin, so that it may be evicted."""
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return the seconds from now until the first guard ends; None if there is none.
+        """Return the seconds from now until the first of the guards (see `guard`) ends.
+
+        None if there is no guard.
 
         after_s: guards that end at this time or before are ignored.
         """
@@ -404,9 +412,11 @@ class GpuAdapters:
             self._held.pop(adapter.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
-        """Yield adapters that may be evicted, lowest score first. Do not evict any while iterating.
+        """Yield adapters that may be evicted, lowest score first.
 
-        On other threads than the engine's, the first adapter may already be out of date.
+        Do not evict any while iterating.
+
+        Threads other than the engine's may call this, but the adapters may have changed meanwhile.
 
         below: only adapters with a score lower than this are yielded.
         """
@@ -419,7 +429,10 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict adapters so that an image fits without moving others: steps would wait for moves.
+        """Evict adapters until an image fits without moves, for which steps would have to wait.
+
+        Gives up when the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size, or
+        when no more adapters may be evicted.
 
         layout: layout of the image.
         below: evict only adapters with a score lower than this.
@@ -433,15 +446,14 @@ class GpuAdapters:
             self._evict(adapter)
 
     def _score(self, digest: str, layout: PackedLayout, now_s: float) -> float:
-        """Return the eviction score of an adapter that is used now, or was loaded for a use."""
+        """Return the eviction score that an adapter gets if it is used now."""
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
     def _prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
-        """Return the eviction score of an adapter that is prefetched, without a request on this
-        replica.
+        """Return the eviction score of an adapter that no request waits for: a prefetched one.
 
-        The score is −∞ if the adapter was never used anywhere.
+        The score is −∞ if the adapter was never used on any replica.
 
         elsewhere: recent uses of the adapter on other replicas that this replica could serve
             instead.

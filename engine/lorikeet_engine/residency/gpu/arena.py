@@ -53,7 +53,10 @@ _MOVE_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `begin` to `end` of an image, at `offset` in the arena."""
+    """Part of an image in the arena: elements `begin` to `end` of the image.
+
+    offset: offset of the part in the arena.
+    """
 
     offset: int
     begin: int
@@ -83,7 +86,8 @@ class ReadsEnd:
 class ClearRow:
     """Command to clear a freed slot's row of the table: rank 0 everywhere.
 
-    Later copies begin only after the steps that may still read the evicted image.
+    Copies that follow this command begin only after the steps that may still read the evicted
+    image.
     """
 
     slot: int
@@ -107,8 +111,9 @@ class Compact:
 
 
 Command = WriteRow | ReadsEnd | ClearRow | Compact
-"""Command to an arena. Contains no tensors, so processes with arenas of the same layout can repeat
-it.
+"""Command to an arena.
+
+Contains no tensors, so that other processes with arenas of the same layout can repeat it.
 """
 
 
@@ -133,7 +138,10 @@ class DeviceArena:
             word_sum(weights.table)  # loads the kernel now, not during requests
 
     def run(self, *commands: Command) -> None:
-        """Run commands. Steps launched afterwards read the arena and the table as changed."""
+        """Run commands in order.
+
+        Steps launched afterwards see the changed arena and table of adapters.
+        """
         for command in commands:
             self._run(command)
 
@@ -156,9 +164,7 @@ class DeviceArena:
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Return views of the arena, one for each piece of an image; valid until the image is
-        moved.
-        """
+        """Return views of an image's pieces in the arena, valid until the image is moved."""
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
@@ -187,7 +193,9 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """Run the block; its work on the device follows earlier copies and precedes later ones."""
+        """Run the block; its work on the device follows earlier copies and precedes later
+        copies.
+        """
         if self._copying is None:
             yield
             return

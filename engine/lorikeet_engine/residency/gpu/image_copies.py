@@ -1,8 +1,9 @@
-"""Copies of images from the host to the arena, and the thread that waits for them.
+"""Copies of images from the host to the arena, and the thread that waits for their ends.
 
 A large image is copied in parts. In a single part, 1.7 GB would occupy the PCIe bus for 35 ms, and
-uploads of the steps would wait for that. So parts in flight occupy the bus for no more than a third
-of a millisecond, and the waiting thread launches the next part whenever one is complete.
+the uploads of steps' inputs would wait for that. So the parts in flight never occupy the bus for
+more than a third of a millisecond. Whenever a part is complete, the waiting thread launches the
+next.
 """
 
 import threading
@@ -25,7 +26,7 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 
 class CopyTotal(Protocol):
-    """Pending checksum of a copied image. Implemented by Download and PacedCopy."""
+    """Checksum of a copied image, still to be awaited. Implemented by Download and PacedCopy."""
 
     def wait(self) -> torch.Tensor:
         """Return the checksum of the copied image, [] int64, once the copy is complete."""
@@ -86,7 +87,10 @@ class PacedCopy:
         return self._total is not None
 
     def start(self) -> None:
-        """Launch the first parts of the copy. Without this call, synchronize launches them."""
+        """Launch the first parts of the copy.
+
+        If this is never called, synchronize launches them.
+        """
         with self._lock:
             self._launch(self._most)
 
@@ -104,12 +108,15 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64. Call it after synchronize."""
+        """Return the checksum of the copied image, [] int64.
+
+        Requires that synchronize has returned.
+        """
         assert self._total is not None, "parts were not launched"
         return self._total.wait()
 
     def _launch(self, most: int) -> None:
-        """Launch parts of the copy until `most` parts are in flight."""
+        """Launch the next parts of the copy until `most` parts are in flight, or none are left."""
         if self.launched:
             return
         with torch.cuda.stream(self._stream):
@@ -124,7 +131,10 @@ class PacedCopy:
 
 
 def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
-    """Begin to compute the checksum of an image, given the blocks that it consists of."""
+    """Begin to compute the checksum of an image in the arena.
+
+    blocks: views of the image's pieces.
+    """
     return Download(reduce(add, map(word_sum, blocks)))
 
 
@@ -153,7 +163,7 @@ class FinishedCopy(NamedTuple):
 class ImageCopies:
     """Copies to the GPU in flight. For the engine's thread only, except `elements`.
 
-    wake: called when a copy is complete.
+    wake: called on another thread when a copy is complete.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -169,10 +179,11 @@ class ImageCopies:
         return sum(self._under_way.values())
 
     def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
-        """Let a thread wait for a copy in flight; on a CPU, record that the copy is complete.
+        """Watch a copy: a thread waits for its end, and then `finished` returns it.
 
         elements: size of the image.
         began_s: time.perf_counter() at which the copy began.
+        copy: the copy; on a CPU it is complete already.
         """
         self._under_way[digest] = elements
         ended = partial(self._ended, digest, elements, began_s, copy.total)

@@ -19,8 +19,9 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its GPU, and to report its end and its
-    checksum.
+    """Command to copy a rank's image from the host to its GPU, and to report the copy's end.
+
+    The report contains the checksum of the image on the GPU.
 
     copy: number that identifies the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks
@@ -36,10 +37,10 @@ class CopyImage:
 
 
 class LeadingArena(DeviceArena):
-    """Arena of the leading rank, whose commands and copies the followers repeat.
+    """Arena of the leading rank. The followers repeat its commands and copies.
 
     A copy is complete once it is complete in all ranks. An error in the leader alone would make the
-    arenas differ, so `run` and `copy` raise DeviceLost then.
+    ranks' arenas differ, so `run` and `copy` then raise DeviceLost.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device, followers: Followers) -> None:
@@ -74,8 +75,9 @@ class LeadingArena(DeviceArena):
 def arena_of(
     weights: LoraWeights, device: torch.device, followers: Followers | None
 ) -> DeviceArena:
-    """Return the arena of an engine.
+    """Return the arena of an engine: a LeadingArena if there are other ranks.
 
+    weights: the arena and the table of adapters, as tensors on the device.
     followers: processes of the other ranks; None without tensor parallelism.
     """
     if followers is None:

@@ -1,4 +1,4 @@
-"""Tenants' usage of GPU slots: leased time, and loads that their requests caused."""
+"""Tenants' usage of GPU slots: time of their leases, and loads that their requests caused."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class SlotUser(NamedTuple):
 class _Leased:
     """Leases of one adapter, by the tenants that hold them.
 
-    since_s: time up to which leased time is credited already.
+    since_s: time up to which leased time has been counted.
     leases: number of leases of each SlotUser.
     """
 
@@ -32,7 +32,8 @@ class _Leased:
 class SlotUsage:
     """Counts the leased time of each adapter, divided equally among the tenants that lease it.
 
-    Written by the engine's thread; any one thread may call `take`.
+    The engine's thread calls the recording methods; any one thread may call `take`.
+
     clock: returns monotonic seconds.
     """
 
@@ -70,7 +71,7 @@ class SlotUsage:
             used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
-        """Return the usage of GPU slots since the last call."""
+        """Return each tenant's usage of each adapter's slot since the last call."""
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
@@ -81,7 +82,7 @@ class SlotUsage:
         return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """Credit an adapter's leased time up to now to its users; return the adapter's leases."""
+        """Count an adapter's leased time up to now for its users; return the adapter's leases."""
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))
         if leased.leases:

@@ -1,8 +1,10 @@
-"""Slot pool: computes the places of images in the device's arena, without any memory.
+"""Slot pool: computes the places of images in the device's arena.
+
+Does not touch the memory itself.
 
 An image lies in one piece if a hole fits it; otherwise it is split between layers, and its pieces
-fill the largest holes. Images move only where that fails, too. A slot is a row of the table, and
-stays the same while its image moves.
+fill the largest holes. Only if that fails are other images moved. A slot is a row of the table of
+adapters, and stays the same while its image moves.
 """
 
 from bisect import bisect_right
@@ -45,14 +47,15 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Fixed number of GPU slots for images of any size. Moves images when free blocks are too
-    small.
+    """Fixed number of GPU slots for images of any size.
+
+    Moves images if free blocks are too small.
 
     Computes places only; a DeviceArena runs the resulting commands. For the engine's thread only,
     except `placed`.
 
     elements: size of the arena.
-    slots: number of slots, which are rows of the table.
+    slots: number of slots, which are rows of the table of adapters.
     moved_elements: number of elements that compactions have moved since the start.
     """
 
@@ -102,12 +105,13 @@ class SlotPool:
     def image(self, slot: int) -> PlacedImage | None:
         """Return the image in a slot; None if the slot is free.
 
-        After a move or a replacement of the image, a different object is returned.
+        Each move or replacement of the image makes a new object, so `is` tells whether it has
+        changed.
         """
         return self._placed.get(slot)
 
     def free(self, slot: int) -> ClearRow:
-        """Free a slot and its image's memory; return the command to clear the table's row."""
+        """Free a slot and its image's place; return the command that clears the slot's row."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
@@ -130,7 +134,10 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Plan moves of images to the front of one range, leaving a hole of at least this size."""
+        """Compact one range of the arena, so that it ends with a hole of at least this size.
+
+        Returns the command that moves the range's images to its front.
+        """
         begin, end = self._blocks.cheapest_range(elements)
         inside = [
             (piece, slot)

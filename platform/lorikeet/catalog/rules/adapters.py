@@ -70,9 +70,11 @@ def register(
 def promote(
     state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
 ) -> Changes:
-    """Point an alias to a usable version. Raises UnknownModel, Conflict.
+    """Point an alias to a usable version.
 
     expect: version that the alias must point to; None: any.
+    Raises UnknownModel for an unknown version, and Conflict if the version is retired or the alias
+    does not point to `expect`.
     """
     record = state.adapter(tenant, name)
     _check_usable(record, version)
@@ -90,7 +92,8 @@ def give_share(
     """Give a share of an alias's requests to a usable version that it does not point to.
 
     expect: version that the alias must point to; None: any.
-    Raises UnknownModel, NotFound, Conflict.
+    Raises UnknownModel for an unknown version, NotFound for an unknown alias, and Conflict if the
+    version is retired or the alias already points to it, or does not point to `expect`.
     """
     record = state.adapter(tenant, name)
     _check_usable(record, share.version)
@@ -113,7 +116,8 @@ def rollback(
     """End an alias's share, or else point the alias to its previous version that is usable.
 
     expect: version that the alias must point to; None: any.
-    Raises UnknownModel, NotFound, Conflict.
+    Raises UnknownModel for an unknown adapter, NotFound for an unknown alias, and Conflict if there
+    is no such version or the alias does not point to `expect`.
     """
     record = state.adapter(tenant, name)
     _check_expected(record, alias, expect)
@@ -131,7 +135,11 @@ def rollback(
 
 
 def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> Changes:
-    """Retire a version, or the adapter if `version` is None. Raises UnknownModel, Conflict."""
+    """Retire a version, or the adapter if `version` is None.
+
+    Raises UnknownModel if there is no such version or adapter, and Conflict if an alias points to
+    the version.
+    """
     record = state.adapter(tenant, name)
     if version is None:
         return () if record.retired else (AdapterRetired(tenant=tenant, name=name),)

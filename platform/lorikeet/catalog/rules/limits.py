@@ -68,7 +68,7 @@ _OF_LIMITS = frozenset(each.name for each in fields(Limits))
 
 
 def with_options(record: Record, options: Mapping[str, Any]) -> Record:
-    """Return the record with these options set."""
+    """Return a tenant's or key's record with these options set; its other fields stay."""
     limits = {name: value for name, value in options.items() if name in _OF_LIMITS}
     own = {name: value for name, value in options.items() if name not in _OF_LIMITS}
     return replace(record, limits=replace(record.limits, **limits), **own)
@@ -81,7 +81,10 @@ def options_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput unless each option has an allowed value; see also check_key_options."""
+    """Raise InvalidInput unless each option of a tenant or a key has an allowed value.
+
+    check_key_options checks the options that only keys have.
+    """
     for name, value in options.items():
         want = _unmet(name, value)
         if want is not None:
@@ -155,6 +158,7 @@ def check_text(text: str, longest: int, param: str) -> None:
     """Raise InvalidInput unless a text is printable and at most `longest` characters.
 
     Terminals show the text, so control characters are refused.
+    param: name of the request's field, for the error.
     """
     if len(text) > longest or not text.isprintable():
         raise InvalidInput(
@@ -163,7 +167,9 @@ def check_text(text: str, longest: int, param: str) -> None:
 
 
 def _unmet(name: str, value: Any) -> str | None:
-    """Return an option's allowed values as text for an error; None if `value` is allowed."""
+    """Return the allowed values of option `name`, as text for an error; None if `value` is
+    allowed.
+    """
     match name:
         case "weight":
             fine = LIGHTEST <= value <= HEAVIEST

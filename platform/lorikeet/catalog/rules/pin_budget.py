@@ -41,14 +41,18 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
 
 
 def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
-    """Sum the bytes of distinct images: each counts once for all pins and replicas."""
+    """Sum the bytes of distinct images. Versions with equal images count once, however many pins
+    and replicas keep them.
+    """
     return sum({version.ref.digest: version.image_bytes for version in kept}.values())
 
 
 def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
     """Raise Conflict if a pin takes its tenant's pinned bytes beyond the tenant's pin budget.
 
-    A change that does not add pinned bytes is always allowed. Raises UnknownTenant too.
+    A change that does not add pinned bytes is always allowed. Raises UnknownTenant if there is no
+    such tenant.
+    change: the pin to set.
     now: Unix seconds.
     """
     budget = state.tenant(change.tenant).pin_budget_bytes

@@ -56,6 +56,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
     """Set the pin of an adapter or a tenant.
 
+    change: the pin to set.
     now: Unix seconds.
     Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
     """
@@ -71,7 +72,9 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
 
 
 def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
-    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound."""
+    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound if there is
+    none.
+    """
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)

@@ -36,7 +36,7 @@ def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
 def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
     """Raise Conflict if changes of a tenant's adapters exceed its quota.
 
-    Changes that add nothing are always allowed. Raises UnknownTenant too.
+    Changes that add nothing are always allowed. Raises UnknownTenant if there is no such tenant.
     """
     record = state.tenant(tenant)
     if record.max_adapters is None and record.max_total_bytes is None:

@@ -19,7 +19,7 @@ from lorikeet.errors import Conflict
 
 
 def restore_version(state: CatalogState, tenant: str, name: str, number: int) -> Changes:
-    """Make one version usable again; the only usable version becomes prod.
+    """Make one version usable again; if no other version is usable, it becomes prod.
 
     Raises UnknownModel, and Conflict beyond the tenant's limits.
     """

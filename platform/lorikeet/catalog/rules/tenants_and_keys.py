@@ -42,14 +42,21 @@ def limit_tenant(state: CatalogState, change: TenantOptionsSet) -> Changes:
 
 
 def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> Changes:
-    """Create a key with these options. Raises UnknownTenant."""
+    """Create a key with these options. Raises UnknownTenant.
+
+    change: id, owner, scopes and hashed secret of the key.
+    """
     if change.tenant is not None:
         state.tenant(change.tenant)
     return (change, KeyOptionsSet(id=change.id, options=options)) if options else (change,)
 
 
 def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
-    """Change the given limits of a key. Raises UnknownKey, InvalidInput, Conflict if revoked."""
+    """Change the given limits of a key.
+
+    Raises UnknownKey, InvalidInput for an admin's key, which has no limits, and Conflict if the key
+    is revoked.
+    """
     key = state.key(change.id)
     check_may_have_limits(key.tenant, change.options)
     if key.revoked:
@@ -62,9 +69,11 @@ def rotate_key(
 ) -> Changes:
     """Replace a key by a copy with another secret and a full lifetime of the same length.
 
+    new_id: id of the copy.
+    new_sha256: SHA-256 of its secret.
     now: Unix seconds.
     overlap_s: seconds after which the old key expires, unless it expires sooner.
-    Raises UnknownKey, Conflict.
+    Raises UnknownKey, and Conflict if the key was rotated before or is no longer valid.
     """
     key = state.key(key_id)
     if key.replaced_by is not None:

@@ -33,6 +33,7 @@ _POLL_S = 0.5
 def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -> None:
     """Ensure that an object exists and stays for NEW_S even if nothing names it yet.
 
+    key: key of the object.
     put: writes the object if it is absent. Without `put`, an absent object raises ObjectNotFound.
     Raises Conflict if a collection still marks the object after _WAIT_S.
     """

@@ -53,7 +53,8 @@ class PartStore(Protocol):
         ...
 
     def url(self, key: str, token: str, number: int, size: int, /) -> str | None:
-        """Return a URL that accepts a PUT of exactly `size` bytes as this part for one hour.
+        """Return a URL that accepts a PUT of exactly `size` bytes as one part of an upload, for one
+        hour.
 
         The URL needs no credentials. None: clients cannot reach this store; use `put` instead.
         """
@@ -90,7 +91,9 @@ class PartStore(Protocol):
         ...
 
     def unfinished(self, prefix: str, /) -> Iterator[UnfinishedUpload]:
-        """Yield uploads under `prefix` that were begun and that no listing of objects shows."""
+        """Yield the uploads to keys under `prefix` that are neither joined nor deleted, unless
+        listings of objects show them.
+        """
         ...
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 _MIB = 2**20
 RANGE_BYTES = 8 * _MIB
-"""Bytes per request. In shorter ones latency dominates; with longer ones hashing falls behind."""
+"""Bytes per request. With shorter requests latency dominates; with longer ones hashing falls behind
+the download.
+"""
 
 CONNECTIONS = 15
 """Parallel connections: one reaches 85-90 MB/s on S3, and 15 fill 10 Gb/s."""
@@ -62,7 +64,10 @@ class _Progress:
         self._changed = threading.Condition()
 
     def advance(self, number: int, end: int) -> bool:
-        """Record that a range is written up to `end`; return False if another range has failed."""
+        """Record that range `number` is written up to byte `end` of the file.
+
+        Returns False if another range has failed, so that this one should stop.
+        """
         with self._changed:
             self._ends[number] = end
             if number == self._awaited:
@@ -76,7 +81,7 @@ class _Progress:
             self._changed.notify()
 
     def wait_beyond(self, at: int) -> int:
-        """Wait until more than `at` bytes are written without a gap; return a larger written end.
+        """Wait until more than the first `at` bytes are written without a gap; return how many are.
 
         Raises the error of a range that failed.
         """

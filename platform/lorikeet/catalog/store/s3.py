@@ -158,7 +158,9 @@ class S3Store:
             return self._client.head_object(**self._address(key))["LastModified"].timestamp()
 
     def touch(self, key: str) -> None:
-        """Copy the object onto itself in one request, which S3 allows up to 5 GiB."""
+        """Set the modification time by copying the object onto itself in one request, which S3
+        allows up to 5 GiB.
+        """
         with self._errors(key):
             address = self._address(key)
             self._long_timeout_client.copy_object(
@@ -234,7 +236,10 @@ class S3Store:
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
     def _read(self, key: str, url: str, start: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [start, end); resume where a connection broke or stalled."""
+        """Yield the bytes [start, end) of an object; resume where a connection broke or stalled.
+
+        url: presigned URL of the object.
+        """
         attempt, received_s = 0, time.monotonic()
         while start < end:
             body, broken = self._range(key, url, f"bytes={start}-{end - 1}"), None
@@ -255,7 +260,8 @@ class S3Store:
                 attempt += 1
 
     def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
-        """Request a range by the presigned URL; if that fails, by boto3, which explains why.
+        """Request a range of an object by its presigned URL; if that fails, by boto3, whose error
+        says why.
 
         wanted: value of the Range header.
         """
@@ -352,7 +358,9 @@ class S3Parts:
         return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
-        """Copy in one request, as S3 allows up to 5 GiB; leave a larger object to `put_file`."""
+        """Copy the joined parts in one request, which S3 allows up to 5 GiB; a larger object is
+        left to `put_file`.
+        """
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):
@@ -401,6 +409,7 @@ def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
     """Translate S3's answer about a key into an error that says what to do.
 
     url: the store's URL.
+    bucket, key: bucket and key of the failed call.
     """
     code = _code(error)
     if code in _ABSENT:

@@ -16,8 +16,10 @@ from urllib3.exceptions import ReadTimeoutError as NoByte
 
 LEAST_BYTES_PER_S = 8 * 2**10
 WINDOW_S = 5.0
-"""Seconds of waiting for a body after which the bytes received in them are compared with
-LEAST_BYTES_PER_S, and a new window begins.
+"""Length of a window, in seconds spent waiting for a body.
+
+At its end, the bytes received in the window are compared with LEAST_BYTES_PER_S, and a new window
+begins.
 """
 _CHUNK_BYTES = 2**16
 
@@ -29,7 +31,9 @@ class SlowBody(ReadTimeoutError):
 
 
 class TimedSession:
-    """Session of a boto3 client, in place of the client's own, which it wraps."""
+    """HTTP session for a boto3 client that gives up bodies arriving too slowly. It wraps the
+    client's own session.
+    """
 
     def __init__(self, session: URLLib3Session) -> None:
         self._session = session
@@ -50,9 +54,9 @@ class TimedSession:
 
 
 class TimedBody:
-    """Body of an answer, which a StreamingBody reads.
+    """Body of an answer, read by botocore's StreamingBody, that must arrive at LEAST_BYTES_PER_S.
 
-    Only time spent waiting for the server counts, not the reader's own.
+    Only time spent waiting for the server counts, not the time between two reads.
 
     raw: urllib3's response.
     """
@@ -64,7 +68,8 @@ class TimedBody:
     def read(self, amount: int | None = None) -> bytes:
         """Return `amount` bytes, or fewer at the end; None: all of them.
 
-        Raises HTTPClientError: SlowBody, or for a broken or silent connection.
+        Raises SlowBody if they arrive too slowly, and another HTTPClientError if the connection
+        breaks or is silent.
         """
         pieces, missing = [], amount
         while missing is None or missing > 0:

@@ -63,7 +63,9 @@ def _check_shards(folder: Path, files: list[str]) -> None:
 
 
 def _opened(path: Path) -> dict[Any, Any]:
-    """Read a pickle that is a table of tensors. Raises LorikeetError."""
+    """Read a pickle, which must be a table of tensors by name. Raises LorikeetError if it is
+    not.
+    """
     try:
         import torch
     except ImportError as error:
@@ -81,9 +83,11 @@ def _opened(path: Path) -> dict[Any, Any]:
 
 
 def _of_adapter(found: Mapping[Any, Any], config: Mapping[str, Any]) -> dict[Any, Any]:
-    """Leave out the frozen base model's tensors of a whole model's state dict, as PEFT does.
+    """Return the tensors of the adapter in a state dict of the whole model, as PEFT would save
+    them.
 
-    Biases stay if the config says that they were trained.
+    The frozen base model's tensors are left out. Biases stay if the config says that they were
+    trained.
     """
     parts = (*_OF_ADAPTERS, *([".bias"] if config.get("bias", "none") != "none" else ()))
     return {name: value for name, value in found.items() if any(p in str(name) for p in parts)}

@@ -102,9 +102,10 @@ def _send(
 ) -> tuple[str, str | None, TokenizerVocabulary | None]:
     """Pack a source into one file and upload it.
 
-    Returns the SHA-256 of the file, and that of the adapter's chat template or None, and the
-    vocabulary of its tokenizer or None.
+    Returns the SHA-256 of the file, that of the adapter's chat template or None, and the vocabulary
+    of its tokenizer or None.
 
+    source, revision, quiet: as in `open_source`.
     about: tenant and base model, which the server checks before any byte is sent.
     """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:

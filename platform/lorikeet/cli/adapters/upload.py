@@ -51,6 +51,8 @@ def send_blob(
 
     Ctrl-C ends the command, and prints how to resume.
 
+    blob: the file.
+    digest: its SHA-256, by which the server identifies the upload.
     about: tenant and base model, which the server checks before any byte is sent.
     quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
     """
@@ -103,7 +105,9 @@ class _ProgressBar:
         return f"{show_size(self.arrived)} of {show_size(self._total)}"
 
     def restart(self, missing: int) -> None:
-        """Start over with this many bytes missing, and no unfinished parts."""
+        """Start over: show `missing` bytes as still to send, and forget the parts that were being
+        sent.
+        """
         with self._lock:
             self._sent.clear()
             self.arrived = self._total - missing
@@ -160,7 +164,7 @@ class _BlobUpload:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Send until nothing is missing. Raises LorikeetError."""
+        """Send parts until the server lacks none. Raises LorikeetError."""
         missing, failures = self._missing(), 0
         while missing:
             before = self._progress.arrived
@@ -184,7 +188,10 @@ class _BlobUpload:
         return missing
 
     def _round(self, parts: list[Json]) -> Exception | None:
-        """Send parts; return a transient error, or None. Raise an error that is not transient."""
+        """Send parts in parallel; return a transient error if one occurred, else None.
+
+        Raises an error that is not transient.
+        """
         self._stop.clear()
         with ThreadPoolExecutor(_CONNECTIONS) as connections:
             futures = [connections.submit(self._send, part) for part in parts]
@@ -229,6 +236,8 @@ class _BlobUpload:
     ) -> None:
         """Send a part to the store by its presigned URL.
 
+        number: number of the part, for the progress bar.
+        chunks: bytes of the part.
         Raises ServerUnavailable: a later attempt with new URLs may still work.
         """
         try:

@@ -1,4 +1,6 @@
-"""The command gc: collects garbage directly in the store, so that only it needs to delete blobs."""
+"""The command gc: collects garbage directly in the store, so that only its user needs credentials
+to delete blobs.
+"""
 
 import time
 from typing import Annotated

@@ -62,7 +62,9 @@ class _Figure(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """Relative growth beside other tenants; None if it is undefined."""
+        """Growth of the time beside other tenants, relative to the time alone; None if it is
+        undefined.
+        """
         if self.shared is None or self.alone is None or self.alone < _NOTHING_S:
             return None
         return self.shared / self.alone - 1
@@ -210,7 +212,11 @@ def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -
 
 
 def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: bool) -> bool:
-    """Run all comparisons, with progress on the terminal; return False if interrupted."""
+    """Measure each tenant alone, then all together, with progress on the terminal.
+
+    Returns False if Ctrl-C ended the measurement early.
+    rows: comparisons to fill.
+    """
     whole_s = (len(rows) + 1) * run.seconds
     with spinner("Beginning", quiet=quiet) as show:
         try:
@@ -265,7 +271,7 @@ def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
 
 
 def _remarks(rows: Sequence[TenantComparison]) -> Iterator[str]:
-    """Yield lines about errors, small samples and late requests."""
+    """Yield lines about errors, runs with few answers, and requests that were sent late."""
     for row in rows:
         for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
             for error, count in seen.errors.most_common():

@@ -82,7 +82,7 @@ def _needs(
 
 
 def _plan(needs: CapacityNeeds, *, quiet: bool) -> Capacity:
-    """Search, and show which fleet is being simulated if stderr is a terminal."""
+    """Search for the capacity; if stderr is a terminal, show which fleet is being simulated."""
     with spinner("Simulating", quiet=quiet) as show:
         return plan_capacity(needs, lambda replicas: show(f"Simulating {_replicas(replicas)}"))
 

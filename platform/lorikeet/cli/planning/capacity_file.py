@@ -195,7 +195,10 @@ def _model(lengths: str | _Lengths) -> LengthModel:
 
 
 def _lognormal(tokens: tuple[float, float]) -> tuple[float, float]:
-    """Return μ and σ of the logarithm of a length with this p50 and p99."""
+    """Return μ and σ of the normal distribution of ln(length).
+
+    tokens: p50 and p99 of the length.
+    """
     return math.log(tokens[0]), math.log(tokens[1] / tokens[0]) / _P99
 
 

@@ -94,9 +94,11 @@ async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
 async def compare(
     url: str, rows: Sequence[TenantComparison], run: LoadRun, watch: Callable[[str], None]
 ) -> None:
-    """Run each tenant alone, then all together; fill the rows as answers come.
+    """Send each tenant's requests alone, then those of all tenants together; fill the rows as
+    answers come.
 
     Each tenant first sends one uncounted request, so that no request waits for an adapter to load.
+    watch: called with a text that says whose requests are sent now.
     """
     async with _client(url) as client:
         for number, row in enumerate(rows, 1):
@@ -148,6 +150,7 @@ async def _send_all(
     Runs alone and runs together have equal arrival times and different prompts, so no prompt is in
     the prefix cache.
     kind: alone or shared; part of the seed of the prompts.
+    seen: measurements, to which the outcomes are added.
     """
     words = random.Random(f"{run.seed} {tenant.name} {kind}")
     dice = np.random.default_rng(list(f"{run.seed} {tenant.name}".encode()))
@@ -168,7 +171,10 @@ async def _ask(
     due_s: float,
     seen: RunMeasurements,
 ) -> None:
-    """Send one request, and add its outcome to the measurements."""
+    """Send one request, and add its outcome to the measurements `seen`.
+
+    due_s: time.perf_counter() at which the request is due.
+    """
     seen.requests += 1
     seen.late_s = max(seen.late_s, time.perf_counter() - due_s)
     try:
@@ -183,7 +189,9 @@ async def _ask(
 async def _tokens_s(
     client: httpx.AsyncClient, tenant: MeasuredTenant, run: LoadRun, prompt: str
 ) -> list[float]:
-    """Send a request; return the times of its pieces of text, at least one. Raises _Failed."""
+    """Send a request; return the times at which its pieces of text arrived, at least one. Raises
+    _Failed.
+    """
     body = {
         "model": tenant.model,
         "messages": [{"role": "user", "content": prompt}],

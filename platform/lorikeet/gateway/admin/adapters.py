@@ -93,17 +93,22 @@ class AdapterEndpoints:
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
     ) -> Response:
-        """Return one page of the list of adapters.
+        """Return one page of the list of adapters, a JSON object with `data` and `next`.
 
-        as_of: moment of the catalog to list.
-        after: `next` of the previous page, the last adapter's tenant/name. The last page's `next`
-        is null.
+        as_of: moment in the catalog's history that is listed.
+        tenant: owner of the adapters to list; None: all tenants' adapters.
+        after: `next` of the previous page: tenant/name of its last adapter; "" for the first page.
+            In the last page `next` is null.
+        limit: maximum number of adapters in the page.
         """
         page = partial(_page, tenant, after, limit)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, page)
 
     async def show(self, as_of: Moment, tenant: str, name: str) -> Json:
-        """Show an adapter with all its versions."""
+        """Show an adapter with all its versions.
+
+        as_of: moment in the catalog's history that is shown.
+        """
         shown = partial(_shown, tenant, name, self._base_models)
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 

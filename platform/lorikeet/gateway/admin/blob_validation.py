@@ -38,11 +38,13 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Check everything that could make an adapter fail later; return facts about its blob. Blocks.
+    """Check a blob for everything that could make its adapter fail later; return facts about it.
+    Blocks: call it in a thread.
 
+    blob: file with the blob.
+    base_models: served base models by name.
+    limits: limits on the adapter's rank and size, the stricter of the service's and the tenant's.
     base_model: base model that the admin names; None: the one that the blob names.
-    limits: limits on the adapter's rank and size, the stricter of the service's and the
-        tenant's.
     memory: GPU and host memory for adapters in the engines, which the adapter has to fit.
     digest: SHA-256 of the blob, if computed during the upload; None: compute it.
     scan: scan of the tensors' values made during the upload; None: read the whole blob.
@@ -93,8 +95,8 @@ def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
     """Return the name of the served base model that a blob says it was trained on.
 
     Names and aliases are compared without owner or folder. If none is equal, a quantized copy of
-    the declared model matches too, and so does the original of a declared quantized copy. Raises
-    InvalidAdapter unless exactly one served base model matches.
+    the model that the blob names matches, and so does the original of a quantized copy that the
+    blob names. Raises InvalidAdapter unless exactly one served base model matches.
     """
     declared = trained_on(blob)
     if declared is None:

@@ -51,7 +51,9 @@ class AsOf:
         catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
-        """Return question(state), with the catalog's state at this moment; call it in a thread.
+        """Return the answer to a question about the catalog's state at this moment.
+
+        question: function of the state; called in a thread, since it may take long.
 
         Raises InvalidInput if there is no state of this moment, StoreError if the store fails.
         """
@@ -79,7 +81,7 @@ Moment = Annotated[AsOf, Depends(_moment)]
 
 
 def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Return the routes that list the catalog's log, newest entry first, restore retired adapters,
+    """Return the routes that list the catalog's log (newest entry first), restore retired adapters
     and write a snapshot of the catalog.
     """
     router = APIRouter()

@@ -79,6 +79,7 @@ def create_key(
     """Create a key and return it as JSON, with its secret.
 
     tenant: owner of the key; None for an admin's key.
+    scopes: names of the scopes, which decide the routes that the key may call.
     wanted: limits, label and expiry of the key.
     actor: id of the admin's key that creates it.
     """

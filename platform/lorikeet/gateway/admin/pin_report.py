@@ -1,7 +1,7 @@
 """Status of pins (orders to keep an adapter on disk, in host memory or on the GPU), and dry runs of
 new pins.
 
-Both compute the same plan as the controller.
+Statuses and dry runs come from the same plan that the controller computes.
 """
 
 import asyncio
@@ -55,6 +55,7 @@ class PinReporter:
         """Return the loads and releases of adapters that a new pin would cause.
 
         name: adapter to pin; None: all adapters of the tenant.
+        options: the pin's further options, as AdapterCatalog.pin takes them.
 
         Raises the same errors as AdapterCatalog.pin.
         """

@@ -52,7 +52,7 @@ class RegisteredVersion(NamedTuple):
 
 
 class Registration:
-    """Validator of uploaded blobs, which also records them as versions in the catalog.
+    """Validator of uploaded blobs that records valid ones as versions in the catalog.
 
     Blocking work runs in a few threads reserved for registrations. Many concurrent uploads thus
     delay each other, but not the catalog view, through which gateways learn of revoked keys.
@@ -96,8 +96,10 @@ class Registration:
         digest: str | None = None,
         scan: ValueScan | None = None,
     ) -> BlobFacts:
-        """Check everything that could make an adapter fail later; return facts about its blob.
+        """Check a blob for everything that could make its adapter fail later; return facts about
+        it.
 
+        order: the registration for which the blob was uploaded.
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
@@ -142,7 +144,7 @@ class Registration:
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
         """Return the AdapterRef that a blob will have as the adapter's next version.
 
-        The number is right unless another version is registered first.
+        Its version number is right unless another version of the adapter is registered first.
         """
 
         def find(state: CatalogState) -> AdapterRef:

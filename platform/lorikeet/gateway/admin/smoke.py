@@ -77,11 +77,16 @@ async def smoke_test(
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = MAX_TOKENS,
 ) -> dict[str, Any]:
-    """Generate on a replica with and without an adapter; report how much the answers differ.
+    """Generate on a replica with and without an adapter; report how much the answers differ, as
+    JSON.
 
     The adapter's blob must be in the store; the adapter need not have a version with this blob.
     Raises Unavailable if no replica answers, and LorikeetError if the replica cannot load the
     adapter or its weights overflow.
+
+    request_id: beginning of the ids of the test's requests on the replica.
+    prompts: user messages.
+    max_tokens: limit of each answer.
     """
     if base_model not in services.base_models:
         raise Unavailable(
@@ -106,10 +111,10 @@ def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
     """Return the result of a smoke test as JSON: the adapter's answers compared with the base
     model's.
 
-    Member equal_share: fraction of positions at which both answers have the same token;
-        positions count up to the longer answer's length.
-    Member first_difference: first position, from 0, at which any two answers differ; null if
-        none do.
+    Member equal_share: fraction of positions at which both answers have the same token; positions
+        count up to the longer answer's length.
+    Member first_difference: first position, from 0, at which the two answers to any prompt differ;
+        null if all are equal.
     """
     pairs = list(zip(result.base, result.adapted, strict=True))
     compared = [_compare(base.token_ids, adapted.token_ids) for base, adapted in pairs]

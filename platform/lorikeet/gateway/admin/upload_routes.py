@@ -114,6 +114,7 @@ class UploadEndpoints:
     ) -> Json:
         """Validate and store the request's body, an adapter's blob; register it as a version.
 
+        tenant, name: owner and name of the adapter.
         actor: id of the admin's key.
         promote, shared, base_model: see RegistrationRequest.
         """
@@ -170,7 +171,11 @@ class UploadEndpoints:
         wanted: Annotated[RegisterUpload, json_body(RegisterUpload)],
         actor: Actor,
     ) -> Json:
-        """Register an uploaded blob as a version of an adapter."""
+        """Register an uploaded blob as a version of an adapter.
+
+        tenant, name: owner and name of the adapter.
+        actor: id of the admin's key.
+        """
         registration = self._registration
         order = RegistrationRequest(
             tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model

@@ -264,8 +264,8 @@ def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
     system: the system message's text; None or empty: no system message.
     turns: messages of the request.
 
-    Consecutive messages of one role become one, as chat templates require. An empty last message of
-    the assistant is dropped: the answer begins there.
+    Consecutive messages of one role become one, as chat templates require. If the last message is
+    the assistant's and empty, it is dropped, and the answer takes its place.
     """
     chat = [_Draft("system", [system])] if system else []
     for draft in (draft for turn in turns for draft in _drafts_of(turn)):

@@ -40,7 +40,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
 
 _MAX_DECLARED = 1024
-"""Maximum number of tools of a request, including deferred ones."""
+"""Maximum number of tools of a request, including those with defer_loading."""
 _SEARCH = "tool_search_tool_"
 _CALLED_BY_CLIENTS = (
     "want custom tools, with a name and an input_schema; this service runs no tools of its own"
@@ -294,10 +294,10 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return variables for the chat template that the request leaves unset, with their
-        defaults.
+        """Return variables for the chat template, with defaults, that stand for fields absent from
+        the request.
 
-        Only templates that read them are affected.
+        Only templates that read these variables are affected.
         """
         return {"enable_thinking": False} if self.thinking is None else {}
 

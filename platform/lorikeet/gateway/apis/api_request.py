@@ -48,7 +48,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 class CallContext(NamedTuple):
     """Facts about a request that are not in its body.
 
-    created: Unix seconds.
+    created: Unix time, in seconds, that the answer shows.
     model: base model and adapter that the request names.
     stored_items: items of stored responses that the request refers to.
     stores: whether the answer will be stored.
@@ -80,7 +80,7 @@ class ApiRequest(Body):
     def with_sampling_defaults(self, defaults: Mapping[str, float]) -> Self:
         """Return the request with a base model's defaults for the fields that it leaves out.
 
-        defaults: by field; fields that the request's schema lacks are ignored.
+        defaults: values by field name. Fields that the request's schema lacks are ignored.
         """
         lacking = type(self).model_fields.keys() - self.model_fields_set
         given = {name: value for name, value in defaults.items() if name in lacking}
@@ -174,7 +174,7 @@ class SampledRequest(OpenAIRequest):
         """
 
     def sampled(self) -> dict[str, Any]:
-        """Return the values of the fields of SampledRequest itself."""
+        """Return the values, by name, of the fields that SampledRequest itself defines."""
         return {name: getattr(self, name) for name in _SAMPLED}
 
 

@@ -65,6 +65,8 @@ def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
 
     An empty string is {}. Raises ValueError for anything else. Raises RequestTooLarge if all such
     strings of a request's body together contain too many values.
+
+    info: its context is the body's ValueBudget.
     """
     _spend(value, info)
     try:
@@ -85,6 +87,8 @@ def parse_arguments(value: object, info: ValidationInfo) -> dict[str, Any] | str
     max_tokens cut off becomes the object that its readable part describes, and empty text becomes
     {}. Other text stays text. Raises ValueError for values that are not text. Raises
     RequestTooLarge if all such texts of a request's body together contain too many values.
+
+    info: its context is the body's ValueBudget.
     """
     if not isinstance(value, str):
         raise ValueError("want the JSON text of an object")

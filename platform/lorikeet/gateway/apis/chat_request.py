@@ -98,9 +98,10 @@ class TemplateFields(Body):
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     def template_args(self) -> dict[str, Any]:
-        """Return the variables for the chat template.
+        """Return the client's variables for the chat template.
 
-        chat_template_kwargs override the variables of reasoning_effort and verbosity.
+        Variables in chat_template_kwargs override those of the fields reasoning_effort and
+        verbosity.
         """
         given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         known = {name: value for name, value in given.items() if value is not None}

@@ -91,14 +91,14 @@ def _parse_metadata(value: object) -> dict[str, str]:
 
 
 def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
-    """Return a `type`. Raises a validation error (body.unsupported), which quotes the type, if it
-    is unsupported.
+    """Return the `type` of a tool, block or item unchanged. Raises a validation error
+    (body.unsupported), which quotes the type, if it is unsupported.
 
     A value that does not look like a type's name could be a secret. It is returned for later
     checks, and never quoted.
 
     known: supported types.
-    instead: advice for the error.
+    instead: advice for the error: what the client can do instead.
     """
     looks_like_one = (
         isinstance(value, str) and re.fullmatch(KIND, value) and _WORDS.fullmatch(value)

@@ -143,7 +143,7 @@ def _reasoning_text(parts: object) -> str | None:
 class StoredItems(NamedTuple):
     """Items of stored responses that a request refers to.
 
-    past: conversation that the request continues.
+    past: items of the conversation that the request continues.
     referenced: items that its item_references name, by id.
     """
 
@@ -170,7 +170,10 @@ def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None
 
 
 def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
-    """Return an item as it is stored and listed, in a form that InputItem can parse."""
+    """Return an item as it is stored and listed, in a form that InputItem can parse.
+
+    item_id: id that the stored item gets.
+    """
     head = {"id": item_id, "type": item.type}
     if item.type == "reasoning":
         return head | {"summary": [], "content": _parts("reasoning_text", item.content)}

@@ -158,7 +158,8 @@ ResponseToolChoice = Annotated[
 
 
 def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
-    """Return the functions among the tools as tools of a chat request of OpenAI's API.
+    """Return the functions among a request's tools, in the form that a chat request of OpenAI's API
+    has.
 
     Raises a validation error: body.misfit for too many functions, body.unsupported if there are
     tools but no function.

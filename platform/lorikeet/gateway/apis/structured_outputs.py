@@ -15,7 +15,10 @@ MAX_REGEX_LENGTH = 4096
 
 
 def _parse_schema(value: object, info: ValidationInfo) -> object:
-    """Parse a JSON schema: an object, or the JSON text of one."""
+    """Parse a JSON schema: an object, or the JSON text of one.
+
+    info: its context is the body's ValueBudget.
+    """
     if not isinstance(value, dict):
         value = parse_object(value, info)
     return refuse_long_json(value)

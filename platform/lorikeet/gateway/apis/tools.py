@@ -192,11 +192,12 @@ FunctionCall = Annotated[
 def check_functions(
     functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
 ) -> None:
-    """Raise a validation error (body.misfit) unless a chat's deprecated fields fit each other.
+    """Raise a validation error (body.misfit) unless a chat's deprecated fields `functions` and
+    `function_call` fit each other.
 
-    functions: value of the field `functions`.
+    functions: value of `functions`.
     choice: parsed value of `function_call`.
-    tools: must be empty if there are functions.
+    tools: value of `tools`; must be empty if there are functions.
     """
     if functions and tools:
         raise misfit("functions", "want either them or tools, not both")
@@ -274,8 +275,8 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """Answer format: text, any JSON object, or JSON constrained to a schema.
 
-    A schema is always enforced. With `strict: false`, keywords that cannot be enforced are let go
-    instead of refused, and the answer is checked.
+    A schema is always enforced. With `strict: false`, keywords that cannot be enforced are left out
+    of the grammar instead of refused, and the finished answer is checked against the schema.
     """
 
     type: Literal["text", "json_object", "json_schema"]

@@ -20,6 +20,8 @@ class ArrivingBody:
 
     size_bytes: declared size of the whole body.
     received: bytes that have arrived.
+    began_s: time of its beginning, in seconds of time.monotonic().
+    ends: timeout around the reception, which expires if another tenant's body displaces this one.
     """
 
     tenant: str
@@ -40,14 +42,14 @@ class ArrivingBody:
 
 
 class BodySpace:
-    """Space for the bodies that one gateway is receiving. For use in one event loop.
+    """Disk space for the bodies that one gateway is receiving. For use in one event loop.
 
     A body claims its declared size before it arrives. If the space does not suffice, tenants have
     equal shares of it: a tenant within its share displaces bodies of tenants beyond theirs, the
     slowest first. Otherwise a push key that sends many large bodies slowly would keep all others
     from pushing.
 
-    free_bytes: returns the free space of the bodies' file system.
+    free_bytes: function that returns the free space of the bodies' file system.
     """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -82,7 +84,11 @@ class BodySpace:
                 self._arriving.remove(body)
 
     def _displaced_by(self, new: ArrivingBody) -> list[ArrivingBody]:
-        """Return the bodies that have to end for a new one. Raises StoreError or Overloaded."""
+        """Return the bodies whose reception must end to make room for a new body.
+
+        Raises StoreError if the disk is too full, Overloaded if the new body may not displace
+        enough.
+        """
         arriving, now_s = list(self._arriving), time.monotonic()
         claimed = Counter({new.tenant: new.size_bytes})
         for each in arriving:

@@ -51,7 +51,9 @@ class PushFolders:
             ) from error
 
     def free_bytes(self) -> int:
-        """Return the free space of the folders' file system, once `make` has succeeded."""
+        """Return the free bytes on the folders' file system. Call it only after `make` has
+        succeeded.
+        """
         return shutil.disk_usage(self._parent).free
 
     def _open(self) -> tuple[Path, int]:

@@ -55,11 +55,11 @@ class Push:
     """Push of one version, in the pipeline of the gateway that received it.
 
     version: the pushed version; replaced when the same blob is pushed again.
-    actor: id of the key that pushed.
+    actor: id of the key that pushed the version.
     folder: folder of the blob, removed when the push ends.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
-    ends_s: end of the version's lifetime, in seconds of time.monotonic(); None: none.
+    ends_s: end of the version's lifetime, in seconds of time.monotonic(); None: no end.
     failure: error that ended the push; None if none did.
     """
 
@@ -82,7 +82,9 @@ class Push:
         self.ends_s = None if left_s is None else time.monotonic() + left_s
 
     def note_stages(self, trace: RequestTrace) -> None:
-        """Record the completed stages of the push, deliver and announce, in a request's trace."""
+        """Record the completed stages of the push, called deliver and announce, in a request's
+        trace.
+        """
         for name, at_s in (("deliver", self.delivered_s), ("announce", self.ready_s)):
             if at_s is not None:
                 trace.end_stage(name, at_s)
@@ -111,7 +113,7 @@ class PushPipeline:
 
     pushed: versions that are ready, here or at another gateway, and not durable.
     folders: temporary folders of pushed blobs.
-    space: space on their disk.
+    space: disk space for the blobs that are being received.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
@@ -132,8 +134,9 @@ class PushPipeline:
         """Count a blob as being received, within the context. Leave the context after calling
         `begin`.
 
+        key: the pushed version. If the pipeline has it already, only pushes being received count.
+
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
-        For a version that the pipeline has already, only pushes being received count.
         """
         tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
@@ -166,10 +169,10 @@ class PushPipeline:
         """Start the push of a version whose blob is in `folder`, or join a running push of the same
         blob.
 
-        A joined push gets the new alias and the longer lifetime, and is ready again once all
-        gateways know these.
+        A running push that is joined gets the new alias and the longer lifetime, and is ready again
+        once all gateways know these.
 
-        actor: id of the key that pushes.
+        actor: id of the key that pushes the version.
         """
         held = self._pushes.get(version.key)
         if held is None:
@@ -216,13 +219,19 @@ class PushPipeline:
             self.pushed.add(version)
 
     async def _uses(self, key: Key) -> bool:
-        """Return whether requests on this gateway use a version, or may still name it."""
+        """Return whether requests on this gateway use a version, or may still name it.
+
+        Answers the question that gateways ask each other before replicas may evict an ended
+        version.
+        """
         with suppress(PartitionsNotRead):
             self.pushed.applied_to(self._catalog_view.state, key[0])  # forgets an expired version
         return key[2] in self._services.uses or self.pushed.get(key) is not None
 
     async def _carry(self, push: Push) -> None:
-        """Carry a push to its end; then remove its blob, and let replicas evict the version."""
+        """Run a push to its end; then remove its blob, and let replicas evict the version once no
+        request uses it.
+        """
         digest, base_model = push.version.facts.digest, push.version.facts.base_model
         try:
             if (ref := await self._run(push)) is not None:
@@ -266,10 +275,10 @@ class PushPipeline:
         return ref
 
     async def _keep_for_requests(self, push: Push, ref: AdapterRef) -> None:
-        """Keep an ended version on the replicas until no gateway has requests for the version.
+        """Keep an ended version on the replicas until no gateway has requests for it.
 
-        Ends earlier if the same blob is pushed or recorded again, or if MOST_ENDED of the tenant's
-        versions that ended later are kept.
+        Stops earlier if the same blob is pushed or recorded again, or if MOST_ENDED versions of the
+        tenant that ended later are being kept.
         """
         tenant, name, digest = key = push.version.key
         deliver = partial(self._services.engines.deliver, push.version.facts.base_model, ref)
@@ -293,8 +302,8 @@ class PushPipeline:
     async def _outlives(self, push: Push) -> bool:
         """Wait until a version with a lifetime is expired, retired or replaced; return True.
 
-        Return False at once for a version without a lifetime, which is to become durable, and when
-        another push of the same blob removes the lifetime.
+        Returns False for a version that is to become durable: at once if it has no lifetime, or
+        when another push of the same blob removes the lifetime.
         """
         while push.ends_s is not None:
             gone = push.ready.is_set() and self.pushed.get(push.version.key) is None
@@ -307,8 +316,8 @@ class PushPipeline:
         return False
 
     async def _keep(self, push: Push, ref: AdapterRef) -> None:
-        """Repeat until cancelled: deliver a version to all replicas and announce it to all
-        gateways.
+        """Deliver a version to all replicas and announce it to all gateways until both succeed;
+        then repeat both until cancelled, so that new replicas and gateways get it.
         """
         engines, base_model = self._services.engines, push.version.facts.base_model
         deliver = partial(_try, partial(engines.deliver, base_model, ref, push.blob))
@@ -322,9 +331,10 @@ class PushPipeline:
             both.create_task(_repeat(announce))
 
     async def _announce(self, push: Push) -> bool:
-        """Announce a version, which replicas have already, to all gateways.
+        """Announce a version, which replicas have already, to all gateways; the push is ready once
+        all have replied.
 
-        Return whether all gateways replied.
+        Returns False if a gateway did not reply, or if another push changed the version meanwhile.
         """
         version = push.version
         push.delivered_s = push.delivered_s or time.monotonic()
@@ -389,7 +399,9 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
-    """Return whether `work` succeeded. An exception counts as failure and is logged."""
+    """Return the result of `work`, whether it succeeded. An exception counts as failure and is
+    logged.
+    """
     try:
         return bool(await work())
     except Exception as error:  # a replica is lost, or the disk

@@ -32,16 +32,16 @@ Key = tuple[str, str, str]
 class PushedVersion:
     """Version that was pushed with a publish key.
 
-    alias: alias to move to this version, besides the aliases that an adapter's first version
-        gets.
+    alias: alias to move to this version, besides the aliases that an adapter's first version gets.
     created: Unix seconds.
-    expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log.
-        Only for display and comparison: gateways end the lifetime by left_s.
-    left_s: seconds of the lifetime left when the version was pushed or announced; None if
-        `expires` is None.
-    keep: number of the adapter's expiring versions to keep, newest first, including this version.
-    seq: number of the last entry of the catalog's log that the receiving gateway had read when
-        the push began; None: not begun.
+    expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log. Only
+        for display and comparison: gateways end the lifetime by left_s.
+    keep: number of the adapter's expiring versions to keep, newest first, including this version;
+        None: no limit.
+    seq: number of the last entry of the catalog's log that the receiving gateway had read when the
+        push began; None before the push begins.
+    left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
+        is None.
     """
 
     tenant: str
@@ -70,8 +70,10 @@ class PushedVersion:
     def joined(self, again: "PushedVersion") -> "PushedVersion":
         """Return this version merged with another push of the same blob.
 
-        The result has the longer lifetime, with its `keep`. If the later push has another alias,
-        its alias and `created` replace those of this version.
+        The result has the longer lifetime, with its `keep`. If the other push is later and has
+        another alias, the result has the alias and `created` of that push.
+
+        again: version of the other push.
         """
         version = self
         if again.alias not in (None, self.alias) and again.created > self.created:
@@ -117,7 +119,7 @@ class PushedVersions:
         return len(self._held)
 
     def add(self, version: PushedVersion) -> None:
-        """Add an announced version, or prolong a known version for another FORGOTTEN_S seconds.
+        """Add an announced version, or keep a known version for FORGOTTEN_S seconds from now.
 
         If two pushes have the same alias, the later push gets the alias.
         """
@@ -177,8 +179,9 @@ class PushedVersions:
     def applied_to(self, state: CatalogState, tenant: str) -> CatalogState:
         """Return a catalog state extended by a tenant's pushed versions, without reading the store.
 
-        Forgets versions that the state contains already, and expired ones. Raises PartitionsNotRead
-        if the tenant's partition of the catalog was not read yet.
+        Forgets pushed versions that the state contains already, that have expired, or that are no
+        longer announced. Raises PartitionsNotRead if the tenant's partition of the catalog was not
+        read yet.
         """
         now_s = self._clock()
         for key in list(self._held):
@@ -220,6 +223,7 @@ class PushedVersions:
         """Return the version; without its alias if the catalog's log has meanwhile moved that
         alias.
 
+        log: catalog state without pushed versions.
         landed: digests of earlier pushes that the log contains now; moves of the alias to these
             pushes are ignored.
         """
@@ -257,7 +261,7 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """Prevent later announcements of a version from moving its alias.
+        """Prevent announcements of a version that are still to come from moving its alias.
 
         Called once the catalog's log has moved the alias, to this version or another.
         """
@@ -269,11 +273,12 @@ class PushedVersions:
 def _without_surplus(
     held: Sequence[PushedVersion], newest: PushedVersion
 ) -> tuple[PushedVersion, ...]:
-    """Return `held` without the oldest expiring versions of one adapter beyond its `keep`.
+    """Return `held` without an adapter's oldest expiring versions, if there are more than may be
+    kept.
+
+    The latest of the adapter's expiring versions says how many may be kept (its `keep`).
 
     newest: latest announced version, which names the adapter.
-
-    The newest expiring versions stay, as many as the `keep` of the newest version.
     """
     passing = [
         each

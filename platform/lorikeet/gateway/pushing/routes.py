@@ -133,7 +133,7 @@ class PushRequest(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """State of a pushed version whose name requests can use.
+    """State of a pushed version that requests can already name as their model.
 
     number: version number in the catalog's log; None until durable.
     ready: whether all replicas have the version.
@@ -153,7 +153,9 @@ class Progress(NamedTuple):
 
 
 def progress_json(progress: Progress) -> Json:
-    """Return the state of a pushed version whose name requests can use, as JSON."""
+    """Return as JSON the state of a pushed version that requests can already name as their
+    model.
+    """
     record, version = progress.adapter, progress.version
     aliases = record.aliases_of(version.version)
     return _version_json(
@@ -168,7 +170,9 @@ def progress_json(progress: Progress) -> Json:
 
 
 def taken_json(version: PushedVersion) -> Json:
-    """Return the state of an accepted version whose name requests cannot use yet, as JSON."""
+    """Return as JSON the state of an accepted version that requests cannot name as their
+    model yet.
+    """
     label = f"{version.tenant}/{version.name}"
     reached = version.facts, version.created, ()
     return _version_json(label, *reached, version=None, ready=False, expires=version.expires)
@@ -243,9 +247,12 @@ class PushEndpoints:
         digest: str,
         query: Annotated[PushQuery, Query()],
     ) -> Json:
-        """Push the request's body, a blob with the given SHA-256, as a version of an adapter.
+        """Push the request's body, a blob, as a version of an adapter.
 
         Repeating the request has no further effect (idempotent).
+
+        name: name of the adapter.
+        digest: SHA-256 that the body must have.
         """
         async with self._admitted(request, name, digest) as pusher:
             self._reads.count(pusher.caller.tenant.name)
@@ -285,6 +292,8 @@ class PushEndpoints:
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
         """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
         refused.
+
+        push_request: the push's adapter, digest and options.
         """
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
@@ -337,8 +346,10 @@ class PushEndpoints:
         self._services.usage.add(account, UsageCounts(pushes=1, pushed_bytes=size_bytes))
 
     async def _expect(self, push_request: PushRequest, blob: Path, size_bytes: int) -> None:
-        """Announce a large blob to replicas while it arrives, if the base model is known before its
-        arrival.
+        """Announce a large blob to replicas while it arrives, if its base model is already known.
+
+        blob: file to which the blob is being written.
+        size_bytes: size of the whole blob.
         """
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
@@ -346,7 +357,7 @@ class PushEndpoints:
             await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
     async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
-        """Wait for the state of a push that a client asks for, or until its timeout.
+        """Wait until a push has the state that its client asks for, or until its timeout.
 
         Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
         ended the push, and ClientDisconnect if the client disconnects meanwhile.
@@ -374,7 +385,10 @@ class PushEndpoints:
     ) -> AsyncGenerator[AdmittedPusher, None]:
         """Check a request's key and limits and record the request; yield its publisher.
 
-        Raises LorikeetError.
+        name: name of the adapter, which the key must allow.
+        digest: SHA-256 of the blob, for the record.
+
+        Raises LorikeetError if the key or a limit forbids the request.
         """
         route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
         request_id = request.state.request_id
@@ -390,7 +404,11 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return the state of a pushed version; None if requests cannot use the version's name."""
+        """Return the state of a pushed version; None if requests cannot name it as their model.
+
+        name: name of the adapter.
+        digest: SHA-256 of the version's blob.
+        """
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)

@@ -73,7 +73,7 @@ async def _admitted(
 ) -> AsyncGenerator[str, None]:
     """Check a request's key and limits and record the request; yield the tenant's name.
 
-    Raises LorikeetError.
+    Raises LorikeetError if the key or a limit forbids the request.
     """
     route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
     trace = request_log.trace(request.state.request_id, route, traceparent, request.method)

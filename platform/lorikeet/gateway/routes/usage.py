@@ -45,14 +45,14 @@ class UsageReports:
         by: Sequence[GroupBy],
         tenant: str | None = None,
     ) -> Json:
-        """Return usage rows of a range of days.
+        """Return usage rows of a range of days, as JSON.
 
         first: first day.
         last: last day, included.
         by: columns to group by.
         tenant: tenant to report; None: all.
 
-        Raises InvalidInput; StoreError if the store fails.
+        Raises InvalidInput for an invalid range; StoreError if the store fails.
         """
 
         def read() -> list[Json]:
@@ -64,7 +64,7 @@ class UsageReports:
     async def report_of(self, tenant: str, first: date, last: date, by: Sequence[GroupBy]) -> Json:
         """Return a tenant's report, as `report` does, once the tenant's earlier reports are done.
 
-        Thus a thread stays free for other tenants and admins. Raises InvalidInput; StoreError.
+        Thus a thread stays free for other tenants and admins. Raises the errors of `report`.
         """
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             return await self.report(first, last, by, tenant)

@@ -31,9 +31,9 @@ def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool
 
     schema: the schema as JSON text.
     param: the request's field that holds the schema, for errors.
-    lets_go: as in held_schema.
+    lets_go: whether keywords that grammars cannot enforce are removed instead of kept.
 
-    Raises InvalidInput if the text is too long, too deeply nested or no JSON schema.
+    Raises InvalidInput if the text is too long, too deeply nested or not a JSON schema.
     """
     if len(schema) > _MOST_BYTES:
         raise _too_long(schema, param)
@@ -54,7 +54,7 @@ def format_grammar(answer: Format) -> str:
     """Return the grammar of an answer format. The grammar may still be invalid: sandbox.py checks
     it.
 
-    Raises InvalidInput as schema_grammar and format_rule.
+    Raises InvalidInput if the format's text is too long, too deeply nested or not a JSON schema.
     """
     if answer.kind is FormatKind.JSON_SCHEMA:
         return schema_grammar(answer.text, answer.param, lets_go=not answer.strict)
@@ -62,8 +62,8 @@ def format_grammar(answer: Format) -> str:
 
 
 def format_rule(answer: Format) -> str:
-    """Return an answer format as part of a rule in Lark. Raises InvalidInput if its text is too
-    long or too deeply nested.
+    """Return an expression for Lark rules that matches an answer format. Raises InvalidInput if the
+    format's text is too long or too deeply nested.
     """
     if len(answer.text) > _MOST_BYTES:
         raise _too_long(answer.text, answer.param)

@@ -2,8 +2,8 @@
 
 A keyword that llguidance refuses is removed if it has no effect, or replaced by other keywords with
 the same meaning. Formats that llguidance does not know are removed and reported: in JSON schema,
-`format` only describes. On request, keywords that nothing can replace are let go: removed and
-reported, too.
+`format` only describes. On request, keywords that nothing can replace are "let go": removed, and
+reported with the place of their schema.
 """
 
 import json
@@ -36,8 +36,8 @@ _REPLACED = frozenset(
     {"dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "propertyNames", "then"}
     | {"unevaluatedProperties"}
 )
-"""Keywords whose subschemas may move when the keyword is replaced, so that no `$ref` finds them
-there.
+"""Keywords that may be replaced by others. Their subschemas may then move, so a `$ref` to one of
+these subschemas needs a copy of it.
 """
 _FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
@@ -66,19 +66,21 @@ work.
 """
 _MOST_REFERENCES = 8
 _MOST_ORDERS = 120
-"""Limit on the orders of an array's items that replace its uniqueItems."""
+"""Limit on the orders of distinct items that are listed to replace one array's uniqueItems."""
 _MOST_ORDERED_ITEMS = 3000
-"""Limit on the items in all such orders of one schema: some 0.15 s of llguidance's time."""
+"""Limit on the items in all orders listed for one schema: some 0.15 s of llguidance's time."""
 _MOST_OPTIONAL = 16
 """Limit on the properties of an object whose minProperties of 1 is rewritten as alternatives."""
 _PLAIN_NAME = regex.compile(r"[A-Za-z_$][A-Za-z0-9_-]*")
 _LONGEST_STEP = 64
 _OLDER_DRAFT = regex.compile(r"draft-0\d|2019-09")
-"""Beginning of the drafts in which `prefixItems` was an array as `items`."""
+"""Part of the `$schema` of older drafts, whose `items` may be an array and then means
+`prefixItems`.
+"""
 _ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
 _MALFORMED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-"""Errors raised by keywords whose values have a wrong type. The keywords stay, so that llguidance
-refuses them.
+"""Errors that show, while a keyword is being replaced, that its value is malformed. The keyword
+stays, so that llguidance refuses it.
 """
 
 
@@ -89,8 +91,9 @@ _Path = tuple[str | int, ...]
 class HeldSchema:
     """Schema rewritten, as far as possible, into keywords that grammars enforce.
 
-    ignored: names of removed keywords that only describe.
-    let_go: keywords that were let go, each with the JSON path of its schema.
+    ignored: the removed formats, as "format:NAME"; they only describe.
+    let_go: pairs of a keyword that was removed because nothing can replace it, and the JSON path of
+        its schema.
     """
 
     schema: dict[str, Any]
@@ -101,10 +104,11 @@ class HeldSchema:
 def held_schema(schema: Mapping[str, Any], *, lets_go: bool = False) -> HeldSchema:
     """Return an equivalent schema in keywords that grammars enforce.
 
-    Raises RecursionError if the schema is nested too deeply, also through its references.
+    Raises RecursionError if the schema is nested too deeply or its references lead to too many
+    schemas.
 
-    lets_go: let go keywords that nothing can replace, instead of keeping them. The result then
-        also matches values that only those keywords exclude.
+    lets_go: remove keywords that nothing can replace, instead of keeping them. The result then also
+        matches values that only those keywords exclude.
     """
     held = _Translation(schema, lets_go)
     try:
@@ -115,7 +119,7 @@ def held_schema(schema: Mapping[str, Any], *, lets_go: bool = False) -> HeldSche
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the direct subschemas of a schema, each after its path."""
+    """Yield (path in the schema, subschema) for each direct subschema of a schema."""
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
             yield from (((key, name), part) for name, part in value.items())
@@ -129,8 +133,8 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
 class _Place:
     """Subschema to which a `$ref` refers.
 
-    base: URI against which relative references in it are resolved.
-    stays: whether the translated schema has it in the same place.
+    base: URI against which relative references within the subschema are resolved.
+    stays: whether the subschema keeps its path when the whole schema is translated.
     """
 
     schema: Any
@@ -143,16 +147,15 @@ class _Translation:
     """Translation of one schema into keywords that grammars enforce.
 
     root: the schema to translate.
-    lets_go: keywords that nothing can replace are let go. False within a schema that is negated:
-        without them it would match more values, and its negation fewer.
-    ignored: names of the removed keywords.
-    let_go: keywords that were let go, with the JSON path of their schema.
-    hoisted: `$ref` of each copy that is put into `$defs`, by the JSON pointer to its original.
+    lets_go: whether keywords that nothing can replace are removed. False within a schema that is
+        negated: without them it would match more values, and its negation fewer.
+    let_go: removed keywords that nothing could replace, with the JSON path of their schema.
+    ignored: the removed formats.
+    hoisted: by the JSON pointer to a subschema that is copied into `$defs`, the `$ref` of its copy.
     originals: the reverse of `hoisted`.
-    targets: translated targets by `$ref`; None while one is being translated.
-    repeats: number of schemas that may still be translated a second time, for copies and
-        targets.
-    orderable: number of items that orders of unique items may still have.
+    targets: by `$ref`, the translation of its target; None while the target is being translated.
+    repeats: number of schemas that may still be translated a second time, for copies and targets.
+    orderable: number of items that may still be listed in orders that replace uniqueItems.
     """
 
     root: Mapping[str, Any]
@@ -247,7 +250,11 @@ class _Translation:
             self.lets_go = before
 
     def _remove(self, keyword: str, parts: dict[str, Any]) -> list[Any]:
-        """Let go of a keyword; return schemas that hold a part of its meaning."""
+        """Remove a keyword that nothing can replace; return schemas that enforce a part of its
+        meaning.
+
+        parts: the schema's keywords, changed in place.
+        """
         if keyword == "oneOf":
             return self._any_of(parts, parts["oneOf"])
         for each in (keyword, *_REMOVED_WITH.get(keyword, ())):
@@ -257,10 +264,12 @@ class _Translation:
     # References
 
     def _reference(self, ref: str, base: str) -> str:
-        """Return a `$ref` as a JSON pointer from the root, to a copy of its target if the target
-        moves.
+        """Return a `$ref` rewritten for the translated schema, as a JSON pointer from its root.
 
-        A `$ref` that names no part of the schema is returned unchanged.
+        The pointer leads to a copy of the target if translation moves the target. A `$ref` that
+        names no part of the schema is returned unchanged.
+
+        base: URI against which a relative `ref` is resolved.
         """
         try:
             pointer = self._pointer(ref, base)
@@ -281,7 +290,9 @@ class _Translation:
     def _pointer(self, ref: str, base: str) -> str:
         """Return the JSON pointer, as a URI fragment, to the target of a `$ref`.
 
-        Raises LookupError if the schema has no part with its URI.
+        base: URI against which a relative `ref` is resolved.
+
+        Raises LookupError if no part of the schema has the resolved URI.
         """
         uri, fragment = urldefrag(urljoin(base, ref) if base else ref)
         start = self._known_uris()[uri] if uri else "#"
@@ -326,9 +337,11 @@ class _Translation:
         return _Place(place, base, stays and key is None)
 
     def _target(self, ref: str) -> Any:
-        """Return the translated target of a translated `$ref`.
+        """Return the translation of the subschema to which a `$ref` refers.
 
-        Raises LookupError if it leads out of the schema or is being translated now.
+        ref: `$ref` of the translated schema, from `_reference`.
+
+        Raises LookupError if the `$ref` leads out of the schema or its target is being translated.
         """
         if ref not in self.targets:
             if not ref.startswith("#"):
@@ -340,10 +353,11 @@ class _Translation:
         return self.targets[ref]
 
     def _translated_again(self, pointer: str, lets_go: bool) -> Any:
-        """Translate the target of a JSON pointer once more. Raises Inexpressible after too many
-        repeats.
+        """Translate once more the subschema at a JSON pointer.
 
-        lets_go: as in the class.
+        lets_go: whether keywords that nothing can replace are removed.
+
+        Raises Inexpressible if too many schemas have been translated a second time.
         """
         place, before = self._place(pointer), (self._repeating, self.lets_go)
         self._repeating, self.lets_go = True, lets_go
@@ -399,8 +413,11 @@ class _Translation:
         return [{"anyOf": [{first: list(order), more: False} for order in ordered]}]
 
     def _listed(self, items: Any) -> list[Any]:
-        """Return the distinct values that items may have. Raises Inexpressible if the schema does
-        not list them.
+        """Return the distinct values that an array's items may have.
+
+        items: schema of the items.
+
+        Raises Inexpressible if that schema lists no values, or too many.
         """
         for _ in range(_MOST_REFERENCES):
             if isinstance(items, Mapping) and items.keys() - _ANNOTATIONS == {"$ref"}:
@@ -424,10 +441,10 @@ class _Translation:
         return closed
 
     def _evaluated_names(self, schema: Any) -> list[str]:
-        """Return the names of all properties that a schema describes, by itself or by its allOf and
+        """Return the names of all properties that a schema describes, directly or in its allOf and
         `$ref`.
 
-        Raises Inexpressible if they depend on the value, as with anyOf, or cannot be listed.
+        Raises Inexpressible if the names depend on the value, as with anyOf, or cannot be listed.
         """
         if isinstance(schema, bool):
             return []
@@ -496,8 +513,12 @@ class _Translation:
         return [{"anyOf": [_all_of([part for part in way if part is not True]) for way in ways]}]
 
     def _one_of(self, parts: dict[str, Any]) -> list[Any]:
-        """Replace `oneOf` by `anyOf`, whose options exclude the values that overlapping options
+        """Replace `oneOf` by an `anyOf` in which each option excludes the values that other options
         match.
+
+        parts: the schema's keywords, changed in place.
+
+        Returns schemas to add to the schema's `allOf`.
         """
         options, logic = parts["oneOf"], self._logic
         loosened = any(options is each for each in self._loosened)
@@ -518,7 +539,12 @@ class _Translation:
         return self._any_of(parts, apart)
 
     def _any_of(self, parts: dict[str, Any], options: list[Any]) -> list[Any]:
-        """Replace `oneOf` by `anyOf` with these options."""
+        """Replace `oneOf` by an `anyOf` with the given options.
+
+        parts: the schema's keywords, changed in place.
+
+        Returns schemas to add to the schema's `allOf`.
+        """
         if "anyOf" in parts:
             del parts["oneOf"]
             return [{"anyOf": options}]
@@ -578,7 +604,7 @@ _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]]
     "minProperties": _Translation._min_properties,
 }
 _REMOVED_WITH = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}
-"""Keywords that mean nothing without another one, by the latter."""
+"""Keywords that have a meaning only beside another keyword, by that other keyword."""
 
 
 def pointer_of(path: _Path) -> str:
@@ -607,9 +633,9 @@ def json_path(path: _Path) -> str:
 
 
 def _base_in(schema: Any, base: str) -> str:
-    """Return the URI against which relative references in a schema are resolved.
+    """Return the URI against which relative references within a schema are resolved.
 
-    base: this URI for the schema that contains `schema`.
+    base: the same URI of the schema that contains this one.
     """
     own = schema.get("$id", schema.get("id")) if isinstance(schema, Mapping) else None
     return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base
@@ -622,7 +648,10 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _can_be_counted(parts: Mapping[str, Any]) -> bool:
-    """Return True if llguidance enforces an object's minProperties and maxProperties."""
+    """Return True if llguidance can enforce a schema's minProperties and maxProperties.
+
+    parts: the schema's keywords.
+    """
     required = set(parts.get("required", ()))
     if not parts.get("properties", {}).keys() - required:
         return True
@@ -645,8 +674,10 @@ def _patterns(schema: Any) -> list[str]:
 
 
 def _lengths(asked: dict[str, Any]) -> str:
-    """Remove minLength and maxLength from a schema's keywords; return a pattern with the same
-    meaning.
+    """Return a pattern with the meaning of a schema's minLength and maxLength, and remove both
+    keywords.
+
+    asked: the schema's keywords.
     """
     least, most = asked.pop("minLength", 0), asked.pop("maxLength", "")
     return rf"^[\s\S]{{{least},{most}}}$"

@@ -26,11 +26,12 @@ _SLICES = [
     *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
     f"{_IN_STRINGS}+",
 ]
-"""Sets of tokens, as regular expressions. If a grammar allows every text that an expression
-matches, a mask takes all tokens of its set at once.
+"""Regular expressions, each of which defines a set of tokens: those that it matches. If a grammar
+allows every text that an expression matches, llguidance adds the whole set to a mask at once.
 
-Other tokens are matched one by one, which takes a hundred times as long. The sets for lengths 1 to
-10 serve the last characters before a `maxLength`: llguidance's own sets begin at length ten.
+Tokens outside such sets are matched one by one, which takes a hundred times as long. The sets for
+lengths 1 to 10 serve the last characters before a `maxLength`: llguidance's own sets begin at
+length ten.
 """
 _MAX_FORCED = 256  # forced tokens returned at once; a step takes fewer
 _LARK_CONTEXT = re.compile(
@@ -71,6 +72,11 @@ class ModelGrammars:
         A forced token is the only token that its grammar allows; this method writes its mask
         itself. With hundreds of kilobytes of forced text, llguidance would take tens of
         milliseconds for each mask.
+
+        matchers: matchers that this class compiled, one for each choice.
+        bitmasks: a row for each matcher.
+
+        Returns for each matcher the error that its choice must end with, or None.
         """
         ours = [matcher for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
@@ -138,18 +144,20 @@ class TextMatcher:
         return self.state.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must follow, in order, as far as they are certain.
+        """Return the tokens that must come next, in order, as far as they are certain.
 
         Where the grammar forces bytes, a mask allows only the tokenizer's own next token, so no
-        other tokens can spell them. The last tokens of a forced text are left out: they might merge
-        with the text after it. Of a long text only the first tokens are returned.
+        other tokens can spell these bytes. The last tokens of a forced text are left out: they
+        might merge with the text that follows. Of a long text only the first tokens are returned.
         """
         if self._forced is None:
             self._forced, self._forced_at = array("I", self.state.compute_ff_tokens()), 0
         return self._forced[self._forced_at : self._forced_at + _MAX_FORCED].tolist()
 
     def accept(self, token: int) -> None:
-        """Append a token to the choice. Raises InvalidRequest if the grammar is too complex."""
+        """Append a token to the choice. Raises InvalidRequest if llguidance can follow the grammar
+        no further.
+        """
         if not self.state.consume_token(token):
             raise _too_complex(self.state)
         if self._forced is not None:
@@ -161,7 +169,7 @@ class TextMatcher:
                 self._forced = None
 
     def copy(self) -> "TextMatcher":
-        """Return an independent matcher with the same tokens."""
+        """Return an independent matcher that has accepted the same tokens."""
         return TextMatcher(self.state.deep_copy(), self._forced, self._forced_at)
 
 

@@ -112,11 +112,10 @@ def _asked(inside: str) -> str:
 
 
 def _asked_by_negative(inside: str) -> str | None:
-    """Return a regular expression of the texts that a negative look-ahead accepts.
+    """Return a regular expression of the texts that a negative look-ahead accepts; None if no short
+    expression is known.
 
     inside: expression in the look-ahead.
-
-    None: no short expression is known.
     """
     if inside == "$":
         return r"[\s\S]+$"
@@ -143,9 +142,10 @@ def _complement(characters: str) -> str:
 
 
 def _without(characters: list[str]) -> str:
-    """Return a regular expression of all texts that do not contain a character, or two in a row.
+    """Return a regular expression of all texts that do not contain a given character, or a given
+    pair of neighbouring characters.
 
-    characters: the one or two characters, each as an expression.
+    characters: the character or the pair, each character as an expression.
     """
     if len(characters) == 1:
         return f"[^{characters[0]}]*"

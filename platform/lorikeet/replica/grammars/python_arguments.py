@@ -46,7 +46,7 @@ class ArgumentRules:
         """Return these constraints combined with another schema's constraints; None if they
         contradict.
 
-        Raises InvalidInput if `part` is no schema or has unsupported keywords.
+        part: the other schema. Raises InvalidInput if it is malformed or has unsupported keywords.
         """
         properties, required = part.get("properties", {}), part.get("required", [])
         names = isinstance(required, list) and all(isinstance(key, str) for key in required)
@@ -85,8 +85,8 @@ class ArgumentRules:
         """Return the constraints without the properties that they forbid; None if no arguments can
         meet them.
 
-        If a property is forbidden, unnamed arguments are forbidden too. A required argument without
-        a schema may have any value.
+        If a property is forbidden, so are all arguments that `properties` does not name. A required
+        argument without a schema may have any value.
         """
         never = {key for key, value in self.properties.items() if value is False}
         named = {key: self.properties[key] for key in self.properties if key not in never}
@@ -101,10 +101,9 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the grammar rules for a Python call's arguments, key=value, with values in JSON.
 
     Arguments come in the order of the schema's properties. Without properties, any arguments are
-    allowed, or none if the schema forbids additional properties. Of the keywords at the top level
-    of the schema that are no properties, $ref, allOf, anyOf, required and boolean
-    additionalProperties are enforced. Raises InvalidInput for unsupported keywords at the top
-    level.
+    allowed, or none if the schema forbids additional properties. At the top level of the schema the
+    rules enforce properties, $ref, allOf, anyOf, required and boolean additionalProperties; other
+    keywords that constrain values raise InvalidInput there.
 
     rule: name of the first rule, and prefix of the names of the other rules.
     schema: schema of the arguments object.
@@ -122,10 +121,10 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
-    """Return the alternative constraints of a schema; arguments must meet one alternative.
+    """Return the alternative constraints of a schema; arguments must meet at least one alternative.
 
-    Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that none can
-    meet.
+    Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that no
+    arguments can meet.
     """
     alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
     begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
@@ -162,7 +161,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
 
 
 def _check_count(more: list[Any], parts: list[Any]) -> None:
-    """Raise InvalidInput if both lists together would have more than _MOST_PARTS entries."""
+    """Raise InvalidInput if two lists of schemas together have more than _MOST_PARTS entries."""
     if len(more) + len(parts) > _MOST_PARTS:
         raise _invalid(_TOO_MANY)
 
@@ -191,7 +190,7 @@ def _pairs(
     schema: schema of the arguments object, for `$ref`.
     most_length: limit on the characters of the properties' schemas together.
 
-    Raises InvalidInput if a property has no schema or they are too long.
+    Raises InvalidInput if a property has no schema or the schemas exceed `most_length`.
     """
     if not asked.properties and asked.closed:
         return [f'{rule}: ""']
@@ -224,7 +223,14 @@ def _pairs(
 
 
 def _self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a property's schema, with the whole schema embedded if it has a $ref."""
+    """Return a property's schema so that it can stand alone: if it has a `$ref`, the schema of all
+    arguments is embedded in it.
+
+    value: the property's schema.
+    schema: schema of the arguments object.
+
+    Raises InvalidInput if `value` is not a schema.
+    """
     if value is True:
         return {}
     if not isinstance(value, Mapping):

@@ -1,5 +1,5 @@
-"""Sandbox that compiles each grammar in a child process before the engine does, and checks answers
-against schemas there.
+"""Sandbox that compiles each grammar in a child process before the engine does. The child process
+also checks answers against schemas.
 
 A schema of a few bytes can take minutes, gigabytes, or overflow the stack; the child process then
 dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.grammars.sandbox.
@@ -55,7 +55,9 @@ _FIND_FAULT = "\0"
 The message is then a schema, not a grammar to try.
 """
 _FIND_LOOSE_FAULT = "\2"
-"""Prefix of the same message for a schema that lets go."""
+"""Prefix of a message to the child process that asks for a JSON schema's fault, where keywords that
+grammars cannot enforce are no faults.
+"""
 _CHECK = "\1"
 """Prefix of a message to the child process that is a JSON schema and a text to check against it."""
 _FIND_CPU_S = 0.3
@@ -67,9 +69,11 @@ _OR_CHECKED = ". With strict: false the answer is checked instead"
 
 
 class SchemasRefused(InvalidInput):
-    """Refusal of a grammar because of schemas that let go what grammars cannot follow.
+    """Refusal of a grammar because of schemas that may be left out of it (AnswerSchema.lets_go).
 
-    schemas: these schemas. No other schema of the call is at fault.
+    A grammar cannot follow these schemas, but a finished answer can be checked against them.
+
+    schemas: the schemas. No other schema of the call is at fault.
     """
 
     def __init__(self, message: str, schemas: Sequence[AnswerSchema]) -> None:
@@ -96,9 +100,9 @@ class GrammarSandbox:
         """Raise InvalidInput if a call's grammar is invalid or too complex; the error names the
         fault.
 
-        The error is SchemasRefused if only schemas that let go are at fault. Raises
-        EngineOverloaded if too many grammars of the tenant are waiting, if this grammar
-        waited longer than the call allows, or if the machine is too busy to try it.
+        The error is SchemasRefused if all schemas at fault may be left out of the grammar. Raises
+        EngineOverloaded if too many grammars of the tenant are waiting, if this grammar waited
+        longer than the call allows, or if the machine is too busy to try it.
         """
         problem = await self._tried(call, grammar)
         if problem is None:
@@ -124,7 +128,10 @@ class GrammarSandbox:
         )
 
     async def broken(self, call: Call, schema: Any, text: str) -> str | None:
-        """Return what a text breaks of a JSON schema, in words; None if it is JSON that matches.
+        """Return the first violation of a JSON schema in a text, in words; None if the text is JSON
+        that matches.
+
+        call: the call that the text answers; its tenant waits in turn for the child process.
 
         Raises Unchecked if the check takes too much time or memory, if the schema cannot be used,
         or if the replica is too busy.
@@ -140,8 +147,10 @@ class GrammarSandbox:
         raise Unchecked(found)
 
     async def _tried(self, call: Call, text: str) -> str | None:
-        """Try a grammar, or find the fault of a schema after _FIND_FAULT; return the problem, or
+        """Let the child process try a grammar or look for a schema's fault; return the problem, or
         None.
+
+        text: the grammar, or the schema after the prefix _FIND_FAULT or _FIND_LOOSE_FAULT.
 
         Raises EngineOverloaded as `check` does.
         """
@@ -259,10 +268,10 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any], *, lets_go: bool) -> str | None:
-    """Return the place of a schema's fault and the problem at this place, as text; None if there is
-    no fault.
+    """Return the place of a schema's fault and the problem at this place, as text; None if no fault
+    is found within _FIND_CPU_S.
 
-    lets_go: keywords that grammars cannot enforce are let go, and no fault.
+    lets_go: whether keywords that grammars cannot enforce are removed, and so no faults.
     """
     began_s = time.process_time()
 

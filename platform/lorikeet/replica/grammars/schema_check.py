@@ -16,11 +16,12 @@ _LONGEST_PATH = 200
 
 
 def broken_keyword(schema: Any, text: str) -> str | None:
-    """Return the place in a text that breaks a schema and the keyword that it breaks, in words that
-    begin with "at $"; None if the text is JSON that matches.
+    """Check a text against a JSON schema; return the first violation in words, None if the text is
+    JSON that matches.
 
-    The result begins with NO_JSON for other texts, and otherwise if the schema cannot be used. No
-    `$ref` out of the schema is followed.
+    The words begin with "at $" and name the place in the text and the broken keyword. They begin
+    with NO_JSON if the text is no JSON, and otherwise if the schema cannot be used. A `$ref` that
+    leads out of the schema is not followed.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)

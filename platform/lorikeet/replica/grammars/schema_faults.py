@@ -18,9 +18,7 @@ from lorikeet.replica.grammars.schema_logic import rebased
 
 _MOST_STEPS = 64
 _RENAMED = {"oneOf": "anyOf"}
-"""Keywords that `held_schema` replaces by another one without changing the order of the
-subschemas.
-"""
+"""New names of keywords that `held_schema` renames; their subschemas keep their order."""
 _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -95,9 +93,9 @@ _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?:.*: )?Unsatisfiable schema: (.*)", r"no value matches it: \1"),
     )
 )
-"""Patterns of llguidance's error messages, each with our text for it."""
+"""Patterns of llguidance's error messages, each with the text that Lorikeet shows instead."""
 _OF_GRAMMARS = re.compile("cannot be held|this oneOf may|several patternProperties|takes too much")
-"""Parts of our texts for problems that grammars have with correct schemas."""
+"""Pattern of the texts in `_WORDS` that report a limit of grammars, not a faulty schema."""
 _JSON_TYPES = ["object", "array", "string", "number", "boolean", "null"]
 _MOST_NAMED = 16
 _LONGEST_PATH = 200
@@ -106,10 +104,12 @@ _LONGEST_PATH = 200
 class AnswerSchema(NamedTuple):
     """JSON schema that constrains an answer.
 
-    place: words for the part of the request that has the schema, for errors.
-    param: field of the request that has the schema.
-    lets_go: keywords that grammars cannot enforce are let go.
-    tool: name of the tool whose arguments it constrains; None for the answer's format.
+    place: name, for error messages, of the part of the request that holds the schema.
+    param: field of the request that holds the schema.
+    lets_go: whether the grammar leaves out keywords that it cannot enforce; otherwise they are
+        errors.
+    tool: name of the tool whose arguments the schema constrains; None if it constrains the answer's
+        format.
     """
 
     place: str
@@ -123,7 +123,7 @@ class Fault(NamedTuple):
     """Fault of a JSON schema.
 
     path: JSON path of the innermost faulty subschema.
-    reason: why a grammar cannot follow it.
+    reason: why a grammar cannot follow that subschema.
     """
 
     path: str
@@ -157,7 +157,10 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def checked_schemas(call: Call) -> list[AnswerSchema]:
-    """Return the schemas of a call that have keywords that are let go."""
+    """Return the schemas of a call of which the grammar leaves out keywords that it cannot enforce.
+
+    The finished answer is checked against these schemas.
+    """
     return [
         each
         for each in answer_schemas(call)
@@ -168,7 +171,8 @@ def checked_schemas(call: Call) -> list[AnswerSchema]:
 def ignored_keywords(call: Call) -> tuple[str, ...]:
     """Return the names of schema keywords that the grammar of a call's answer does not enforce.
 
-    A keyword that is let go is named with its tool and its schema's place.
+    A keyword that the finished answer is checked against is listed with its tool and the JSON path
+    of its schema, as "KEYWORD:TOOL:PATH".
     """
     names, let_go = dict[str, None](), list[str]()
     for schema in answer_schemas(call):
@@ -179,7 +183,7 @@ def ignored_keywords(call: Call) -> tuple[str, ...]:
 
 
 def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
-    """Return a call that holds its answer to JSON alone in place of some schemas."""
+    """Return a copy of a call in which each given schema requires only JSON of the right type."""
     tools = {each.tool for each in schemas}
     use, answer = call.tools, call.format
     if use is not None:
@@ -198,7 +202,9 @@ def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
 
 
 def whole_schema(schema: AnswerSchema) -> str:
-    """Return the name of a schema that is let go as a whole."""
+    """Return the name, for the list of ignored keywords, of a schema that the grammar leaves out
+    whole.
+    """
     return _let_go("schema", schema, "$")
 
 
@@ -210,14 +216,14 @@ def _let_go(keyword: str, schema: AnswerSchema, path: str) -> str:
 def may_be_checked(reason: str) -> bool:
     """Return True if an answer can be checked against a schema that a grammar cannot follow.
 
-    reason: in our words.
+    reason: why a grammar cannot follow the schema, as in_own_words returned it.
     """
     return _OF_GRAMMARS.search(reason) is not None
 
 
 def in_own_words(reason: str) -> str:
-    """Return an error message of llguidance in our words, which name the remedy. Returns other
-    messages unchanged.
+    """Return Lorikeet's text for an error message of llguidance, which names the remedy. Messages
+    without such a text are returned unchanged.
     """
     reason = reason.split("\n  while processing", 1)[0]
     for pattern, words in _WORDS:
@@ -234,9 +240,9 @@ def find_fault(
 ) -> Fault | None:
     """Return the innermost fault of a schema; None if the schema has none.
 
-    problem: function that takes a schema translated by held_schema and returns why a grammar
-        cannot follow it; None if it can.
-    lets_go: as in held_schema.
+    problem: function that takes a schema translated by held_schema and returns why a grammar cannot
+        follow it; None if it can.
+    lets_go: whether the translation removes keywords that nothing can replace.
     """
     held = held_schema(schema, lets_go=lets_go).schema
     whole = {"$defs": {"whole": rebased(held, "whole")}}
@@ -267,14 +273,16 @@ def find_fault(
 def _parts(
     here: Mapping[str, Any], there: Mapping[str, Any], schema: Any, held: Any
 ) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the subschemas that a schema has both before and after its translation by held_schema.
+    """Yield the direct subschemas of a schema, and the target of its `$ref`, each with its
+    translation.
 
-    Each result is (JSON pointer in the translation, JSON path in the original, subschema,
-    translated subschema). For the target of a `$ref`, pointer and path begin at the root; for other
-    subschemas, at the given schema.
+    Subschemas that held_schema's translation does not keep are left out. Each result is (JSON
+    pointer in the translation, JSON path in the original, subschema, translated subschema). For the
+    target of a `$ref`, pointer and path begin at the root; for other subschemas, at the given
+    schema.
 
-    here, there: the schema before and after its translation.
-    schema, held: the root before and after its translation.
+    here, there: the given schema and its translation.
+    schema, held: the root and its translation.
     """
     for path, part in subschemas(here):
         if path[0] in ("$defs", "definitions") or not isinstance(part, Mapping):

@@ -29,13 +29,13 @@ class Inexpressible(Exception):
 class SchemaLogic:
     """Negation of schemas and proofs that schemas are disjoint, within a limited number of steps.
 
-    Schemas have only the keywords that held_schema leaves.
+    The schemas may have only keywords that held_schema keeps.
     """
 
     def __init__(self, resolve: Callable[[str], Any], most_steps: int) -> None:
         """Create the logic with its budget of steps.
 
-        resolve: function that returns the target of a `$ref`; raises LookupError.
+        resolve: function that returns the target of a `$ref`; raises LookupError if it cannot.
         most_steps: limit on the visited schemas, and so on the size of results.
         """
         self._resolve, self._steps = resolve, most_steps
@@ -91,16 +91,17 @@ class SchemaLogic:
         )
 
     def _all_parts(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Return the further schemas, of allOf and `$ref`, that each value of `schema` must
-        match.
-        """
+        """Return the schemas of allOf and `$ref`, which values of `schema` must match as well."""
         parts = [*schema.get("allOf", ())]
         if "$ref" in schema:
             parts.append(self._target(schema["$ref"]))
         return parts
 
     def _types(self, schema: Any, depth: int) -> frozenset[str]:
-        """Return the types that values of a schema may have."""
+        """Return the types that values of a schema may have.
+
+        depth: number of schemas that contain this schema.
+        """
         self._step(depth)
         if isinstance(schema, bool):
             return _TYPES if schema else frozenset()
@@ -122,6 +123,9 @@ class SchemaLogic:
         """Return schemas that together match the values that a keyword excludes.
 
         value: the keyword's value.
+        depth: number of schemas that contain the subschemas in `value`.
+
+        Raises Inexpressible if no such schemas are known.
         """
         match keyword:
             case "type":
@@ -153,10 +157,7 @@ class SchemaLogic:
         return []  # a description, as `format` is
 
     def _values_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Return True if certainly no value is listed by both schemas, False if one may be.
-
-        Also True if one schema lists values none of which matches the other's pattern.
-        """
+        """Return True if `const`, `enum` and `pattern` prove that no value matches both schemas."""
         ours, theirs = _values(one), _values(other)
         if ours is not None and theirs is not None:
             texts, others = _texts(ours), _texts(theirs)
@@ -168,9 +169,10 @@ class SchemaLogic:
         )
 
     def _none_match(self, values: list[Any], pattern: object) -> bool:
-        """Return True if the values are texts that certainly do not match a pattern.
+        """Return True if all values are texts that certainly do not match a pattern.
 
-        Only ASCII is tried: languages differ in the classes of other characters.
+        The result is False if a text has other than ASCII characters: languages differ in their
+        classes.
         """
         if not isinstance(pattern, str):
             return False
@@ -193,7 +195,9 @@ class SchemaLogic:
             raise Inexpressible from error
 
     def _pay_for(self, *texts: str) -> None:
-        """Subtract steps for texts that are compared, or repeated in the result."""
+        """Subtract from the budget the steps for texts that are compared, or repeated in the
+        result.
+        """
         self._steps -= sum(map(len, texts)) // 8
 
     def _step(self, depth: int) -> None:
@@ -226,8 +230,8 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _texts(values: Iterable[Any]) -> set[str]:
-    """Return a text for each value. Texts are equal exactly if the values are equal for JSON
-    schema.
+    """Return the values as JSON texts; two texts are equal exactly if JSON schema takes their
+    values as equal.
     """
     return set(map(_text, values))
 
@@ -257,7 +261,7 @@ def _number(schema: Mapping[str, Any], keyword: str) -> float | None:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """Return a schema that the property `name` must match, if a value of `schema` has it."""
+    """Return a schema that the property `name` must match in each object that `schema` matches."""
     if name in (named := schema.get("properties", {})):
         return named[name]
     return True if "patternProperties" in schema else schema.get("additionalProperties", True)
@@ -273,7 +277,10 @@ def _other_types(types: frozenset[str]) -> list[Any]:
 
 
 def _other_values(values: list[Any]) -> list[Any]:
-    """Return schemas of all values that are not among `values`."""
+    """Return schemas that together match all values except `values`.
+
+    Raises Inexpressible if there are arrays or objects among `values`.
+    """
     by_type = dict[str, list[Any]]()
     for value in values:
         by_type.setdefault(_type_of(value), []).append(value)
@@ -329,8 +336,8 @@ _BOUNDS: Mapping[str, Callable[[Any], list[Any]]] = {
     ),
     "maxProperties": lambda most: [{"type": "object", "minProperties": most + 1}],
 }
-"""Function for each bound, by keyword: takes its value, returns schemas of the values that break
-it.
+"""Functions by the keyword of a bound: each takes the keyword's value and returns schemas of the
+values that break the bound.
 """
 _UNNEGATABLE = frozenset(
     {
@@ -343,7 +350,7 @@ _UNNEGATABLE = frozenset(
 
 
 def rebased(part: Any, name: str) -> Any:
-    """Return a part of a schema that is to be embedded as `$defs/name` of another schema.
+    """Return a copy of a part of a schema, to be embedded as `$defs/name` of another schema.
 
     Each `$ref` within the embedded schema leads into the copy.
     """

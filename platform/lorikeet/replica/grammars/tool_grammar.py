@@ -31,10 +31,12 @@ an opening mark.
 def call_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, alternative: Format | None = None
 ) -> str:
-    """Return a grammar of an answer that consists of tool calls, of the tools in use.forced only.
+    """Return a grammar of an answer that consists of tool calls.
 
-    If use.forced is empty, the calls may be of any tools, and the answer may instead have the
-    format `alternative`.
+    use: the tools. If `use.forced` names any, only these may be called.
+    syntax: the model's syntax of tool calls.
+    vocabulary: tokens of the model's tokenizer.
+    alternative: format that the answer may have instead of calls, if `use.forced` is empty.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -53,11 +55,13 @@ def call_grammar(
 def text_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
 ) -> str:
-    """Return a grammar of free text with calls of any tools.
+    """Return a grammar of free text with calls of any tools in `use`.
 
     Arguments of strict tools must match their schemas. Text that begins like a call must become a
     call. Special tokens are allowed in calls only.
 
+    syntax: the model's syntax of tool calls.
+    vocabulary: tokens of the model's tokenizer.
     excluded: texts of added tokens, such as <think>, that are allowed nowhere.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
@@ -94,9 +98,9 @@ def text_grammar(
 def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
     """Return the ids of added tokens that are not special tokens, such as <think>.
 
-    Clients get them as text, but a grammar's text rules do not match them.
+    Clients get these tokens as text, but a grammar's text rules do not match them.
 
-    others: texts of tokens to leave out.
+    others: texts of added tokens to leave out.
     """
     shown = vocabulary.added.keys() - set(others)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
@@ -107,8 +111,9 @@ def _call(
 ) -> list[str]:
     """Return the grammar rules of one tool call.
 
-    arguments: schema of the arguments by function name.
-    literal: function that turns a text into a literal of a rule.
+    arguments: schema of each function's arguments, by function name.
+    syntax: the model's syntax of tool calls.
+    literal: function that turns a text into a literal of a Lark rule.
     """
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
@@ -129,7 +134,9 @@ def _call(
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments object. Raises InvalidInput."""
+    """Return the schema of a function's arguments object, translated for grammars. Raises
+    InvalidInput if the schema allows no object or is nested too deeply.
+    """
     parameters = function.get("parameters") or _NO_PARAMETERS
     types = parameters.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -146,8 +153,8 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """Return a literal text for a Lark rule; marks of the syntax that are added tokens become token
-    ids.
+    """Return a text as literals of a Lark rule, in which marks of the tool-call syntax that are
+    added tokens stand as token ids.
     """
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added

@@ -142,8 +142,8 @@ class _BoundedReads:
 def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Member]:
     """Check all members, and return the files in the adapter's folder by name.
 
-    If an adapter's folder contains others, as a trainer's output contains checkpoints, the
-    outermost folder counts.
+    If one adapter's folder contains folders of further adapters, as a trainer's output contains
+    checkpoints, the outermost counts.
     """
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0

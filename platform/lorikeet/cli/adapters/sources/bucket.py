@@ -13,7 +13,12 @@ _MOST_OBJECTS = 1_000  # listed at most; a training run may have left many more
 
 
 def download(source: str, folder: Path) -> None:
-    """Copy the adapter's objects into a folder. Raises InvalidInput, StoreError."""
+    """Copy an adapter's objects into a folder.
+
+    source: s3://bucket/prefix of the adapter.
+    Raises InvalidInput if LORIKEET_IMPORT_FROM does not allow the source, or the source holds no
+    adapter, and StoreError.
+    """
     source = source.rstrip("/")
     allowed = Settings.from_env().import_from
     inside = any(f"{source}/".startswith(f"{prefix}/") for prefix in allowed)

@@ -25,13 +25,13 @@ MAX_SOURCE_BYTES = 8 << 30
 def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
-    """Return the files to copy: config, weights (in one file or in shards), files of
-    chat template and tokenizer.
+    """Return the files to copy: config, weights (in one file or in shards), files of chat template
+    and tokenizer.
 
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
     read: returns the content of a small file.
-    Raises InvalidInput.
+    Raises InvalidInput if a needed file is missing, too large or of a refused kind.
     """
     try:
         refuse_added_tokens(sizes)

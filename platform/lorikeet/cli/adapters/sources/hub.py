@@ -12,9 +12,10 @@ PREFIX = "hf:"
 def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
     """Download only the adapter's files to the Hub's cache; return their folder.
 
+    repository: organisation/name.
     revision: a branch, tag or commit; None: the default branch.
     quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
-    Raises LorikeetError.
+    Raises LorikeetError if the Hub cannot be read, or the repository holds no adapter.
     """
     try:
         from huggingface_hub import HfApi, snapshot_download

@@ -1,0 +1,142 @@
+"""Gated delta net of a layer (arXiv 2412.06464): attention over a state of one size.
+
+kernels/delta_net defines the convolution and the delta rule.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.adapter_format.base_config import refusal
+from lorikeet_engine.kernels.delta_net import (
+    Decay,
+    Heads,
+    decode_convolution,
+    decode_delta_rule,
+    prefill_convolution,
+    prefill_delta_rule,
+)
+from lorikeet_engine.kernels.lora.linear import Inputs
+from lorikeet_engine.kernels.lora.types import LoraStep
+from lorikeet_engine.kernels.pointwise import gated_rms_norm
+from lorikeet_engine.models.batch import StateRows
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
+from lorikeet_engine.models.norms import Product, summed_product
+from lorikeet_engine.parallel.rank_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """States of sequences in all layers with a delta net, by slot.
+
+    inputs [layers, slots, convolution − 1, channels] in the model's dtype: the last inputs of the
+        convolution; zeros stand for tokens before the first.
+    matrices [layers, slots, value_heads, value_dim, key_dim]: states of the delta rule.
+    """
+
+    inputs: torch.Tensor
+    matrices: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return self.inputs.nbytes + self.matrices.nbytes
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.inputs.shape[1]
+
+    def begin(self, rows: StateRows) -> None:
+        """Set the states of sequences that begin, to zeros or to copies of cached states.
+
+        rows: use of the states by the step that follows.
+        """
+        source, slot = rows.restores.unbind(0)
+        for states in (self.inputs, self.matrices):
+            if len(source):
+                states[:, slot] = states[:, source]  # all are read before one is written
+            if len(rows.fresh):
+                states[:, rows.fresh] = 0.0
+
+    def layer(self, index: int) -> "DeltaStates":
+        """Return the states of one layer, without the first dimension.
+
+        index: index of the layer among those with a delta net.
+        """
+        return DeltaStates(self.inputs[index], self.matrices[index])
+
+
+def check_device(config: ModelConfig, device_type: str) -> None:
+    """Raise ModelError, with model_type as its field, for a hybrid on a GPU."""
+    if config.shape.delta_net is not None and device_type == "cuda":
+        family = config.shape.family
+        raise refusal("model_type", family, "a family without delta nets, or LORIKEET_DEVICE=cpu")
+
+
+class DeltaNet:
+    """Gated delta net of a layer, of which each rank computes some heads.
+
+    y = out_proj(norm(o) · silu(z)), where o is the delta rule's output over queries, keys and
+    values that a convolution of the last tokens makes of in_proj_qkv(x).
+    """
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
+    ) -> None:
+        """Read this rank's part of a layer's delta net.
+
+        Raises ModelError if a tensor is missing or malformed.
+
+        layer: index of the layer.
+        ranks: processes that share the layers; None: this process alone.
+        """
+        shape, shard = config.shape, checkpoint.shard
+        whole, own = shape.delta_net, shard.part_of(shape).delta_net
+        assert whole is not None
+        assert own is not None
+        self.heads = Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim)
+        self.eps, self._ranks = config.norm_eps, ranks
+        self.inputs = LoraLinear(checkpoint, shape, layer, "delta_in", bias=False)
+        self.out = LoraLinear(checkpoint, shape, layer, "delta_out", bias=False)
+        kept = shard.ranges(shape)
+        channels = kept[shape.index("in_proj_qkv")].outputs
+        each = Cut((whole.value_heads,), kept[shape.index("in_proj_a")].outputs[0])
+        path = f"model.layers.{layer}.linear_attn"
+        self.kernel = checkpoint.read_parts(  # [channels, convolution]
+            [f"{path}.conv1d.weight"] * len(channels),
+            [Cut((whole.convolved, 1, whole.convolution), rows) for rows in channels],
+        ).flatten(1)
+        self.decay = Decay(
+            checkpoint.read_float32(f"{path}.A_log", each),
+            checkpoint.read_float32(f"{path}.dt_bias", each),
+        )
+        self.norm = checkpoint.read_parts([f"{path}.norm.weight"], [Cut.whole(whole.value_dim)])
+
+    def __call__(
+        self, x: Inputs, states: DeltaStates, rows: StateRows, lora: LoraStep | None
+    ) -> Product:
+        """Compute the delta net of x [tokens, hidden] → Product [tokens, hidden].
+
+        states: states of this layer; those of the batch's sequences are updated.
+        rows: use of the states by this step.
+        lora: LoRA work of the forward pass; None: no adapter.
+        """
+        heads, prefills = self.heads, rows.prefills
+        values, gates = heads.value_heads * heads.value_dim, 2 * heads.value_heads
+        parts = columns(*self.inputs(x, lora), sum(heads.widths), values, gates)
+        (qkv, lora_qkv), (z, lora_z), (ba, lora_ba) = parts
+        memory, matrices = states.inputs, states.matrices
+        if rows.decodes:
+            slots = prefills.slots
+            qkv = decode_convolution(qkv, self.kernel, memory, slots, lora_qkv)
+            o = decode_delta_rule(qkv, ba, self.decay, matrices, slots, heads, lora_ba)
+        else:
+            qkv = prefill_convolution(qkv, self.kernel, memory, prefills, lora_qkv)
+            o = prefill_delta_rule(qkv, ba, self.decay, matrices, prefills, heads, lora_ba)
+        gate, lora_z = by_heads(z, lora_z, heads.value_dim)
+        gated = gated_rms_norm(o, gate, self.norm, self.eps, lora_z).flatten(1)
+        return summed_product(*self.out(gated, lora), None, self._ranks)

@@ -1,0 +1,110 @@
+"""Slots for the states of delta nets: those of running sequences, and cached ones.
+
+A state stands for all tokens of a sequence so far, in all layers with a delta net. A running
+sequence owns a slot, in which each step updates its state. A cached state is a copy behind the last
+token of a full KV page, found by the page's key, so a prefix is found where both its pages and the
+state behind them are cached. Cached states are evicted least recently used first.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class StatePool:
+    """Pool of slots. Only the engine's thread calls it.
+
+    A slot is free, owned (by a running sequence, or while a state is being copied into it), or it
+    holds a cached state. Free slots, and those of cached states that nobody holds, are given away.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._keys: list[bytes | None] = [None] * slots
+        self._adapters: list[str | None] = [None] * slots  # digests; only for slots with a key
+        self._slot_of: dict[bytes, int] = {}
+        self._holds = Counter[int]()
+        # In the order in which slots are given out; those without a key come first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
+
+    @property
+    def free(self) -> int:
+        """Number of slots that can be given away; includes those of cached states."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Number of cached states."""
+        return len(self._slot_of)
+
+    def longest(self, keys: list[bytes]) -> int:
+        """Return the number of the first keys up to the last one whose state is cached; 0 if none.
+
+        keys: keys of a sequence's first full pages.
+        """
+        return next((i for i in range(len(keys), 0, -1) if keys[i - 1] in self._slot_of), 0)
+
+    def hold(self, key: bytes) -> int:
+        """Return the slot of a cached state, which is kept until `drop_hold`."""
+        slot = self._slot_of[key]
+        self._holds[slot] += 1
+        self._free.pop(slot, None)
+        return slot
+
+    def drop_hold(self, slot: int) -> None:
+        """Drop one hold of a cached state, which becomes the most recently used one."""
+        self._holds[slot] -= 1
+        if not self._holds[slot]:
+            del self._holds[slot]
+            self._free[slot] = None
+            if self._keys[slot] is None:
+                self._free.move_to_end(slot, last=False)
+
+    def take(self) -> int | None:
+        """Give a slot to an owner; evict the least recently used state if need be.
+
+        Returns None if all slots have owners.
+        """
+        if not self._free:
+            return None
+        slot, _ = self._free.popitem(last=False)
+        self._forget(slot)
+        return slot
+
+    def publish(self, slot: int, key: bytes, adapter_digest: str | None) -> None:
+        """Let sequences find the state in an owned slot, and end its ownership.
+
+        If another slot has a state of this key, the slot becomes free.
+
+        adapter_digest: adapter under which the state was computed; None for the base model alone.
+        """
+        if key in self._slot_of:
+            self.release(slot)
+            return
+        self._keys[slot], self._adapters[slot] = key, adapter_digest
+        self._slot_of[key] = slot
+        self._free[slot] = None
+
+    def release(self, slot: int) -> None:
+        """Make an owned slot free."""
+        assert slot not in self._free, f"state {slot} released twice"
+        self._free[slot] = None
+        self._free.move_to_end(slot, last=False)
+
+    def forget_keys(self, keys: Iterable[bytes]) -> None:
+        """Drop the cached states of these keys."""
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is not None:
+                self._forget(slot)
+                if slot in self._free:
+                    self._free.move_to_end(slot, last=False)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop all cached states that were computed with an adapter."""
+        slots = self._slot_of.values()
+        self.forget_keys([k for s in slots if self._adapters[s] == digest and (k := self._keys[s])])
+
+    def _forget(self, slot: int) -> None:
+        key = self._keys[slot]
+        if key is not None:
+            del self._slot_of[key]
+            self._keys[slot] = None

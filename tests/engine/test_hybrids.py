@@ -1,0 +1,243 @@
+"""Whole engine over a hybrid of delta nets and attention: states change no token."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseShape,
+    read_config,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected, ModelError
+from lorikeet_engine.execution.memory_plan import plan_memory
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.settings import EngineSettings
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    nothing_is_held,
+    prompt,
+)
+from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_world import PeftWorld, ask
+
+HYBRID = "qwen3_5_text"
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS = {
+    "all": {"r": 4, "target_modules": "all-linear"},
+    "attention": {"r": 3, "target_modules": ATTENTION},
+    "delta net": {"r": 8, "target_modules": DELTA, "rank_pattern": {"in_proj_a": 2}},
+    "gates": {"r": 5, "target_modules": ["q_proj", "in_proj_z", "in_proj_b"]},
+    "z without qkv": {"r": 2, "target_modules": ["in_proj_z"], "use_rslora": True},
+    "mlp": {"r": 6, "target_modules": ["gate_proj", "down_proj"]},
+    "one layer": {"r": 4, "target_modules": [*DELTA, "up_proj"], "layers_to_transform": [2]},
+    "head": {"r": 4, "target_modules": ["out_proj", "lm_head", "embed_tokens"]},
+}
+
+
+@pytest.fixture
+def make(tiny_checkpoints, shelf, tmp_path, close_later):
+    """Engines over the hybrid's tiny checkpoint, closed at the end."""
+
+    def make(**settings):
+        folder = tiny_checkpoints[HYBRID]
+        return close_later(build(folder, shelf, tmp_path / "cache", **settings))
+
+    return make
+
+
+def tokens_of(engine, prompts, **options):
+    answers = Answers(engine)
+    for i, ids in enumerate(prompts):
+        answers.submit(greedy(f"{i}", ids, **options))
+    answers.all()
+    return answers.tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 70])
+def test_chunks_change_no_token(make, tokens):
+    prompts = [prompt(length, length) for length in (200, 1, 63, 64, 65)]
+    cut = make(max_batch_tokens=max(8, tokens), max_running=min(5, max(8, tokens)))
+    assert tokens_of(cut, prompts) == tokens_of(make(), prompts)
+
+
+def test_preemption_changes_no_token(make):
+    prompts = [prompt(70, seed) for seed in range(5)]
+    tight = make(kv_pages=16, max_context=200)
+    witness = RecordingRunner(tight)
+    roomy = make()
+    assert tokens_of(tight, prompts, max_tokens=60) == tokens_of(roomy, prompts, max_tokens=60)
+    assert witness.tokens > 5 * 130, "somebody was computed twice"
+    assert nothing_is_held(tight)
+
+
+def test_choices_of_one_prompt_compute_it_once(make):
+    engine = make()
+    witness, ids = RecordingRunner(engine), prompt(200)
+    answers = Answers(engine)
+    answers.submit(greedy("many", ids, n=4, max_tokens=5))
+    answers.all()
+    (alone,) = tokens_of(make(), [ids], max_tokens=5).values()
+    assert [answers.of("many", choice) for choice in range(4)] == [alone] * 4
+    again = 200 - 192  # tokens behind the last state that is saved in the prompt
+    assert witness.tokens == 200 + 3 * again + 4 * 4
+
+
+def test_a_prompt_begins_behind_the_last_state_that_is_saved_in_its_prefix(make):
+    engine = make()
+    witness, system = RecordingRunner(engine), prompt(10 * PAGE)
+    asked = [system + prompt(100, seed) for seed in (1, 2, 3)]
+    computed = []
+    for i, ids in enumerate(asked):
+        before = witness.tokens
+        answers = Answers(engine)
+        answers.submit(greedy(f"{i}", ids, max_tokens=1))
+        answers.all()
+        computed.append(witness.tokens - before)
+        assert answers.tokens == {(f"{i}", 0): tokens_of(make(), [ids], max_tokens=1)["0", 0]}
+    # the second finds the pages alone, and saves a state where it parts from the first
+    assert computed == [260, 260, 260 - 128]
+
+
+def test_a_failed_step_spoils_no_state(make):
+    engine = make()
+    witness, ids = RecordingRunner(engine), prompt(150)
+    first = tokens_of(engine, [ids])
+    witness.error = RuntimeError("out of luck")
+    answers = Answers(engine)
+    answers.submit(greedy("failed", ids))
+    answers.all()
+    assert "failed" in answers.errors
+    assert tokens_of(engine, [ids]) == first
+    assert nothing_is_held(engine)
+
+
+def test_states_are_found_under_the_same_salt_only(make):
+    engine = make()
+    witness, ids = RecordingRunner(engine), prompt(150)
+    for salt, want in (("acme", 150), ("acme", 150 - 128), ("globex", 150)):
+        before = witness.tokens
+        answers = Answers(engine)
+        answers.submit(greedy(salt, ids, max_tokens=1, salt=salt))
+        answers.all()
+        assert witness.tokens - before == want
+
+
+def test_more_prompts_than_slots_evict_the_oldest_state(make):
+    engine = make(max_running=1)  # three slots: two states are cached beside the running one
+    witness = RecordingRunner(engine)
+
+    def computed(seed):
+        before = witness.tokens
+        tokens_of(engine, [prompt(100, seed)], max_tokens=1)
+        return witness.tokens - before
+
+    assert [computed(seed) for seed in (1, 1, 2, 1, 3, 1, 2)] == [100, 36, 100, 36, 100, 36, 100]
+    assert KVCache.state_piece == 64
+
+
+@pytest.fixture(scope="module")
+def world(tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    return PeftWorld(tiny_checkpoints[HYBRID], folder, ADAPTERS, tokens=12, longer=29)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_batch_tokens": 16}, {"kv_pages": 24, "max_context": 280}, {"tensor_parallel": 2}],
+    ids=["at once", "in chunks", "preempted", "on two ranks"],
+)
+@pytest.mark.usefixtures("forked_followers")
+def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
+    engine = close_later(
+        build(
+            world.checkpoint,
+            world.shelf,
+            tmp_path / "cache",
+            **{"max_running": 9, "max_batch_adapters": 8, **settings},
+        )
+    )
+    assert ask(world, Answers(engine)) == world.expected
+    assert len({tuple(tokens) for tokens in world.expected.values()}) == len(world.names)
+
+
+@pytest.fixture(scope="module")
+def shape(tiny_checkpoints):
+    return BaseShape.from_config(read_config(tiny_checkpoints[HYBRID]))
+
+
+def checked(folder, out, shape):
+    """Make a folder's blob, and check it against the base model."""
+    write_blob(folder, out)
+    return read_spec(out, shape, AdapterLimits(max_rank=64, max_bytes=1 << 30))
+
+
+@pytest.mark.parametrize("name", ["all", "attention", "delta net", "gates", "z without qkv"])
+def test_no_folder_that_lacks_a_tensor_is_taken(world, shape, tmp_path, name):
+    whole = load_file(world.folder / name / "adapter_model.safetensors")
+    assert checked(world.folder / name, tmp_path / "whole", shape).linears
+    folder = tmp_path / "folder"
+    shutil.copytree(world.folder / name, folder)
+    for tensor in whole:
+        pair = {t for t in whole if t.startswith(tensor.partition(".lora_")[0] + ".")}
+        for lost in ({tensor}, pair):
+            kept = {t: value for t, value in whole.items() if t not in lost}
+            save_file(kept, folder / "adapter_model.safetensors")
+            with pytest.raises(AdapterRejected):
+                checked(folder, tmp_path / "blob", shape)
+
+
+def test_an_adapter_of_another_pattern_of_layers_is_refused_by_name(world, shape, tmp_path):
+    other = replace(shape, kinds=(*shape.kinds[:3], shape.kinds[1], shape.kinds[4]))
+    assert other.kinds != shape.kinds
+    with pytest.raises(AdapterRejected, match="linears of layer 3, attention in the base model"):
+        checked(world.folder / "gates", tmp_path / "blob", other)
+    folder = tmp_path / "folder"
+    shutil.copytree(world.folder / "gates", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = None
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert checked(folder, tmp_path / "blob", shape).linears
+    with pytest.raises(AdapterRejected, match="layer 3 of the base model is attention") as caught:
+        checked(folder, tmp_path / "blob", other)
+    assert caught.value.field == "model.layers.3.linear_attn.in_proj_b"
+
+
+def test_an_adapter_of_a_model_without_delta_nets_is_refused(shape, tiny_checkpoints, tmp_path):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "llama", target_modules=ATTENTION)
+    with pytest.raises(AdapterRejected, match="layer 0 of the base model is a gated delta net"):
+        checked(folder, tmp_path / "blob", replace(shape, head_dim=8))
+
+
+def test_a_gpu_is_refused_until_its_kernels_are_measured(tiny_checkpoints, tmp_path):
+    folder = tiny_checkpoints[HYBRID]
+    with pytest.raises(ModelError, match="model_type") as caught:
+        load_model(folder, torch.device("cuda"), torch.bfloat16)
+    assert caught.value.field == "model_type"
+    settings = EngineSettings(folder, tmp_path, device="cuda", dtype="bfloat16")
+    with pytest.raises(ModelError, match="LORIKEET_DEVICE=cpu"):
+        plan_memory(ModelConfig.from_folder(folder), 0, settings, 80 << 30)
+
+
+def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):
+    folder = tiny_checkpoints[HYBRID]
+    settings = EngineSettings(folder, tmp_path, max_running=4, kv_bytes=1 << 20)
+    config = ModelConfig.from_folder(folder)
+    plan = plan_memory(config, 0, settings, 1 << 30)
+    net = config.shape.delta_net
+    each = 3 * (3 * net.convolved + net.value_heads * net.key_dim * net.value_dim)
+    assert plan.states == 9 * 4 * each  # float32, three layers, four running, four cached, one more
+    assert plan.total == plan.slot_pool + plan.steps + plan.states + plan.kv
