@@ -78,7 +78,10 @@ class ForcedBudget:
         self._left_s -= self._more_s(tokens, seen)
 
     def rotated(self, rows: list[Row]) -> list[Row]:
-        """Return the rows rotated by one more place at each call: each row comes first in turn."""
+        """Return the rows, rotated by one more place at each call, so that each is first in turn.
+
+        rows: values of any type, one for each sequence that may get forced tokens.
+        """
         first = self._turns % len(rows)
         self._turns += 1
         return rows[first:] + rows[:first]

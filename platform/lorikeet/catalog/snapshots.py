@@ -70,7 +70,11 @@ class Snapshots:
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
-        """Read partitions in parallel. Raises ObjectNotFound, and StoreError if one is damaged."""
+        """Return partitions by the digest of their bytes, read in parallel.
+
+        digests: SHA-256 of the bytes of each partition to read.
+        Raises ObjectNotFound, and StoreError if a partition is damaged.
+        """
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:

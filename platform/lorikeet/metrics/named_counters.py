@@ -110,8 +110,8 @@ class BusiestNameCounters(Collector):
 class BusiestNames:
     """Choice of up to `most` names to have series of their own. Single-threaded.
 
-    At first these are the first names that occur. At the end of each round of ROUND_S, clearly
-    busier names replace the least busy ones, and all counts of uses are halved.
+    The first names that occur are chosen at first. At the end of each round of ROUND_S, clearly
+    busier names replace the least busy of the chosen ones, and all counts of uses are halved.
 
     drop: called with each name whose series are to be removed.
     """

@@ -128,7 +128,7 @@ class ExpertKeys:
         says.
     old_linears: whether trainers' configs call the linears w1, w3 and w2.
     shared: whether every token also passes one more expert, the shared one, whose output is
-        multiplied by the sigmoid of shared_expert_gate's.
+        multiplied by the sigmoid of shared_expert_gate's output.
     """
 
     counts: tuple[str, ...]
