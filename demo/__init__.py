@@ -1,1 +1,3 @@
-"""A small base model and the LoRA adapters of three invented tenants, with what trained them."""
+"""A small base model, the LoRA adapters of three invented tenants, and the tasks they were trained
+on.
+"""

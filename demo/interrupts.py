@@ -1,4 +1,4 @@
-"""Ctrl-C during a program's imports, which take seconds."""
+"""Handling of Ctrl-C while a program imports its modules, which takes seconds."""
 
 import signal
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 def killed_by_sigint() -> Iterator[None]:
     """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored.
 
-    KeyboardInterrupt would print the place of the imports, and is lost if raised in a callback.
+    A KeyboardInterrupt would print where the imports are, and would be lost if raised in a
+    callback.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -66,7 +66,7 @@ class Task:
 
 
 def held_out(prompt: str) -> bool:
-    """Return True for one prompt in eight."""
+    """Whether a prompt is held out from training: one prompt in eight, by its hash."""
     return sha256(prompt.encode()).digest()[0] < 32
 
 

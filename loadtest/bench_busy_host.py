@@ -46,9 +46,11 @@ _URGENT = -10  # niceness; only root may lower it
 
 @dataclass(frozen=True, slots=True)
 class BusyRow:
-    """First tokens and gaps beside one load, in milliseconds, over all repeats.
+    """Times to first tokens, and gaps between deltas, under one load of the host; in milliseconds.
 
-    *_of_quiet: multiple of the value on a quiet host.
+    Values are those of all repeats together.
+
+    *_of_quiet: the value as a multiple of the value on a quiet host.
     late_p99: delay of sending, included in first tokens.
     no_core: process → milliseconds per second in which its threads were runnable without a core.
     blocked: process and kernel function → samples in uninterruptible sleep.

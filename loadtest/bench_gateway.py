@@ -188,7 +188,11 @@ def main() -> int:
 
 
 def measure(proxy: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Measure streams and first tokens behind one proxy, and print the results."""
+    """Measure streams and first tokens behind one proxy, and print the results.
+
+    proxy: a name in PROXIES.
+    given: options of the command line.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-bench-") as folder:
         settings = Settings(
             catalog=f"{folder}/catalog",

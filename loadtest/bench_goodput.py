@@ -59,7 +59,7 @@ _HEADING = (
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> Row:
-    """Measure one rate of requests.
+    """Measure the service at one rate of requests.
 
     seed: seed of the requests.
     given: options of the command line.
@@ -90,9 +90,12 @@ def measure(
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
-    """Measure several rates of requests: growing until a rate misses a goal, then bisecting.
+    """Measure the service at several rates of requests; return a row for each rate.
 
-    measured: measures one rate.
+    The rate grows until a goal is missed; then the interval between rates that met and missed the
+    goals is bisected.
+
+    measured: measures the service at the rate that it is given.
     points: number of rates.
     """
     rows: list[Row] = []

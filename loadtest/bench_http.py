@@ -101,9 +101,9 @@ def measure(
 
 
 def _sum(alone: Sequence[Mapping[str, Any]], work: ServiceWork) -> float:
-    """Return the tokens per second of all engines together without a service.
+    """Return the tokens per second of all engines together without a service, for one work.
 
-    alone: rows of the engines without a service, of all works.
+    alone: rows of the engines without a service, for this work and others.
     """
     return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
 

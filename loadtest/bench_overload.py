@@ -45,7 +45,7 @@ _COMES_BACK_S = 1.0  # seconds after Retry-After in which a client retries
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Refused requests of a rate.
+    """Refusals among the requests that were sent at one rate.
 
     refusal_*: milliseconds that a refusal took; None if no request was refused.
 
@@ -72,7 +72,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class OverloadRow:
-    """Measurements of one rate.
+    """Measurements at one rate of requests.
 
     broken: requests neither answered nor refused with a Retry-After.
     of_most: tokens per second as a share of the highest value of all rates.
@@ -92,7 +92,7 @@ class OverloadRow:
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> OverloadRow:
-    """Measure one rate of requests; `of_most` is set later, by `compared`.
+    """Measure the service at one rate of requests; `of_most` is set later, by `compared`.
 
     seed: seed of the requests.
     given: options of the command line.

@@ -72,7 +72,7 @@ class Scheduler(User):
 
     @task
     def run_plan(self) -> None:
-        """Run the whole test: plan, send, wait."""
+        """Run the whole test: plan the requests, send each at its time, wait for all answers."""
         try:
             self._send_all()
         except (CannotStart, ValueError) as error:
@@ -190,8 +190,13 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:
-    """Return a function that asks the server how many tokens a prompt has, with a base model if
-    there is one.
+    """Return a function that asks the server how many tokens a prompt has.
+
+    The function sends the prompt to a base model if there is one among the targets, else to an
+    adapter.
+
+    servers: by tenant, the server with the tenant's API key.
+    targets: models, and the tenants that may use them.
     """
     target = min(targets, key=lambda target: (not target.is_base, target.model))
 

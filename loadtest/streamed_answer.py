@@ -13,7 +13,7 @@ _KEPT = 4096  # bytes at the end of an answer that are kept for judging
 _CODE = re.compile(rb'"(?:error_)?code": ?"([^"]+)"')
 
 Clock = Callable[[], float]
-"""Seconds from the start."""
+"""Function that returns the seconds since the start of the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Tokens that a step's prompts attend to, from which on CUDA runs the step as several graphs.
+"""Number of tokens, attended to by a step's prompts, from which several CUDA graphs run the step.
 
-Their number is a sum of seen_tokens.
+The number is a sum of seen_tokens.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Tokens that a step's prompts attend to, from which on decodes cost more on CUDA.
+"""Number of tokens, attended to by a step's prompts, from which decodes cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own. The number is a sum of seen_tokens.
 """

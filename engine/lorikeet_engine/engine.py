@@ -236,7 +236,8 @@ class Engine:
     def changed_status(self) -> EngineStatus | None:
         """Return the status if anything changed since the last call, else None.
 
-        Its `moved` has the adapters whose tier has changed since then, with their new tier.
+        In the status, `moved` has the new tier of each adapter whose tier has changed since that
+        call.
         """
         moved, status = self._tiers.moved(), self.status()
         if not moved and status == self._reported:

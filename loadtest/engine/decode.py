@@ -40,7 +40,7 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Decode steps of one work.
+    """Decode steps of a work, which is a set of requests that run at once.
 
     step_ms: median time of a step.
     layer_ms: step_ms divided by the number of layers.
@@ -57,8 +57,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check the tokens of a work, then time its steps. Raises AssertionError if the engine's tokens
-    are wrong.
+    """Check the tokens that the engine generates for a set of requests, then time its decode steps.
+
+    Raises AssertionError if the engine's tokens are wrong.
     """
     shortfall = harness.check(engine, work)
     requests = work.draw(engine.info.vocab_size, 1)
@@ -79,7 +80,7 @@ def measure(engine: Engine, work: Work) -> Row:
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure the works in order; print each row as it is measured."""
+    """Measure sets of requests in order; print each row as it is measured."""
     return harness.show(measure(engine, work) for work in works)
 
 

@@ -65,9 +65,11 @@ class GpuTime:
 
 
 def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Return the median time of each function over N runs, by the GPU's clock if there is one.
+    """Return the median milliseconds of each function, by the GPU's clock if there is one.
 
     The functions take turns, so that all see the GPU equally warm.
+
+    times: number of runs of each function.
     """
     for _ in range(3):
         for run in runs:
@@ -135,8 +137,9 @@ def gpu_time(spans: list[Span], steps: int) -> GpuTime:
 
 
 def _timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Run the function; return another one, which gives the milliseconds that it took. Synchronise
-    with the GPU before calling that.
+    """Run a function; return a function that returns the milliseconds of that run.
+
+    Synchronise with the GPU before calling the returned function.
     """
     if not torch.cuda.is_available():
         began_s = time.perf_counter()

@@ -35,10 +35,11 @@ def run(
     works: Sequence[Work],
     measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
 ) -> None:
-    """Run a whole program: measure the works on one engine, and write their rows.
+    """Run a whole benchmark: measure all works on one engine, and write their rows as JSON.
 
     doc: docstring of the program's module.
     part: name of the rows in the JSON file.
+    works: sets of requests to choose from by the options of the command line.
     measure_all: returns a row for each work.
     """
     parser = arguments(doc)
@@ -125,7 +126,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 def chosen(
     parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
 ) -> Sequence[Work]:
-    """Return the works whose labels match a pattern; without patterns, all.
+    """Return the works whose labels match one of the patterns; all works without patterns.
 
     Exits with an error message if no work matches.
     """
@@ -136,7 +137,7 @@ def chosen(
 
 
 def fitting(works: Sequence[Work], patterns: Sequence[str] | None) -> Sequence[Work]:
-    """Return the works whose labels match a pattern; without patterns, all."""
+    """Return the works whose labels match one of the patterns; all works without patterns."""
     if patterns is None:
         return works
     return [work for work in works if any(fnmatch(work.label, p) for p in patterns)]
@@ -150,7 +151,10 @@ def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def facts(commit: str) -> dict[str, str]:
-    """Print and return GPU, torch version, commit and date."""
+    """Print and return GPU, torch version, commit and date.
+
+    commit: commit of the measured code.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     print(f"{gpu}, torch {torch.__version__}, commit {commit}, {now}", flush=True)
@@ -169,10 +173,9 @@ def full_engine(**arguments: Any) -> Iterator[Engine]:
 
 
 def check(engine: Engine, work: Work) -> float:
-    """Run the work greedily once; return the `shortfall` of the worst checked token (see
-    `plain.check`).
+    """Run a set of requests greedily once; return the `shortfall` of the worst checked token.
 
-    Raises AssertionError if the engine's tokens are wrong.
+    `plain.check` defines the shortfall. Raises AssertionError if the engine's tokens are wrong.
     """
     answers = generate(engine, work.draw(engine.info.vocab_size, 0)).answers
     return plain.check(engine, plain.some(answers))

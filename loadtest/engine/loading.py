@@ -64,7 +64,7 @@ _PAUSE_S = 0.01
 _WITHIN_S = 60.0
 
 Adapters = Mapping[Residency, Iterator[AdapterRef]]
-"""Adapters by the tier in which a request finds them, in turn, without end."""
+"""Endless iterators over adapters, by the tier in which a request finds each of these adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class LongPrompts:
 
     @property
     def label(self) -> str:
-        """Name with numbers."""
+        """Name of these prompts with their numbers, for the table."""
         return f"{self.prompts} × {self.prompt_tokens:,} {self.name}"
 
 

@@ -51,7 +51,7 @@ TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Step of the benchmark: its tokens and their adapters.
+    """Step to measure: `tokens` tokens with `adapters` adapters of one rank.
 
     pool_rank: largest rank that the step's pool could hold.
     reach_ms: target of LoRA's time, in milliseconds.
@@ -105,7 +105,7 @@ class Measured:
 
 
 class Pass:
-    """A row's step on the device, captured with adapters and without, and checked."""
+    """A row's step on the device as two checked CUDA graphs, with adapters and without."""
 
     @torch.inference_mode()
     def __init__(self, model: LlamaModel, row: Row) -> None:
@@ -162,7 +162,7 @@ class _NoAttention:
 
 
 def _adapters(row: Row, device: torch.device) -> LoraWeights:
-    """Fill one slot for each adapter, packed as the slot pool packs them."""
+    """Return an arena with a row's adapters, packed as the slot pool packs them."""
     rows = torch.zeros(LAYERS, len(SHAPE.linears), 3, dtype=torch.int64)
     end = 0
     for layer in range(LAYERS):

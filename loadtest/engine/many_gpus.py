@@ -53,9 +53,9 @@ _USUAL_KV_BYTES = 10_000_000_000  # 256 sequences of 384 tokens, and a fifth mor
 
 @dataclass(frozen=True, slots=True)
 class GpuJob:
-    """Module to run as a program.
+    """Python module to run as a program on some of the GPUs.
 
-    gpus: indices of its GPUs among those that this process sees.
+    gpus: indices of the program's GPUs among those that this process sees.
     writes: whether the program takes --json.
     """
 

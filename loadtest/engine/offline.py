@@ -21,7 +21,7 @@ _DEALT_ROUND = Distinct()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests that are submitted at once.
+    """Set of requests that are submitted to an engine at once.
 
     adapters: number of distinct adapters; 0: the base model.
     requests: number of requests.

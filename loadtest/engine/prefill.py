@@ -34,7 +34,7 @@ WORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Prefill step of one work.
+    """Prefill step of a work, which is a set of requests that are submitted at once.
 
     step_ms: time from submission to the tokens, median of STEPS.
     tflops: rate of the model's products on the GPU; without a GPU, over the whole step.
@@ -55,8 +55,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work) -> Row:
-    """Check the tokens of a work, then time its step. Raises AssertionError if the engine's tokens
-    are wrong.
+    """Check the tokens that the engine generates for a set of requests, then time its prefill step.
+
+    Raises AssertionError if the engine's tokens are wrong.
     """
     shortfall = harness.check(engine, work)
     runs = [_step(engine, work, run) for run in range(1, 1 + STEPS)]
@@ -72,7 +73,7 @@ def measure(engine: Engine, work: Work) -> Row:
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure the works in order; print each row as it is measured."""
+    """Measure sets of requests in order; print each row as it is measured."""
     return harness.show(measure(engine, work) for work in works)
 
 

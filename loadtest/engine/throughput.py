@@ -51,13 +51,16 @@ ATTENTION = tuple(
 
 
 def zipf(population: int) -> Work:
-    """Return 1,024 requests, 256 at a time, over more adapters than the GPU has room for."""
+    """Return 1,024 requests, 256 at a time, over more adapters than the GPU has room for.
+
+    population: number of adapters.
+    """
     return Work(f"zipf {population}", 256, 128, population, 1024, Zipf(1.0), cold=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Greedy and sampled runs of one work.
+    """Greedy and sampled runs of a work, which is a set of requests.
 
     tokens_per_s, sampled_tokens_per_s: rate of each timed run.
     step_ms, sampled_step_ms: median step in the second half of the first run.
@@ -83,7 +86,9 @@ class Row:
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
-    """Check the tokens of a work, then time it `turns` times greedily and as often with sampling.
+    """Check the tokens that the engine generates for a set of requests, then time whole runs.
+
+    turns: number of timed greedy runs, and of timed sampled runs.
 
     Raises AssertionError if the engine's tokens are wrong.
     """
@@ -106,10 +111,10 @@ def measure_all(
     llama_tokens_per_s: float | None = None,
     turns: int = TURNS,
 ) -> list[Row]:
-    """Measure the works in order; print each row as it is measured.
+    """Measure sets of requests in order; print each row as it is measured.
 
     llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's rate.
-    turns: greedy and sampled runs of each work.
+    turns: number of greedy runs of each set, and of sampled runs.
     """
     predicted = None
     if llama_tokens_per_s is not None:

@@ -64,14 +64,17 @@ _LARGE_BYTES = 256 << 20
 
 
 def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
-    """Return the bytes on the host of an adapter on all linears."""
+    """Return the bytes that the image of an adapter on all linears takes on the host."""
     shape = BaseShape.from_config(config)
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     return layout.image_elements * settings.torch_adapter_dtype.itemsize
 
 
 def counts_of(image: int) -> TierCounts:
-    """Return the numbers of adapters for adapters of `image` bytes each."""
+    """Return the number of adapters to put into each tier.
+
+    image: bytes of each adapter's image.
+    """
     return FEW if image > _LARGE_BYTES else TierCounts()
 
 

@@ -165,7 +165,7 @@ def _pack(
 ) -> tuple[Path, BlobFacts]:
     """Pack one adapter; return its blob, and the facts about it that validation finds.
 
-    folder: has the matrices of each rank in a folder of that name.
+    folder: contains, for each rank, a folder named after the rank with the matrices of that rank.
     adapter: number of the adapter, which decides its alpha.
     """
     own = folder / f"a{adapter}"

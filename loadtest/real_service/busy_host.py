@@ -32,7 +32,7 @@ while os.getppid() == parent:  # end with a killed parent
 
 
 class HostLoad(StrEnum):
-    """Load beside the service on its host."""
+    """Kind of load that programs beside the service put on the host."""
 
     QUIET = "quiet"
     SPINNING = "spinning"

@@ -36,7 +36,9 @@ _LOADED_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceWork:
-    """Work that is done through HTTP and by the engine alone; adapters are dealt round.
+    """Set of requests that is sent through HTTP and given to the engine alone, to compare the two.
+
+    Adapters are dealt round over the requests.
 
     streams: concurrent streams.
     rounds: requests of each stream, one after another.
@@ -78,9 +80,9 @@ class ServiceWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Works of one offline process.
+    """Sets of requests that one offline process answers.
 
-    refs: adapters that the works name.
+    refs: all adapters that the requests use.
     """
 
     refs: tuple[AdapterRef, ...]
@@ -99,10 +101,11 @@ class Job:
 
 
 def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> dict[str, Any]:
-    """Check the tokens of a work, then time it. Raises AssertionError if tokens are wrong or too
-    few.
+    """Check the tokens that the engine generates for a set of requests, then time a run of the set.
 
-    refs: all adapters that the works name.
+    refs: all adapters that the requests use.
+
+    Raises AssertionError if tokens are wrong or too few.
     """
     once = _requests(engine, replace(work, rounds=1), refs, 0)
     shortfall = plain.check(engine, plain.some(generate(engine, once).answers))

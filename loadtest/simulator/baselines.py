@@ -30,7 +30,10 @@ class PowerOfTwo:
         self._rng = Random(seed)
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """Choose the replica of a request."""
+        """Choose the replica for a request.
+
+        request: index of the request.
+        """
         return self.among(fleet.replicas)
 
     def among(self, replicas: list[SimulatedReplica]) -> SimulatedReplica:
@@ -52,7 +55,10 @@ class Multiplexing:
         self._pick, self._most = PowerOfTwo(seed), most
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """Choose the replica of a request."""
+        """Choose the replica for a request.
+
+        request: index of the request.
+        """
         adapter = fleet.adapter_of[request]
         holders = fleet.on_gpu[adapter] if adapter is not None else []
         free = [replica for replica in holders if replica.outstanding < self._most]
@@ -91,7 +97,10 @@ class BoundedHashing:
         self._ring = HashRing(())
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """Choose the replica of a request."""
+        """Choose the replica for a request.
+
+        request: index of the request.
+        """
         adapter = fleet.adapter_of[request]
         if adapter is None:
             return self._pick.among(fleet.replicas)

@@ -60,7 +60,7 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One of the answers that `sample` returned.
+    """Answer that `sample` returned.
 
     logprobs: log probability of each of token_ids, including the token that ended the answer.
     digest: SHA-256 of the adapter that generated the answer; None if the base model generated it.
@@ -159,8 +159,8 @@ class Client:
         """Return the n choices that the service samples for a prompt, with token ids and log
         probabilities.
 
-        They are drawn from the model's whole distribution at temperature 1 unless `fields` say
-        otherwise, whatever defaults the base model's generation_config.json has.
+        The choices are drawn from the model's whole distribution at temperature 1 unless `fields`
+        say otherwise, whatever defaults the base model's generation_config.json has.
 
         Repeats the request for a minute while the service is busy or unavailable.
 

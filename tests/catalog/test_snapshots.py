@@ -140,6 +140,16 @@ def test_only_changed_partitions_are_written_again(tmp_path: Path) -> None:
     assert contents(CatalogReader(watched)) == contents(catalog.reader)
 
 
+def test_partitions_that_hold_nothing_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lorikeet.catalog.snapshots.protect", lambda _, key, put: pytest.fail(f"{key} again")
+    )
+    filled(LocalStore(tmp_path), 2).reader.snapshot()
+    assert contents(CatalogReader(LocalStore(tmp_path)))[PARTITIONS]
+
+
 def test_a_writer_reads_the_partitions_that_a_decision_needs(
     tmp_path: Path, register: Register
 ) -> None:
@@ -154,8 +164,6 @@ def test_a_writer_reads_the_partitions_that_a_decision_needs(
 def test_concurrent_snapshots_are_consistent(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
-    catalog.reader.snapshot()  # of 256 objects; test_many_writers.py races to make the first
-
     def work(number: int) -> int:
         own = AdapterCatalog(store)
         own.create_tenant(f"t{number}", actor="ann")

@@ -1,5 +1,6 @@
 """A gateway on loopback over a real catalog, and the command that administers it."""
 
+import functools
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -95,6 +97,14 @@ class Lorikeet:
         result = self.run(*arguments)
         assert result.exit_code == 0, result.stderr
         return str(result.stdout)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_built_once() -> Iterator[None]:
+    """Build the tree of commands once, not for each call: a quarter of these tests' time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
+        yield
 
 
 @pytest.fixture

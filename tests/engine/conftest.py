@@ -132,7 +132,23 @@ HYBRID: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_value_head_dim": 20,
     },
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
+        "initializer_range": 0.2,  # at 0.3, transformers itself is 95 eps off its float64 result
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 20,
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 56,
+    },
 }
+HYBRID["qwen3_next"] = HYBRID["qwen3_5_moe_text"] | {"model_type": "qwen3_next"}
 EIGHT_HEADS = {"num_attention_heads": 8}
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lorikeet_engine.request import (
 )
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars
+from tests.engine.given_costs import given_costs
 
 PAGE = 16
 
@@ -35,12 +37,14 @@ def build(
     *,
     kv_pages: int = 256,
     grammars: Grammars | None = None,
+    measured: bool = False,
     **settings: Any,
 ) -> Engine:
     """Build an engine of tiny sizes.
 
     settings: fields of EngineSettings.
     kv_pages: pages of each group of layers.
+    measured: whether the engine measures the costs of its steps.
     """
     config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
     shape, groups = config.shape, config.kv_groups
@@ -51,7 +55,8 @@ def build(
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)
-    return Engine(engine_settings, source, grammars=grammars)
+    with nullcontext() if measured else given_costs():
+        return Engine(engine_settings, source, grammars=grammars)
 
 
 class RecordingRunner:

@@ -34,6 +34,7 @@ from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine.descending_grammar import DescendingGrammars
+from tests.engine.given_costs import given_costs
 
 PAGE = 4
 VOCAB = 64
@@ -132,8 +133,9 @@ def build(
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
-    engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
-    model.tokens = 0  # the start has computed tokens to measure their cost
+    with given_costs():
+        engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
+    model.tokens = 0
     model.started = True
     return engine, model
 

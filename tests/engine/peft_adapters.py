@@ -1,6 +1,8 @@
 """Adapters made with PEFT."""
 
 import re
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ _STORED_AS_ONE = {
 _BESIDE_EXPERTS = {"gate_proj": "q_proj", "up_proj": "v_proj", "down_proj": "o_proj"}
 
 
+def loaded(checkpoint: Path) -> Any:
+    """Load a checkpoint's model in transformers, in float32; a copy if it was loaded before."""
+    return deepcopy(_loaded(checkpoint))
+
+
+@lru_cache(maxsize=2)
+def _loaded(checkpoint: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
     """Save a PEFT folder of a random adapter that changes the answers of a checkpoint's model.
 
@@ -26,7 +40,7 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        base = loaded(checkpoint)
         lora = _named_as_in(base, lora)
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
         for name, weight in model.named_parameters():

@@ -8,7 +8,6 @@ from typing import Any
 
 import peft
 import torch
-import transformers
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
@@ -20,7 +19,7 @@ from tests.engine.moe_adapters import (
     save_shared,
     shared_deltas,
 )
-from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_adapters import loaded, save_adapter
 
 _NUMBERED_RANK, _SHARED_RANK, _SHARED_ALPHA = 3, 2, 8
 
@@ -63,7 +62,7 @@ class PeftWorld:
 
     def model(self, name: str | None) -> Any:
         """Load PEFT's model of an adapter from the adapter's folder."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
+        model = loaded(self.checkpoint)
         return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
 
     def generated(self, model: Any, prompt: list[int]) -> list[int]:

@@ -46,7 +46,7 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
     log_to_stderr()
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
-    return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", **sizes)
+    return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", measured=True, **sizes)
 
 
 def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:

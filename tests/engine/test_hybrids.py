@@ -149,6 +149,49 @@ def test_more_prompts_than_slots_evict_the_oldest_state(make):
     assert KVCache.state_piece == 64
 
 
+SHARED = ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+MIXTURE = {
+    "all": {"r": 4, "target_modules": "all-linear"},
+    "shared expert": {"r": 3, "target_modules": [*SHARED, "shared_expert_gate"]},
+    "weight of the shared expert": {"r": 2, "target_modules": ["shared_expert_gate", "q_proj"]},
+    "experts": {
+        "r": 4,
+        "target_modules": ["in_proj_qkv"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "delta net": ADAPTERS["delta net"],
+}
+MIXTURES = {
+    "qwen3_5_moe_text": MIXTURE,
+    "qwen3_next": {
+        "all": MIXTURE["all"],
+        "shared expert": MIXTURE["shared expert"],
+        "fused": {"r": 5, "target_modules": ["in_proj_qkvz", "in_proj_ba", "o_proj"]},
+        "half": {"r": 5, "target_modules": ["in_proj_ba", "k_proj"], "layers_to_transform": [0, 1]},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request, tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    checkpoint = tiny_checkpoints[request.param]
+    return PeftWorld(checkpoint, folder, MIXTURES[request.param], tokens=12, longer=29)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_batch_tokens": 16}, {"kv_pages": 16, "max_context": 200}, {"tensor_parallel": 2}],
+    ids=["in chunks", "preempted", "on two ranks"],
+)
+@pytest.mark.usefixtures("forked_followers")
+def test_adapters_of_a_mixture_equal_peft_in_one_batch(mixture, tmp_path, close_later, settings):
+    sizes = {"max_running": 9, "max_batch_adapters": 8, **settings}
+    engine = close_later(build(mixture.checkpoint, mixture.shelf, tmp_path / "cache", **sizes))
+    assert ask(mixture, Answers(engine)) == mixture.expected
+    assert len({tuple(tokens) for tokens in mixture.expected.values()}) == len(mixture.names)
+
+
 @pytest.fixture(scope="module")
 def world(tiny_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
@@ -176,7 +219,11 @@ def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings
 
 @pytest.fixture(scope="module")
 def shape(tiny_checkpoints):
-    return BaseShape.from_config(read_config(tiny_checkpoints[HYBRID]))
+    return shape_of(tiny_checkpoints[HYBRID])
+
+
+def shape_of(checkpoint):
+    return BaseShape.from_config(read_config(checkpoint))
 
 
 def checked(folder, out, shape):
@@ -186,7 +233,18 @@ def checked(folder, out, shape):
 
 
 @pytest.mark.parametrize("name", ["all", "attention", "delta net", "gates", "z without qkv"])
-def test_no_folder_that_lacks_a_tensor_is_taken(world, shape, tmp_path, name):
+def test_no_folder_that_lacks_a_tensor_is_taken(world, tmp_path, name):
+    check_every_tensor_is_needed(world, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["all", "shared expert"])
+def test_no_folder_of_a_mixture_that_lacks_a_tensor_is_taken(mixture, tmp_path, name):
+    check_every_tensor_is_needed(mixture, name, tmp_path)
+
+
+def check_every_tensor_is_needed(world, name, tmp_path):
+    """Check that a folder is refused without any of its tensors, and without any pair of them."""
+    shape = shape_of(world.checkpoint)
     whole = load_file(world.folder / name / "adapter_model.safetensors")
     assert checked(world.folder / name, tmp_path / "whole", shape).linears
     folder = tmp_path / "folder"

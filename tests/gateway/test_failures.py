@@ -39,30 +39,35 @@ STATUSES = {
 }
 
 
+@pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after_header", [False, True])
 @pytest.mark.parametrize(("code", "status"), STATUSES.items())
 def test_a_refusal_before_the_first_byte_has_a_status_of_its_own(
-    unchanged: Gateway, code: str, status: int, after_header: bool, stream: bool
+    gateway: Gateway, code: str, status: int, after_header: bool, stream: bool
 ) -> None:
     async def refuse(call: Call) -> Items:
         if after_header:
             yield header(call)
         yield Refusal(code, "because", "messages")
 
-    unchanged.engines.replay = refuse
-    answer = unchanged.post(CHAT, chat(stream=stream))
+    gateway.engines.replay = refuse
+    answer = gateway.post(CHAT, chat(stream=stream))
     error = error_of(answer, status)
     assert (error["message"], error["param"], error["code"]) == ("because", "messages", code)
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
-def test_an_engines_error_about_a_chats_prompt_names_messages(unchanged: Gateway) -> None:
+def test_an_engines_error_about_a_chats_prompt_names_messages(gateway: Gateway) -> None:
     async def refuse(call: Call) -> Items:
         yield Refusal("context_length_exceeded", "too long", "prompt")
 
-    unchanged.engines.replay = refuse
-    assert error_of(unchanged.post(CHAT, chat()), 400)["param"] == "messages"
+    gateway.engines.replay = refuse
+    assert error_of(gateway.post(CHAT, chat()), 400)["param"] == "messages"
 
 
 def test_an_error_of_the_engines_has_its_own_status(gateway: Gateway) -> None:
@@ -176,18 +181,20 @@ def test_tokens_are_passed_on_as_they_come(gateway: Gateway) -> None:
     assert said == ["", "more ", "more ", "more ", "more "]
 
 
-def test_a_client_that_disconnects_closes_its_stream_and_frees_its_slot(gateway: Gateway) -> None:
-    gateway.add_tenant("small", max_concurrent=1)
-    gateway.engines.replay = endless
+def test_a_client_that_disconnects_closes_its_stream_and_frees_its_slot(
+    own_gateway: Gateway,
+) -> None:
+    own_gateway.add_tenant("small", max_concurrent=1)
+    own_gateway.engines.replay = endless
     body = chat("tiny", stream=True)
     for _ in range(3):
-        with gateway.openai("small").chat.completions.create(**body) as stream:
+        with own_gateway.openai("small").chat.completions.create(**body) as stream:
             next(iter(stream))
-            request_id = gateway.engines.last.request_id
-            assert gateway.post(CHAT, body, tenant="small").status_code == 429
-        assert eventually(lambda gone=request_id: gone in gateway.engines.closed)  # type: ignore[misc]
-    assert sorted(gateway.engines.closed) == sorted(
-        {c.request_id for _, c in gateway.engines.calls}
+            request_id = own_gateway.engines.last.request_id
+            assert own_gateway.post(CHAT, body, tenant="small").status_code == 429
+        assert eventually(lambda gone=request_id: gone in own_gateway.engines.closed)  # type: ignore[misc]
+    assert sorted(own_gateway.engines.closed) == sorted(
+        {c.request_id for _, c in own_gateway.engines.calls}
     )
 
 
@@ -221,10 +228,10 @@ def test_a_client_that_disconnects_while_sending_is_no_failure(
     assert [record.msg for record in caplog.records if record.name.startswith("lorikeet")] == []
 
 
-def test_a_tenant_over_its_limit_gets_retry_after(gateway: Gateway) -> None:
-    gateway.add_tenant("small", max_concurrent=2)
-    gateway.engines.replay = endless
-    client = gateway.openai("small")
+def test_a_tenant_over_its_limit_gets_retry_after(own_gateway: Gateway) -> None:
+    own_gateway.add_tenant("small", max_concurrent=2)
+    own_gateway.engines.replay = endless
+    client = own_gateway.openai("small")
     body = chat("tiny", stream=True)
     with (
         client.chat.completions.create(**body) as first,
@@ -232,12 +239,12 @@ def test_a_tenant_over_its_limit_gets_retry_after(gateway: Gateway) -> None:
     ):
         next(iter(first))
         next(iter(second))
-        refused = gateway.post(CHAT, body, tenant="small")
+        refused = own_gateway.post(CHAT, body, tenant="small")
         assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
         assert int(refused.headers["retry-after"]) >= 1
-        gateway.engines.replay = repeat
-        assert gateway.post(CHAT, body, tenant="acme").status_code == 200
-    assert eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
+        own_gateway.engines.replay = repeat
+        assert own_gateway.post(CHAT, body, tenant="acme").status_code == 200
+    assert eventually(lambda: own_gateway.post(CHAT, body, tenant="small").status_code == 200)
 
 
 def test_a_full_gateway_refuses_every_tenant_until_a_slot_is_free(tmp_path: Path) -> None:
@@ -253,17 +260,17 @@ def test_a_full_gateway_refuses_every_tenant_until_a_slot_is_free(tmp_path: Path
         assert eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)
 
 
-def test_failed_requests_free_their_slot(gateway: Gateway) -> None:
-    gateway.add_tenant("small", max_concurrent=1)
+def test_failed_requests_free_their_slot(own_gateway: Gateway) -> None:
+    own_gateway.add_tenant("small", max_concurrent=1)
 
     async def broken(call: Call) -> Items:
         raise ZeroDivisionError
         yield header(call)
 
-    gateway.engines.replay = broken
+    own_gateway.engines.replay = broken
     for _ in range(3):
-        assert gateway.post(CHAT, chat("tiny"), tenant="small").status_code == 500
-        assert gateway.post(CHAT, chat("tiny", top_p=7), tenant="small").status_code == 400
+        assert own_gateway.post(CHAT, chat("tiny"), tenant="small").status_code == 500
+        assert own_gateway.post(CHAT, chat("tiny", top_p=7), tenant="small").status_code == 400
 
 
 def test_neither_prompts_nor_keys_are_logged(

@@ -27,7 +27,15 @@ from lorikeet.response_store import (
     StoredResponse,
     clean_up,
 )
-from tests.gateway.conftest import LIMITS, Gateway, Items, header, listening, serving
+from tests.gateway.conftest import (
+    LIMITS,
+    Gateway,
+    Items,
+    ReplayEngines,
+    header,
+    listening,
+    serving,
+)
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
 from tests.waiting import eventually
@@ -66,20 +74,34 @@ class Clock:
         return time.time() + self.ahead_s
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Away:
-    return Away(tmp_path / "store")
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Away:
+    return Away(tmp_path_factory.mktemp("responses") / "store")
 
 
-@pytest.fixture
-def storing(tmp_path: Path, store: Away, clock: Clock) -> Iterator[Gateway]:
-    with serving(tmp_path, store, LIFETIME_S, clock) as running:
+@pytest.fixture(scope="module")
+def _storing(
+    tmp_path_factory: pytest.TempPathFactory, store: Away, clock: Clock
+) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    with serving(folder, store, LIFETIME_S, clock) as running:
         yield running
+
+
+@pytest.fixture
+def storing(_storing: Gateway, store: Away, clock: Clock) -> Gateway:
+    """Return the module's gateway, with no response stored and a reachable store."""
+    vars(_storing.engines).update(vars(ReplayEngines()))
+    vars(store).update(fails=False, slow_s=0.0, reads=0)
+    clock.ahead_s = 0.0
+    for key in list(store.list(PREFIX)):
+        store.delete(key)
+    return _storing
 
 
 @pytest.fixture
@@ -302,17 +324,19 @@ def test_an_unknown_previous_response_has_openais_error(storing: Gateway, clock:
         assert (error["code"], error["param"]) == ("not_found", "input")
 
 
-@pytest.mark.usefixtures("replica")
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_say_that_they_are_not_stored_while_the_store_is_unreachable(
-    storing: Gateway, store: Away, stream: bool
+    tmp_path: Path, stream: bool
 ) -> None:
-    store.fails = True
-    answer: Any = storing.openai().responses.create(model="tiny", input="hi", stream=stream)
-    got = [*answer][-1].response if stream else answer
+    store = Away(tmp_path / "store")
+    with serving(tmp_path, store, LIFETIME_S) as gateway:
+        gateway.engines.replay = ScriptedReplica(tmp_path).writes("so it is")
+        store.fails = True
+        answer: Any = gateway.openai().responses.create(model="tiny", input="hi", stream=stream)
+        got = [*answer][-1].response if stream else answer
+        metrics = gateway.request("GET", "/metrics", gateway.admin_key).text
     assert (got.output_text, got.store) == ("so it is", False)
     assert not list(store.list(PREFIX))
-    metrics = storing.request("GET", "/metrics", storing.admin_key).text
     assert re.search(r"^lorikeet_responses_not_stored_total.* 1(\.0)?$", metrics, re.MULTILINE)
 
 
@@ -412,12 +436,13 @@ def test_store_false_stores_nothing_and_may_continue(storing: Gateway, store: Aw
 
 
 def test_a_stored_response_is_sent_whole_and_counts_as_a_request(storing: Gateway) -> None:
-    path = f"{RESPONSES}/{storing.post(RESPONSES, ASK).json()['id']}"
-    acme = storing.keys["acme"]
-    refused = storing.request("GET", path, acme, params={"stream": "true"})
+    storing.add_tenant("small")
+    small = storing.keys["small"]
+    path = f"{RESPONSES}/{storing.post(RESPONSES, ASK, tenant='small').json()['id']}"
+    refused = storing.request("GET", path, small, params={"stream": "true"})
     assert error_of(refused, 400)["param"] == "stream"
-    storing.admin("PATCH", "/tenants/acme", {"requests_per_min": 1})
-    asked = [storing.request("GET", path, acme).status_code for _ in range(3)]
+    storing.admin("PATCH", "/tenants/small", {"requests_per_min": 1})
+    asked = [storing.request("GET", path, small).status_code for _ in range(3)]
     assert asked[-1] == 429
 
 

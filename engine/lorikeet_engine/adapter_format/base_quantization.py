@@ -183,7 +183,7 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _require(config: Mapping[str, Any], key: str, *wanted: object, absent: object = None) -> object:
     """Return the value under a key of the config; a string in lower case.
 
-    Raises ModelError for a value that is not wanted.
+    Raises ModelError for a value that is not in `wanted`.
 
     wanted: values that are supported.
     absent: value to assume if the config has none.

@@ -176,7 +176,7 @@ def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
 def _of_the_decoder(tensors: Mapping[str, SavedTensor], warn: Warn) -> dict[str, SavedTensor]:
     """Return the tensors that are neither training state nor of a vision part.
 
-    Warns of tensors of a vision part. Raises AdapterRejected if there are no others.
+    Warns of tensors of a vision part. Raises AdapterRejected if no tensors remain.
     """
     kept = {name: tensor for name, tensor in tensors.items() if not is_training_state(name)}
     vision = [name for name in kept if is_of_vision(name)]

@@ -54,9 +54,9 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 
 
 def _ending(expression: str) -> str:
-    """Return an ending that all texts have that match an expression, so that others can be skipped.
+    """Return an ending of all texts that an expression can match; texts without it can be skipped.
 
-    That is the last part of the name, if the expression matches only a name, else "".
+    The ending is the last part of the name if the expression matches only a name, else "".
     """
     name = _NAME.fullmatch(expression)
     return name[1].rpartition(".")[2] if name else ""

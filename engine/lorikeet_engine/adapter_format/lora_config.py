@@ -112,10 +112,10 @@ class LoraConfig:
 
     rank_pattern: LoRA ranks by full module name; r for all other modules.
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
-    families: families of base models that the adapter fits: each targeted linear has weights. None:
-        all families that have the linears with weights.
-    kinds: for hybrid base models, for each layer the kinds for which each targeted linear of the
-        layer has weights. If a layer has no such kind, the base model must not have that layer.
+    families: families of base models in which each targeted linear has weights, so that the adapter
+        fits. None: all families that have the linears with weights.
+    kinds: for hybrid base models, the kinds that each layer may have: those in which each targeted
+        linear of the layer has weights. Empty for a layer that the base model must not have.
     unscaled_embeddings: whether the adapter was trained by a release of PEFT that leaves out the
         scale of embeddings whose own module scales.
     lost_biases: whether biases of the linears, if the base model has any, were trained with the

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from lorikeet_engine.adapter_format.base_config import flag, integer, refusal
@@ -36,6 +36,16 @@ class DeltaNetShape:
     convolution: int
 
     @property
+    def group(self) -> int:
+        """Number of value heads of each key head."""
+        return self.value_heads // self.key_heads if self.key_heads else 0
+
+    @property
+    def values_of_key(self) -> int:
+        """Width of the value heads of each key head."""
+        return self.group * self.value_dim
+
+    @property
     def convolved(self) -> int:
         """Number of channels of the convolution: elements of all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -51,6 +61,7 @@ class BaseShape:
 
     tied: whether lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
+    shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
     delta_net: sizes of the delta nets; None if no layer has one.
     """
@@ -65,6 +76,7 @@ class BaseShape:
     vocabulary: int
     tied: bool = False
     experts: int = 0
+    shared_intermediate: int = 0
     kinds: tuple[LayerKind, ...] = ()
     delta_net: DeltaNetShape | None = None
 
@@ -103,6 +115,9 @@ class BaseShape:
             vocabulary=integer(config, "vocab_size"),
             tied=flag(config, "tie_word_embeddings"),
             experts=_experts(config, keys.counts) if keys else 0,
+            shared_intermediate=integer(config, Width.SHARED_INTERMEDIATE)
+            if keys and keys.shared
+            else 0,
             kinds=kinds,
             delta_net=_delta_net(config) if LayerKind.DELTA_NET in kinds else None,
         )
@@ -170,8 +185,12 @@ class BaseShape:
             Width.DELTA_KEYS: (delta.key_heads, delta.key_dim),
             Width.DELTA_VALUES: (delta.value_heads, delta.value_dim),
             Width.DELTA_GATES: (delta.value_heads, 1),
+            Width.DELTA_QKVZ: (delta.key_heads, 2 * (delta.key_dim + delta.values_of_key)),
+            Width.DELTA_BA: (delta.key_heads, 2 * delta.group),
             Width.INTERMEDIATE: (self.intermediate, 1),
             Width.EXPERTS: (self.experts, 1),
+            Width.SHARED_INTERMEDIATE: (self.shared_intermediate, 1),
+            Width.ONE: (1, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
         }[width]
@@ -181,8 +200,28 @@ class BaseShape:
         keys = FAMILIES[self.family].experts
         if keys and width is Width.INTERMEDIATE:
             return keys.width
-        shared = {Width.GATED_QUERIES: Width.QUERIES, Width.DELTA_GATES: Width.DELTA_VALUES}
+        shared = {
+            Width.GATED_QUERIES: Width.QUERIES,
+            Width.DELTA_GATES: Width.DELTA_VALUES,
+            Width.DELTA_QKVZ: Width.DELTA_KEYS,
+            Width.DELTA_BA: Width.DELTA_KEYS,
+        }
         return shared.get(width, width)
+
+    def parts(self, width: Width) -> tuple[range, ...]:
+        """Return the parts of a width's pieces that are stored by piece and computed by part.
+
+        Checkpoints and adapters have all parts of the first piece, then all of the next; products
+        have the first part of all pieces, then the next. Each part is a range of a piece's
+        elements, in the order of products; there are none if each piece is one part.
+        """
+        head, delta = self.head_dim, self.delta_net or DeltaNetShape(1, 0, 0, 0, 0)
+        key, values, group = delta.key_dim, delta.values_of_key, delta.group
+        sizes = {Width.DELTA_QKVZ: (key, key, values, values), Width.DELTA_BA: (group, group)}
+        if width is Width.GATED_QUERIES:  # gates first: queries are then beside keys and values
+            return range(head, 2 * head), range(head)
+        ends = [*accumulate(sizes.get(width, ()), initial=0)]
+        return tuple(map(range, ends[:-1], ends[1:]))
 
     def _elements(self, width: Width) -> int:
         count, each = self.pieces(width)

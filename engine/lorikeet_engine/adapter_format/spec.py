@@ -43,7 +43,7 @@ class AdapterLimits:
     """Limits that an operator sets for adapters.
 
     max_rank: maximum LoRA rank of any linear.
-    max_bytes: maximum size of a blob.
+    max_bytes: maximum size of an adapter's blob, the one file that holds all of it.
     """
 
     max_rank: int
@@ -127,7 +127,7 @@ class AdapterSpec:
     @property
     def touches(self) -> TouchedModules:
         """Modules of the base model that the adapter changes."""
-        names = {part.linear: part.name.rpartition(".")[2] for part in self.linears}
+        names = {part.linear: _without_layer(part.name) for part in self.linears}
         return TouchedModules(
             linears=tuple(names[linear] for linear in sorted(names)),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
@@ -158,6 +158,11 @@ class AdapterSpec:
         for part in self.linears:
             held = (part.layer, part.linear) in shared
             yield from ((part, side) for side in range(held, 2))
+
+
+def _without_layer(name: str) -> str:
+    """Return the name of a linear, such as q_proj, from LinearLora's name of it."""
+    return name.removeprefix("layers.").lstrip("0123456789").removeprefix(".")
 
 
 def aligned(elements: int) -> int:

@@ -43,8 +43,8 @@ class TargetedBases(NamedTuple):
     """Base models in which each linear that a PEFT config targets has weights.
 
     families: names of families, sorted; None: all families that have the linears with weights.
-    kinds: for hybrids alone, the kinds that each layer may have; none: the base model must have no
-        such layer. Layers after the last one in the list may have any kind.
+    kinds: for hybrids alone, the kinds that each layer may have; empty for a layer that the base
+        model must not have. Layers after the last one in the list may have any kind.
     """
 
     families: tuple[str, ...] | None = None
@@ -135,11 +135,19 @@ class _Expected:
             wanted.append(tuple(kind for kind, lacking in lacks.items() if not lacking))
             if not wanted[-1] and layer <= last:
                 missing += next(iter(lacks.values()))
+        if self.layers and not any(LayerKind.ATTENTION in kinds for kinds in wanted):
+            # some layer of every base model has attention
+            missing += _lacking(self.layers[0][LayerKind.ATTENTION], given, targeted)
         return missing, tuple(wanted)
 
 
 def _lacking(names: Collection[str], given: Collection[str], targeted: Selects) -> list[str]:
-    """Return, sorted, the targeted ones of some modules that have no weights."""
+    """Return, sorted, the modules that a config targets but that have no weights.
+
+    names: modules to choose from.
+    given: modules that have weights.
+    targeted: whether the config targets a module.
+    """
     return [module for module in sorted({*names} - {*given}) if targeted(module)]
 
 
@@ -181,7 +189,8 @@ def _expected(
 class _SavedNames:
     """Names of a family's linears in a trainer's naming.
 
-    place: path before "layers." there.
+    configured: names by which a config can target a linear.
+    place: path before "layers." in the trainer's names.
     """
 
     configured: ConfiguredNames
@@ -189,7 +198,11 @@ class _SavedNames:
     family: Family
 
     def of(self, layers: Collection[int], kind: LayerKind | None = None) -> set[str]:
-        """Return the linears of some layers, which are of a kind."""
+        """Return all names that the linears of some layers can have in a config.
+
+        layers: numbers of the layers.
+        kind: kind of these layers; None: only linears of every kind of layer are returned.
+        """
         linears = [each for each in self.family.linears if each.kind in (None, kind)]
         found = set[str]()
         for linear in (each.path(layer) for layer in layers for each in linears):
@@ -309,8 +322,8 @@ def _behind_any(name: str) -> str:
 def _behind_a_dot(name: str) -> str:
     """Return an expression that matches where PEFT before 0.15 finds a name in a config.
 
-    Its expression is not grouped, so each alternative of a name stands alone, and only the last one
-    must reach the end.
+    PEFT's expression is not grouped, so each alternative of a name stands alone, and only the last
+    one must reach the end.
     """
     return rf"(?:.*\.{name}$).*"
 
@@ -328,8 +341,8 @@ def _targeted(
 
     def selects(name: str) -> bool:
         is_parameter = name.endswith(".weight") or PARAMETER.fullmatch(name) is not None
-        if is_parameter and name not in given:
-            return targets_parameter(raw, name)
+        if name not in given:
+            return targets_parameter(raw, name) if is_parameter else named(name)
         return targets_parameter(raw, name) or named(name)
 
     return selects

@@ -183,7 +183,7 @@ def tensor_name(module: str, side: str) -> str:
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
     """Return the linears of a decoder layer, in the family of base models that fits best.
 
-    modules: canonical names of modules; the family has the most of them.
+    modules: canonical names; the family that has most of these modules fits best.
     """
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]

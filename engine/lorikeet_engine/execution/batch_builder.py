@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StateInput:
-    """Use that a step makes of states of delta nets; on the host. See StateRows and Prefills.
+    """States of delta nets (linear attention) that a step reads and updates; arrays on the host.
 
     slots, starts, chunks, first_chunks, saves: as in Prefills.
     fresh, restores: as in StateRows.

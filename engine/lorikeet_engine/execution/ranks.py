@@ -1,8 +1,9 @@
 """Ranks of one engine: this process alone, or this process and its followers.
 
 A follower (follower.py) allocates memory and captures graphs in the same order as the leader. The
-leader tells it when to, since both take part in collective operations meanwhile. A part of memory,
-such as the KV pages, has the same size in all ranks: as much as every one of them can afford.
+leader tells followers when to do so, because all ranks then take part in collective operations. A
+part of memory, such as the KV pages, has the same size in all ranks: the largest for which every
+rank has room.
 """
 
 import os
@@ -49,7 +50,7 @@ class BuildRunner:
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit each rank's memory, and agree on the smallest."""
+    """Command to count the KV pages that fit each rank's memory, and find the smallest count."""
 
 
 class OneRank:

@@ -11,6 +11,8 @@ def by_device(package: str) -> Callable[[str], ModuleType]:
 
     The module is `fused` on CUDA, else `reference`, and is imported at the first call: a machine
     without a GPU may have no Triton.
+
+    package: name of the package, with dots.
     """
 
     @cache

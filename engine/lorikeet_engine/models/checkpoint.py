@@ -108,10 +108,9 @@ class Checkpoint:
         return out
 
     def read_plus_one(self, name: str, cut: Cut) -> torch.Tensor:
-        """Read the part of a norm's weight that this process keeps, in float32 and plus 1.
+        """Read the part of a norm's weight that this process keeps, in float32, and add 1 to it.
 
-        1 is added to the result in place, once all tensors have been read. Raises ModelError as
-        `read` does.
+        The 1 is added in place, once all tensors have been read. Raises ModelError as `read` does.
 
         cut: the part to keep.
         """

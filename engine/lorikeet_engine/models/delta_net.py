@@ -1,4 +1,4 @@
-"""Gated delta net of a layer (arXiv 2412.06464): attention over a state of one size.
+"""Gated delta net of a layer (arXiv 2412.06464): linear attention with a state of fixed size.
 
 kernels/delta_net defines the convolution and the delta rule.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter_format.base_config import refusal
+from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,
     Heads,
@@ -51,9 +52,9 @@ class DeltaStates:
         return self.inputs.shape[1]
 
     def begin(self, rows: StateRows) -> None:
-        """Set the states of sequences that begin, to zeros or to copies of cached states.
+        """Set the states of sequences that begin to zeros, or to copies of cached states.
 
-        rows: use of the states by the step that follows.
+        rows: states that the next step reads and updates.
         """
         source, slot = rows.restores.unbind(0)
         for states in (self.inputs, self.matrices):
@@ -71,7 +72,7 @@ class DeltaStates:
 
 
 def check_device(config: ModelConfig, device_type: str) -> None:
-    """Raise ModelError, with model_type as its field, for a hybrid on a GPU."""
+    """Raise ModelError, whose `field` is model_type, for a model with delta nets on a GPU."""
     if config.shape.delta_net is not None and device_type == "cuda":
         family = config.shape.family
         raise refusal("model_type", family, "a family without delta nets, or LORIKEET_DEVICE=cpu")
@@ -80,8 +81,8 @@ def check_device(config: ModelConfig, device_type: str) -> None:
 class DeltaNet:
     """Gated delta net of a layer, of which each rank computes some heads.
 
-    y = out_proj(norm(o) · silu(z)), where o is the delta rule's output over queries, keys and
-    values that a convolution of the last tokens makes of in_proj_qkv(x).
+    y = out_proj(norm(o) · silu(z)), where o is the output of the delta rule. Its queries, keys and
+    values are in_proj_qkv(x) after a causal convolution over the last tokens.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class DeltaNet:
         self.eps, self._ranks = config.norm_eps, ranks
         self.inputs = LoraLinear(checkpoint, shape, layer, "delta_in", bias=False)
         self.out = LoraLinear(checkpoint, shape, layer, "delta_out", bias=False)
-        kept = shard.ranges(shape)
-        channels = kept[shape.index("in_proj_qkv")].outputs
-        each = Cut((whole.value_heads,), kept[shape.index("in_proj_a")].outputs[0])
+        channels = shard.rows((Width.DELTA_KEYS, Width.DELTA_KEYS, Width.DELTA_VALUES), shape)
+        (heads,) = shard.rows((Width.DELTA_GATES,), shape)
+        each = Cut((whole.value_heads,), heads)
         path = f"model.layers.{layer}.linear_attn"
         self.kernel = checkpoint.read_parts(  # [channels, convolution]
             [f"{path}.conv1d.weight"] * len(channels),
@@ -122,7 +123,7 @@ class DeltaNet:
         """Compute the delta net of x [tokens, hidden] → Product [tokens, hidden].
 
         states: states of this layer; those of the batch's sequences are updated.
-        rows: use of the states by this step.
+        rows: slots and layout of the batch's sequences.
         lora: LoRA work of the forward pass; None: no adapter.
         """
         heads, prefills = self.heads, rows.prefills

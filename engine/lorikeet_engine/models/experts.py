@@ -10,7 +10,7 @@ from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import combine, expert_products, experts_of_one, route
-from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
+from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8, add_weighed
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
@@ -92,6 +92,34 @@ class Experts:
         return combine(down, routed)
 
 
+class SharedExpert:
+    """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · down(silu(gate(x)) · up(x)).
+
+    weigh has one output.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        """Read this rank's part of the expert, and the whole of `weigh`.
+
+        Raises ModelError if a tensor is missing or malformed.
+
+        layer: index of the layer.
+        """
+        shape = config.shape
+        self.gate_up = LoraLinear(checkpoint, shape, layer, "shared_gate_up", bias=False)
+        self.down = LoraLinear(checkpoint, shape, layer, "shared_down", bias=False)
+        self.weigh = LoraLinear(checkpoint, shape, layer, "shared_weight", bias=False)
+
+    def add_to(self, y: torch.Tensor, x: Inputs, lora: LoraStep | None) -> None:
+        """Add this rank's part of the expert's output to y [tokens, hidden].
+
+        x: input [tokens, hidden].
+        lora: LoRA work of the forward pass; None: no adapter.
+        """
+        hidden = act_and_mul(*self.gate_up.before_act(x, lora))
+        add_weighed(y, *self.down(hidden, lora), *self.weigh(x, lora))
+
+
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
@@ -119,6 +147,8 @@ class RoutedMlp:
         self._ranks = ranks
         self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
         self.experts = Experts(config, checkpoint, layer)
+        has_shared = config.shape.shared_intermediate > 0
+        self.shared = SharedExpert(config, checkpoint, layer) if has_shared else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
@@ -132,6 +162,8 @@ class RoutedMlp:
         """
         logits, delta = self.router(x, lora)
         mixed = self.experts(x, logits, delta, lora)
+        if self.shared is not None:
+            self.shared.add_to(mixed, x, lora)
         return summed_product(mixed, None, self.output_weight, self._ranks)
 
 

@@ -145,7 +145,7 @@ def shared_qk_norm(
 
     Computes the part of this rank's heads, and sums the parts over ranks.
 
-    qkv, kv_heads, lora: operands of the rotary_and_store_kv that will apply the norm.
+    qkv, kv_heads, lora: operands of the call of rotary_and_store_kv that will apply the norm.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
     ranks.sums.all_reduce(squares)

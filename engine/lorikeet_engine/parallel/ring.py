@@ -64,8 +64,8 @@ class _Ring:
 class RingWriter(_Ring):
     """Writing end of a ring buffer. Used by one thread at a time.
 
-    capacity: limit of the bytes of records that some reader has not read, each with 8 bytes for its
-        length.
+    capacity: maximum number of bytes of all records that some reader has not read yet. Each record
+        counts 8 bytes more, for its length.
     """
 
     def __init__(self, memory: SharedMemory, wake_fds: list[int]) -> None:

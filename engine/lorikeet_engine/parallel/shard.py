@@ -13,7 +13,7 @@ z, b and a by output, out_proj by input.
 
 A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
 them: first the gates of all its heads, then their queries, so that queries, keys and values lie
-side by side in the product.
+side by side in the product. BaseShape.parts has the order, also of Qwen3-Next's fused linears.
 """
 
 import math
@@ -80,6 +80,14 @@ class Shard:
         """
         return tuple(self._range(linear, shape) for linear in shape.modules)
 
+    def rows(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
+        """Return the rows that this process keeps of a tensor in which several parts are stacked.
+
+        widths: kind of the rows of each part, in order.
+        shape: shape of the whole base model.
+        """
+        return self._share(widths, shape)
+
     def part_of(self, shape: BaseShape) -> BaseShape:
         """Return the shape of the layers that this process computes.
 
@@ -91,6 +99,7 @@ class Shard:
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
+            shared_intermediate=shape.shared_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
             delta_net=delta
@@ -118,16 +127,18 @@ class Shard:
         return ShardRange(inputs, cut_outputs._share(linear.outputs, shape))
 
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
-        """Return which inputs, or which outputs, of a linear this process keeps.
+        """Return the inputs, or the outputs, of a linear that this process keeps.
 
-        widths: kinds of these inputs or outputs, in their order; several if several linears are
-            stored stacked as one.
+        widths: kind of these inputs or outputs; several kinds, in order, for the outputs of linears
+        that
+            are stored stacked as one.
+        shape: shape of the whole base model.
         """
-        if widths == (Width.GATED_QUERIES,):
-            run, each = self._run(Width.GATED_QUERIES, shape), shape.head_dim
-            queries = range(run.start, run.stop, 2 * each)
-            gates = range(run.start + each, run.stop, 2 * each)
-            return tuple(range(at, at + each) for part in (gates, queries) for at in part)
+        parts = shape.parts(widths[0])
+        if parts:
+            (width,) = widths
+            pieces = self._run(width, shape)[:: shape.pieces(width)[1]]
+            return tuple(range(at + p.start, at + p.stop) for p in parts for at in pieces)
         sizes = [math.prod(shape.pieces(width)) for width in widths]
         if self.world == 1:
             return (range(sum(sizes)),)

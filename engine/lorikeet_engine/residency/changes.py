@@ -1,4 +1,4 @@
-"""Record of adapters that a tier (GPU, host, disk) gained or lost, for one reader."""
+"""Record of the adapters that each tier (GPU, host, disk) gained or lost since the last report."""
 
 import threading
 from collections.abc import Callable, Set
@@ -14,10 +14,10 @@ def ignore_change(_digest: str) -> None:
 
 
 class ResidencyChanges:
-    """Digests of adapters that came to a tier or left it since the reader's last call. Thread-safe.
+    """Digests of adapters that came to a tier or left it since the last call of `moved`.
 
-    Records only that an adapter's tier may have changed. The tier is looked up when the reader
-    asks, so order and repetition of records do not matter.
+    Records only that an adapter's tier may have changed. `moved` looks up the tier itself, so order
+    and repetition of records do not matter. Thread-safe.
 
     changed: event that is set when `moved` may have something to return.
     """

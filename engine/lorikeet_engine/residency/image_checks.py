@@ -112,10 +112,10 @@ class ImageChecks:
         ref_of: Callable[[str], AdapterRef | None],
         prefetch: Callable[[AdapterRef, Residency, float], None],
     ) -> None:
-        """Start with the first image of each tier.
+        """Begin the checks of each tier with the tier's first image.
 
         gpu: the adapters on the GPU.
-        pool: places of their images in the arena.
+        pool: places of the adapters' images in the arena.
         arena: the GPU's memory for adapters.
         host: images in host memory.
         ref_of: returns the adapter with this digest; None if it is unknown.

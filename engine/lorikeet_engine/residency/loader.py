@@ -48,9 +48,9 @@ _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # of one load: other processes may remove a downloaded blob
 _SOURCE_HANGS_S = 3.0
-"""Minimum duration, in seconds, of a failed download that shows that its source hangs.
+"""Seconds that a failed download must have taken to show that the store it reads from hangs.
 
-A download that fails sooner, or while other downloads succeed, says nothing about its source.
+A download that fails sooner, or while other downloads succeed, says nothing about the store.
 """
 _SOURCE_RETRY_S = 10.0
 """Seconds until a client should retry after a failed load."""
@@ -375,8 +375,8 @@ class Loader:
     ) -> bool:
         """Write an image into newly reserved memory on the host, and end the load.
 
-        Returns False if too little memory is free; the load has then ended with the adapter on the
-        disk. A blob that is not on the disk raises AdapterLoadFailed instead.
+        If too little memory is free, ends the load with the adapter on the disk and returns False,
+        or raises AdapterLoadFailed if the blob is not on the disk.
 
         write: writes the image into the reserved memory and returns its layers' checksums.
         """

@@ -131,11 +131,11 @@ class PackedLayout:
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
-        """Return an adapter's rows for the table of adapters: `rows`, with offsets in the arena.
+        """Return the adapter's rows for the table of adapters: `rows`, with offsets in the arena.
 
         offset: offset of the image in the arena. If the image lies in several pieces: a tensor
-            [layers + 1, 1, 1] of the offset that a whole image would have to have for each layer to
-            lie where it does.
+            [layers + 1, 1, 1] with, for each layer, the layer's offset in the arena less its offset
+            in the image.
         """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)

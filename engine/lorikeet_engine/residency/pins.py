@@ -64,7 +64,9 @@ class Pins:
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Take note of a load that has ended, whether or not it was for a pin."""
+        """Note a load that has ended, for a pin or not, so that the next `maintain` looks at all
+        pins.
+        """
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0

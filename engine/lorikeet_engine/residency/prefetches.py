@@ -45,7 +45,9 @@ class Prefetches:
         self._waiting.append(_Prefetch(ref, tier, uses))
 
     def on_result(self, result: LoadResult) -> None:
-        """Take note of a load that has ended, whether or not it was for a prefetch."""
+        """Note a load that has ended. If it was a prefetch that reached the host, `advance` goes on
+        with it.
+        """
         prefetch = self._loading.pop(result.ref.digest, None)
         if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)

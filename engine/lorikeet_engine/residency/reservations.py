@@ -1,4 +1,6 @@
-"""Memory that a tier reserves for pins. It always leaves enough for one adapter without a pin."""
+"""Reservation of a tier's memory for pinned adapters. Room for one unpinned adapter is always
+left.
+"""
 
 
 class MemoryReservations:

@@ -198,7 +198,9 @@ class SeenAdapters:
 
 @dataclass(slots=True)
 class Hop:
-    """Exponentially weighted means of the loads from one tier to the next one nearer to the GPU.
+    """Means, over loads from one tier to the next one nearer to the GPU, of a load's time and size.
+
+    The means are exponentially weighted.
 
     seconds: mean time of a load, without waiting for a thread or for earlier loads.
     size_bytes: mean size of the loaded images; 0 while nothing was measured.

@@ -25,7 +25,7 @@ MAX_OVERTAKES = 32
 
 
 class AdapterProvider(Protocol):
-    """Interface to the store of adapters, as far as the scheduler needs it.
+    """Interface to the adapters and their memory tiers, as far as the scheduler needs it.
 
     Implemented by Tiers (residency/tiers.py).
     """
@@ -34,7 +34,9 @@ class AdapterProvider(Protocol):
         """Return the nearest tier (GPU, host, disk, remote) that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """Return the seconds of an adapter's copy to the GPU; 0 if it was requested before."""
+        """Return the seconds of an adapter's copy to the GPU; 0 if the adapter was requested
+        before.
+        """
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
         """Return the time at which an adapter on the GPU was loaded there, by the monotonic
@@ -109,7 +111,10 @@ class Admission:
         return not self._cache.awaits_prefix(sequence.kv)
 
     def is_blocked(self, sequence: Sequence) -> bool:
-        """Whether the step has refused the adapter before, or its capacity is reserved."""
+        """Whether a waiting sequence cannot begin in this step because of its adapter.
+
+        True if the step has refused the adapter before, or if a sequence has capacity reserved.
+        """
         ref = sequence.request.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 

@@ -95,10 +95,9 @@ class Deadlines:
                     heappush(self._deadlines, _Deadline(at_s, number, error_of, weak))
 
     def next_within_s(self, timeout_s: float | None) -> float | None:
-        """Return the seconds until the next deadline, at most timeout_s.
+        """Return the seconds until the next deadline, or timeout_s if that is less.
 
-        timeout_s: result if no deadline comes earlier. None: without any deadline, the result is
-            None.
+        timeout_s: None for no upper limit; then None is returned if there is no deadline.
         """
         with self._lock:
             if not self._deadlines:

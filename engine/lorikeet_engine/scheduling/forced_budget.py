@@ -78,15 +78,19 @@ class ForcedBudget:
         self._left_s -= self._more_s(tokens, seen)
 
     def rotated(self, rows: list[Row]) -> list[Row]:
-        """Return the rows rotated by one more place at each call: each row comes first in turn."""
+        """Return the rows, rotated by one more place at each call, so that each is first in turn.
+
+        rows: values of any type, one for each sequence that may get forced tokens.
+        """
         first = self._turns % len(rows)
         self._turns += 1
         return rows[first:] + rows[:first]
 
     def _sizes_worth_paying(self) -> range | list[int]:
-        """Return the numbers of forced tokens that fill a step up to one of the sizes, ascending.
+        """Return the numbers of forced tokens for which a step is not padded, ascending.
 
-        Returns all numbers if steps are not padded to sizes.
+        With each of them, the step has exactly one of the sizes to which steps are padded. Without
+        such sizes, these are all numbers from 1 to the most forced tokens of a step.
         """
         if not self._sizes:
             return range(1, self._most + 1)

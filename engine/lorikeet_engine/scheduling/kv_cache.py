@@ -72,7 +72,7 @@ class PageKeys:
 
 
 class StateSave(NamedTuple):
-    """State to be saved within a chunk: that behind its first `tokens` tokens, into `slot`."""
+    """State to save, into `slot`: the state behind the first `tokens` tokens of a step's chunk."""
 
     tokens: int
     slot: int
@@ -407,7 +407,9 @@ class KVCache(PagePool):
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
 
     def _take_restore(self, kv: SequencePages) -> int | None:
-        """Return kv.restore, which need not stay cached any longer once the step is planned."""
+        """Return and clear kv.restore; the sequence no longer protects that cached state from
+        eviction.
+        """
         slot, kv.restore = kv.restore, None
         if slot is not None and self.states is not None:
             self.states.drop_hold(slot)

@@ -90,7 +90,7 @@ class PagePool:
     def forget(self, pages: Iterable[int]) -> None:
         """Remove the keys of these pages, so that no sequence finds them.
 
-        Sequences that have them keep them.
+        Sequences that have the pages keep them.
         """
         for page in pages:
             key = self._keys[page]

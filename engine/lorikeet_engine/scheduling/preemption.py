@@ -63,8 +63,8 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key: sequences of the tenant that is furthest ahead come last, the youngest at the
-    end.
+    """Sort key of a running sequence: those of the tenant with the largest virtual counter come
+    last, and of these the youngest at the end.
     """
     return sequence.cost.counter.value, sequence.arrival
 

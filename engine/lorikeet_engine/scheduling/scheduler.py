@@ -278,7 +278,8 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Preempt sequences for the one for which the last plan had no slot or KV pages.
+        """Preempt sequences for the waiting sequence for which the last plan had no slot or KV
+        pages.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -361,7 +362,7 @@ class Scheduler:
 
         Returns the chunks, and whether sequences wait only because the step has no capacity left.
 
-        admission: leases adapters, and keeps the step's limits on them.
+        admission: leases adapters, and keeps the step's limits on adapters.
         prefilling: running sequences that do not decode.
         budget: prompt tokens that the step may still compute.
         active: number of running sequences that still compute tokens.

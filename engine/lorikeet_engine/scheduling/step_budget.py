@@ -130,8 +130,8 @@ class StepBudget:
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """Return the seconds of decodes beyond the base time: adapters, attention, forced
-        tokens.
+        """Return the seconds that decodes take beyond the base time, for adapters, attention and
+        forced tokens.
         """
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())

@@ -28,7 +28,7 @@ class StepCounters:
     """Counters of requests and steps, which only grow.
 
     Any thread may read them. Any thread may count in `lookups`; only the engine's thread counts in
-    the others.
+    the other counters.
 
     lookups: number of requests by the tier that held their adapter.
     seconds: histogram of the time that a step took.

@@ -52,9 +52,7 @@ class SampledToken(NamedTuple):
 
 
 Fields = Mapping[str, bytes]
-"""Lists of a `logprobs` object by field name; each value is the list's JSON without the
-brackets.
-"""
+"""Lists of a `logprobs` object by field name. Each list is given as JSON without its brackets."""
 
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> Fields:

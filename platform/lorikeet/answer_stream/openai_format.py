@@ -87,9 +87,9 @@ class SchemaCheck:
     """Check of one finished choice against the schemas that its grammar does not fully enforce.
 
     index: index of the choice.
-    valid: None if the choice could not be checked.
-    error: what the choice breaks, as a place in it and a keyword of the schema, or why it could not
-        be checked; None if the choice is valid.
+    valid: whether the choice matches the schemas; None if the choice could not be checked.
+    error: the first violation, as a place in the choice and a keyword of the schema, or the reason
+        why the choice could not be checked; None if the choice is valid.
     """
 
     index: int
@@ -208,7 +208,8 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Add the prompt's token ids to `of_choice` or `close` unless they were sent; return both.
+        """Add the prompt's token ids to one of two JSON texts of an event, unless the ids were sent
+        already; return both texts.
 
         choice: index of the choice.
         of_choice: JSON members of the event's choice.

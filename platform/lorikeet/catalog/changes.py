@@ -126,7 +126,7 @@ class AdapterShared(AdapterChange):
 class AliasMoved(AdapterChange):
     """Move of an alias to a version.
 
-    The alias's share ends, and its previous version joins its history.
+    The alias's share ends, and the version that the alias pointed to joins the alias's history.
     """
 
     alias: str

@@ -1,10 +1,11 @@
 """Copy of the catalog on local disk, for gateways that start while the store is unreachable.
 
 All gateways of a machine share the file. Its first line is the number of the newest entry; the rest
-is compressed. The first line of the compressed part is JSON: the entry's time and, for each
-partition, a digest and the number of its bytes after that line. Bytes without a digest are the
-partition (snapshots.py). Bytes with a digest belong to a partition that was not read. These bytes
-are the log entries since the snapshot that names the partition by that digest.
+is compressed. The compressed part begins with a line of JSON: the entry's time and, for each
+partition, a digest or null, and a number of bytes. The bytes of all partitions follow in the same
+order. Bytes without a digest are the partition itself (snapshots.py). A digest marks a partition
+that was not read: its bytes are the log entries since the snapshot that names the partition by this
+digest.
 """
 
 import hashlib

@@ -19,7 +19,7 @@ from lorikeet.errors import Conflict, ObjectNotFound, StoreError, StoreRefused
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Entries per block; entries with the same seq // BLOCK form one."""
+"""Number of log entries in a block: entries with the same `seq // BLOCK` form a block."""
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17
@@ -97,7 +97,10 @@ class Log:
         return [entries[seq] for seq in wanted]
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
-        """Return by entry number all entries in the log objects with these numbers."""
+        """Return the entries in some of the log's objects, by entry number.
+
+        numbers: numbers of the objects.
+        """
         objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 

@@ -104,8 +104,8 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Let unread partitions refer to the newest snapshot, if it is newer than the one they
-        refer to.
+        """Let each unread partition refer to the newest snapshot, if the partition refers to an
+        older one.
 
         Fewer log entries then have to be applied to a partition when it is read.
         """

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """A tenant: owner of adapters and keys, to which limits apply.
+    """A tenant, which owns adapters and keys, and the limits on the tenant.
 
     created: Unix seconds.
     weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default

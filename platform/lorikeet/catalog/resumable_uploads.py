@@ -182,8 +182,8 @@ class ResumableUploads:
     def sweep(self, before: float) -> int:
         """Discard uploads begun before `before` (Unix seconds); return their number.
 
-        Also deletes parts that were written before then and that have no upload's record, after a
-        crash.
+        Also deletes parts written before then that belong to no recorded upload, as a crash may
+        leave.
         """
         old = [upload for upload in self.in_flight() if upload.created < before]
         for upload in old:

@@ -70,7 +70,11 @@ class Snapshots:
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
-        """Read partitions in parallel. Raises ObjectNotFound, and StoreError if one is damaged."""
+        """Return partitions by the digest of their bytes, read in parallel.
+
+        digests: SHA-256 of the bytes of each partition to read.
+        Raises ObjectNotFound, and StoreError if a partition is damaged.
+        """
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:
@@ -78,7 +82,10 @@ class Snapshots:
 
         state: may hold unread partitions, but no log entries that wait for such a partition.
         """
-        partitions = tuple(in_parallel(self._write, state.partitions))
+        # Partitions that never held anything are one object, written once.
+        distinct = {id(partition): partition for partition in state.partitions}
+        written = dict(zip(distinct, in_parallel(self._write, distinct.values()), strict=True))
+        partitions = tuple(written[id(partition)] for partition in state.partitions)
         manifest = Manifest(state.seq, state.time, partitions)
         body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "partitions": partitions}
         self._put(_key(state.seq), json.dumps(body).encode())

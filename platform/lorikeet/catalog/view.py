@@ -80,8 +80,7 @@ class CatalogView:
                 self._state = state
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """Let unread partitions refer to a newer snapshot: they will be read from it when they are
-        needed.
+        """Let unread partitions refer to a newer snapshot, from which they are read when needed.
 
         manifest: snapshot of an entry that the state already covers.
         written: state that the snapshot was made of; None if another process made the snapshot.

@@ -124,7 +124,7 @@ def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int |
     """Parse a bound; return None for the word that means "no bound".
 
     parse: parses a bound.
-    unbounded: that word, such as none.
+    unbounded: the word for "no bound", such as none.
     Raises typer.BadParameter.
     """
     if text == unbounded:

@@ -250,7 +250,7 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
 
 async def actor_of(request: Request) -> str:
     """Return the id of the admin's key by which a request was authenticated. The catalog's log
-    records it with each change.
+    records this id with each change.
     """
     key: KeyRecord = request.state.key
     return key.id

@@ -256,8 +256,8 @@ class GatewayCatalogView:
             return True
 
     def _log_failure(self, error: Exception) -> None:
-        """Log the error of a failed refresh if the refresh before it succeeded; without a view,
-        also if the last log is REMINDER_S seconds old.
+        """Log a refresh's error if the previous refresh succeeded. While there is no view, log an
+        error every REMINDER_S seconds as well.
         """
         now_s, has_view = time.monotonic(), self.state.seq > 0
         if self._failure is None or (not has_view and now_s - self._logged_s >= REMINDER_S):

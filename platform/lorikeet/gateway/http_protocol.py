@@ -59,8 +59,8 @@ _SMALL_BYTES = 16 * 2**10
 _FEED_BYTES = 64 * 2**10  # the parser gets at most so much between two checks
 LINGER_S = 30.0
 """Seconds for which a connection stays open after an answer that was sent before its request had
-wholly arrived. Closing it while the client still sends would destroy the answer (nginx's
-lingering_close).
+wholly arrived. If the connection were closed while the client still sends, the client could lose
+the answer (nginx's lingering_close).
 """
 _MAX_REST_BYTES = 64 * 2**10
 """Maximum size of a body that is read to its end after an early answer, to reuse the connection."""
@@ -168,8 +168,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Accept a header or trailer. Raises an error, which refuses the request, if it has too
-        many of them.
+        """Accept a header or trailer of a request. Raises an error, which refuses the request, if
+        the
+        request has too many headers and trailers.
         """
         if len(self.headers) >= MAX_HEADERS:
             problem = f"the request has more than {MAX_HEADERS} headers, the limit here"

@@ -12,9 +12,9 @@ from lorikeet.tenancy.read_limiter import ReadLimiter
 
 
 class TenantReads:
-    """Check of key and read limit that each read of a tenant has to pass.
+    """Check that each read of a tenant has to pass: of its key, and of the tenant's limit of reads.
 
-    limiter: counter of further reads, for requests that turn out to cost more than one read.
+    limiter: counts the additional reads of a request that turns out to cost more than one read.
     """
 
     def __init__(self, authenticator: RequestAuthenticator, limiter: ReadLimiter) -> None:

@@ -37,10 +37,10 @@ _SILENT = "the replica ended without an answer: send the request again"
 
 
 class RequestObserver(AbstractContextManager[Any], Protocol):
-    """Observer of one call: entered when the call starts, left when the call ends in whatever way.
+    """Observer of one call: entered when the call starts, left when the call ends for any reason.
 
-    Entering may refuse the call with a LorikeetError. The observer of a call that completed has got
-    a FinalUsage before it is left. Implemented by RateLimitObserver and CountObserver
+    Entering may refuse the call with a LorikeetError. If a call completes, its observers get a
+    FinalUsage before they are left. Implemented by RateLimitObserver and CountObserver
     (generate.py), and by RequestTrace (request_log/record.py), which only records.
     """
 
@@ -66,8 +66,8 @@ class ReplicaResponse(Response):
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
     status; a later failure ends a stream with an error event. A stream that a replica has accepted
     and that has no bytes for KEEP_ALIVE_S gets its headers and a keep-alive event (keep_alive.py);
-    its failure is an error event from then on. When the client disconnects, `items` is closed at
-    once (client_disconnect.py).
+    from then on, the client gets a failure as an error event. When the client disconnects, `items`
+    is closed at once (client_disconnect.py).
 
     items: the replica's answer.
     observers: observers of the call, entered in order and left in reverse.
@@ -143,10 +143,10 @@ class ReplicaResponse(Response):
                 await stream.send(message)
 
     async def _begin(self, items: Items) -> bytes:
-        """Return the answer's first bytes; set `_header` to the last header before them.
+        """Return the answer's first bytes; set `_header` to the last AnswerHeader before them.
 
-        There are several headers: a replica sends a second one, and a replica that replaces a dead
-        one sends its own.
+        A replica sends two AnswerHeaders before its first bytes. If the replica dies, the replica
+        that replaces it sends further ones.
 
         Raises Refused or, if no bytes come, another LorikeetError.
         """

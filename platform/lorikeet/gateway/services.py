@@ -43,8 +43,8 @@ class EngineClient(Protocol):
     """Interface to the replicas, implemented over Ray Serve by ServeEngineClient (serving/)."""
 
     def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """Stream the answer to a call: AnswerHeaders, then bytes. A Refusal replaces what is
-        missing of an answer that fails.
+        """Stream the answer to a call: AnswerHeaders, then bytes. If the answer fails, a Refusal
+        is the stream's last item.
 
         Closing or cancelling the stream frees the request's resources at once. Raises LorikeetError
         if no replica completes the call.
@@ -59,9 +59,13 @@ class EngineClient(Protocol):
         ...
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> Sequence[str]:
-        """Let a replica compare copies of its base model's matrices with the matrices themselves.
+        """Let a replica compare an adapter's copies of base-model matrices with the base model's
+        own.
 
-        Return the modules whose copy differs. Raises LorikeetError if no replica compares them.
+        Return the modules whose copy differs. Raises LorikeetError if no replica compares the
+        copies.
+
+        copies: the adapter's copies.
         """
         ...
 
@@ -69,7 +73,7 @@ class EngineClient(Protocol):
         """Send an adapter to the replicas that lack it.
 
         Return whether all replicas have the adapter on their hosts. Each replica keeps the adapter
-        for a minute or until `release`. Another call of `deliver` prolongs this time.
+        until `release`, or until a minute has passed since the last call of `deliver`.
         """
         ...
 

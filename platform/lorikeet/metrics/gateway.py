@@ -12,7 +12,7 @@ from lorikeet.request_log.record import RequestRecord
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
 _TENANTS, _ADAPTERS = 1_000, 100
-"""Maximum numbers of tenants and of adapters with series of their own, per gateway."""
+"""Maximum numbers of tenants and of adapters that have series of their own in one gateway."""
 _TENANTS_OF_ALL = 2_000
 """Maximum number of tenants with series of their own, in all gateways together.
 

@@ -29,10 +29,10 @@ _TAKEOVER_FACTOR = 2.0
 Names with nearly equal uses therefore do not swap.
 """
 _SHOWN_FACTOR = 1.25
-"""Maximum number of names shown, as a multiple of the number chosen (`most`).
+"""Maximum number of names with a series in the metrics, as a multiple of `most`.
 
-In one round up to a quarter of the names change; names that lose their series are shown for one
-round more.
+At the end of a round, up to a quarter of the chosen names give way to busier ones. Their series are
+shown for one more round, beside those of the newly chosen names.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.
@@ -110,8 +110,8 @@ class BusiestNameCounters(Collector):
 class BusiestNames:
     """Choice of up to `most` names to have series of their own. Single-threaded.
 
-    At first these are the first names that occur. At the end of each round of ROUND_S, clearly
-    busier names replace the least busy ones, and all counts of uses are halved.
+    The first names that occur are chosen at first. At the end of each round of ROUND_S, clearly
+    busier names replace the least busy of the chosen ones, and all counts of uses are halved.
 
     drop: called with each name whose series are to be removed.
     """

@@ -82,7 +82,8 @@ def _precedence(resolved: ResolvedPin) -> tuple[int, float, PinKey]:
 class _Draft:
     """Placement plan under construction.
 
-    Holds the pin targets so far, and the bytes that remain of replicas' tiers and tenants' budgets.
+    Holds the pin targets so far, the bytes left in each tier of each replica, and the bytes left in
+    each tenant's budget.
     """
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:

@@ -22,8 +22,8 @@ class ResolvedPins:
     """All pins in force.
 
     budgets: bytes of pinned images on one replica, by tenant; a tenant without budget is absent.
-    until: time at which the next pin expires, Unix seconds. The result is valid for the same state
-        until then.
+    until: time at which the next pin expires, Unix seconds. Until then, the same catalog state has
+        the same pins in force.
     """
 
     all: tuple[ResolvedPin, ...] = ()
@@ -41,7 +41,10 @@ class _Cached:
 
 
 class PinResolver:
-    """Resolver of pins that recomputes only changed pins and tenants. Thread-safe."""
+    """Resolver that selects the versions of each pin. Thread-safe.
+
+    A pin is resolved again only if the pin or its tenant has changed since the last call.
+    """
 
     def __init__(self) -> None:
         self._cached: Mapping[PinKey, _Cached] = {}  # replaced as a whole, never mutated

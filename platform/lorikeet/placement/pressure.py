@@ -17,7 +17,8 @@ class ReplicaPressure:
         adapters.
     arena_bytes: capacity for images on the GPU.
     oldest_wait_s: longest wait of a request without a token.
-    running_share: running and waiting sequences, as a fraction of max_running; may exceed 1.
+    running_share: number of running and waiting sequences, as a fraction of the number that the
+        replica may run at once; may exceed 1.
     kv_share: fraction of KV pages in use.
     sole_copies: fraction of the adapters in use that no other replica has on GPU or host; None
         while unknown.

@@ -49,7 +49,7 @@ class ScalingDecision(NamedTuple):
 
     replicas: number that there should be.
     reason: explanation of a change; None without a change.
-    state: argument of the next call.
+    state: argument for the next call of `scale`.
     """
 
     replicas: int

@@ -37,7 +37,7 @@ class Endpoint(Enum):
 
 
 class FormatKind(Enum):
-    """Language of the text that a required answer format is written in."""
+    """Language in which a required answer format is written."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -70,8 +70,8 @@ class ToolUse:
     forced: names of tools; the model must call one of them, or at least one with `parallel`. Empty
         if the model may also answer with text.
     parallel: several calls in one answer are allowed.
-    functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
-        shape.
+    functions: the tools were sent as OpenAI's deprecated `functions`, for which tool calls have
+        another shape in the answer.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -179,8 +179,8 @@ class Call:
 class AnswerHeader:
     """Header of an answer: its replica and its adapter's tier. An answer has two headers.
 
-    The first is the answer's first item: the replica has taken the call. The second comes with the
-    first token, before the first bytes.
+    The first header is the answer's first item and shows that the replica has taken the call. The
+    second header comes with the first token, before the first bytes.
 
     digest: SHA-256 of the adapter's blob; None for the base model.
     residency: tier at which the adapter was found.
@@ -228,8 +228,8 @@ class FinalUsage:
 class RunningUsage:
     """Number of tokens in all choices of an answer so far.
 
-    Sent every few dozen tokens, even without bytes. For an answer that never completes, rate limits
-    count its last RunningUsage.
+    The item is sent every few dozen tokens, even if the answer has no new bytes. Rate limits count
+    the last RunningUsage of an answer that never completes.
     """
 
     completion_tokens: int
@@ -255,10 +255,10 @@ class Refusal:
 class Cost(NamedTuple):
     """Parts of the expected cost of a request at a replica, in seconds.
 
-    prefill_s: prefill of its own prompt.
+    prefill_s: prefill of the request's own prompt.
     queue_s: wait for earlier prompts and for a slot in the batch.
-    load_s: load of its adapter from its tier; overlaps with the queue.
-    others_s: delay that it causes to other requests.
+    load_s: load of the request's adapter from its tier; overlaps with the queue.
+    others_s: delay that the request causes to other requests.
     copy_s: penalty for another copy of the adapter, and for the adapters that the copy evicts.
     """
 

@@ -19,7 +19,7 @@ class Poll(NamedTuple):
 
 
 class Peers:
-    """One gateway's means to answer the questions of other gateways and to ask its own.
+    """Means of one gateway to ask the other gateways questions, and to answer theirs.
 
     This class knows no other gateways; the subclass in `serving/peers.py` does.
     """

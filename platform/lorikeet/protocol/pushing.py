@@ -47,8 +47,8 @@ class PushedEnd:
 
 @dataclass(frozen=True, slots=True)
 class HoldPushed:
-    """Request to keep an adapter in host memory until a ReleasePushed; if it is not repeated, for a
-    minute.
+    """Request to keep an adapter in host memory until a ReleasePushed, or until a minute has passed
+    without another HoldPushed.
 
     file: the gateway's file of the verified blob. Replicas on the gateway's machine take the blob
         from it; other replicas need it as PushedParts first.

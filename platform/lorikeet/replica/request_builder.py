@@ -58,8 +58,10 @@ class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: state of the model's thinking at the end of the prompt.
-    tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
-        a grammar's cost does not show at once. None if the answer is unconstrained.
+    tried_grammar: grammar that the sandbox tries: the request's grammar without thinking. Thinking
+    is
+        free text, behind which a trial would not show the grammar's cost. None if the answer is
+        unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
     checked: schemas that the finished answer is checked against, because the grammar enforces only
@@ -180,8 +182,9 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a call's grammar in the sandbox; return the encoded call with what is left of its
-        queue time.
+        """Try a call's grammar in the sandbox; return the encoded call with its queue time reduced
+        by
+        the time that the trial took.
 
         Raises the errors of GrammarSandbox.check.
         """
@@ -343,7 +346,8 @@ def count_prompt_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
 
 
 def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: int = 0) -> int:
-    """Return the limit on each choice's tokens at which their log probabilities fit into one body.
+    """Return the limit on each choice's tokens that makes their log probabilities fit into one
+    body.
 
     The result is the argument `limit` for a streamed chat or completion, and without logprobs.
 

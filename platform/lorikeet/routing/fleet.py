@@ -173,8 +173,8 @@ class Fleet:
 
         For FETCH_PAUSE_S, requests for the adapter prefer replicas that already have it. If the
         loads of two adapters fail within that time, the object store may be unreachable: then
-        requests for any adapter prefer replicas that have theirs. If a full disk was the cause,
-        only the fetches of that disk's replica pause, of all adapters.
+        requests for any adapter prefer replicas that have theirs. If the cause was a full disk,
+        only that replica's fetches pause, whatever their adapter.
 
         digest: adapter that failed to load.
         full: replica whose disk is full; None: another cause, such as the store.

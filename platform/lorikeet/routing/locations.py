@@ -85,8 +85,8 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter: it may be on the GPU already, or
-        still loading.
+        """Return the replicas where requests wait for the adapter, on the GPU already or still
+        loading.
         """
         return self._loading.get(digest, ())
 
@@ -135,9 +135,9 @@ def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashe
 
 
 class PrefixIndex:
-    """Index of the replica that computed each block last, with LRU eviction of blocks.
+    """Index that gives, for each block of a prompt, the replica that computed it last.
 
-    max_blocks: blocks to keep.
+    max_blocks: maximum number of blocks to keep; the least recently used block is dropped first.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS_KEPT) -> None:
@@ -145,7 +145,10 @@ class PrefixIndex:
         self._replica_of: dict[int, str] = {}  # least recently computed block first
 
     def add(self, chain: PrefixHashes, replica: str) -> None:
-        """Record that a replica computes a prompt with this chain of hashes."""
+        """Record that a replica computes a prompt.
+
+        chain: `prefix_hashes` of the prompt.
+        """
         for block in chain:
             self._replica_of.pop(block, None)
             self._replica_of[block] = replica
@@ -153,8 +156,9 @@ class PrefixIndex:
             del self._replica_of[next(iter(self._replica_of))]
 
     def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:
-        """Return by replica how many tokens of a prompt it has computed before; replicas with none
-        are left out.
+        """Return, by replica, the number of a prompt's tokens that the replica has computed before.
+
+        Replicas that have computed none are left out.
 
         chain: `prefix_hashes` of the prompt.
         """

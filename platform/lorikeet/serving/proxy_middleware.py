@@ -55,8 +55,9 @@ _DECODED = frozenset(
         b"tracestate",
     )
 )
-"""Headers that Serve decodes, `_` and `-` alike, besides the headers that RequestIdMiddleware
-drops.
+"""Headers that Serve decodes, apart from those that RequestIdMiddleware drops.
+
+Serve treats `_` in a header's name like `-`.
 """
 
 
@@ -127,7 +128,10 @@ class KeyPacingMiddleware:
 
 
 class _KeyQueue(asyncio.Lock):
-    """Lock that the next request with one key takes to start. waiting: requests that wait."""
+    """Lock that a request takes in order to start; one for each API key.
+
+    waiting: number of requests that wait for the lock.
+    """
 
     def __init__(self) -> None:
         super().__init__()

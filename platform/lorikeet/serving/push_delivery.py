@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 _PART_BYTES = 2**19
 """Size of a blob's part: Serve's gRPC takes messages of 4 MiB, or less if so configured."""
 _IN_FLIGHT = 8
-"""Parts that are sent concurrently: 4 MiB of the gateway's memory."""
+"""Number of a blob's parts that are sent at once; they take 4 MiB of the gateway's memory."""
 _ANSWER_S = 2.0
 """Seconds that replicas have to answer a message."""
 _AFTER_SILENCE_S = 0.25
-"""Timeout in seconds of each further part, once a replica has not answered one in time.
+"""Timeout in seconds for a part of a blob once a replica has left an earlier part unanswered.
 
 A blob of 1 GiB then takes 64 s, not 512 s.
 """

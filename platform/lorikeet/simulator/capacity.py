@@ -63,7 +63,7 @@ def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Return the number of replicas, with a fraction, that the requests keep busy.
 
     The estimate assumes full batches and no adapters.
-    sample: requests whose mean lengths count.
+    sample: requests from which mean lengths are computed.
     """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
     return needs.demand.rate_per_s / capacity_per_s(needs.costs, prompt, answer, ranks=0)
@@ -117,8 +117,12 @@ class _Search:
         return enough
 
     def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """Forecast with the pins that helped before. Pin the adapters of further tenants, or pin
-        more copies, while that may help.
+        """Return the forecast for this number of replicas, with pins.
+
+        Starts with the pins that helped in earlier forecasts. Then pins the adapters of further
+        tenants, or more copies of them, while that may help.
+
+        seeds: one simulation is run for each.
         """
         key = replicas, seeds
         if key not in self.forecasts:
@@ -168,8 +172,8 @@ def _cold(found: Forecast) -> list[str]:
 def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
     """Raise Unreachable for goals that no number of replicas can meet.
 
-    Such a goal is missed by a single request on an idle GPU. Also refused are adapters larger than
-    a GPU's memory for adapters, and too few requests to simulate.
+    Such goals are those that even a single request on an idle GPU misses. Also refused are adapters
+    larger than a GPU's memory for adapters, and too few requests to simulate.
 
     sample: requests of one simulation.
     runs: number of simulations.

@@ -42,7 +42,8 @@ class SimulatedTenant:
 
 @dataclass(frozen=True)
 class SimulatedDemand:
-    """All traffic. Adapters are numbered across tenants, in the tenants' order.
+    """All traffic of a simulated fleet. Adapters are numbered across tenants, in the tenants'
+    order.
 
     base_lengths, base_rate_per_s: lengths and rate of the requests without an adapter.
     cv: coefficient of variation of the gaps between requests.

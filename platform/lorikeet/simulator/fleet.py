@@ -139,8 +139,8 @@ class SimulatedFleet:
         self.replicas = [*self.replicas, replica]
 
     def _pin(self) -> None:
-        """Pin adapters to the replicas that the controller would choose, as far as their memory
-        suffices.
+        """Pin adapters to the replicas that the controller would choose, as far as the replicas'
+        memory suffices.
         """
         replicas = {replica.name: replica for replica in self.replicas}
         for adapter, copies in self.setup.pins.items():

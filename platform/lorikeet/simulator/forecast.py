@@ -41,11 +41,12 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, counted in bytes of the part of adapters that one of its
-    GPUs holds.
+    """Memory of a replica for adapters, per GPU of the replica: each GPU holds a part of every
+    adapter.
 
     gpu_bytes: memory of each GPU.
-    host_bytes, disk_bytes: memory of the replica, divided by its number of GPUs.
+    host_bytes, disk_bytes: host memory and disk space of the replica, divided by its number of
+    GPUs.
     gpus: number of GPUs of the replica.
     """
 
@@ -119,7 +120,7 @@ class GoalCheck:
         return _NAMES[self.what]
 
     def shown(self, value: float) -> str:
-        """Format a value of the goal's unit."""
+        """Format a value of the goal's quantity with its unit."""
         if self.what == "hit_rate":
             return f"{value:.1%}"
         return f"{value * 1e3:,.1f} ms" if value < 0.1 else f"{value * 1e3:,.0f} ms"

@@ -232,7 +232,9 @@ class ByteLru:
 
 
 class Link:
-    """Link that transfers one adapter after another; a transfer's latency may overlap others."""
+    """Link that transfers one adapter after another; the next transfer starts without waiting for
+    the latency of the last.
+    """
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s

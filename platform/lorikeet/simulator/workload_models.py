@@ -119,7 +119,9 @@ class GammaArrivals:
     cv: float
 
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
-        """Draw arrival times in seconds, rising, all below `duration_s`; a gap comes first."""
+        """Draw arrival times in seconds, rising, all below `duration_s`; the first comes after a
+        gap.
+        """
         shape = self.cv**-2
         scale = 1 / (self.rate_per_s * shape)
         drawn: list[Floats] = []

@@ -167,8 +167,8 @@ class LimitShares:
     def settled_s(self, now: float) -> float:
         """Return the seconds for which this gateway has had its regular shares, 0 at first.
 
-        They begin at its first agreement on shares with the other gateways, or DOUBT_S after its
-        start, whichever is first.
+        The regular shares begin when this gateway first agrees on shares with the other gateways,
+        or DOUBT_S after its start, whichever is first.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
@@ -225,8 +225,9 @@ class LimitShares:
         return (demand + grace) / (total + count * grace)
 
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
-        """Yield the last claim of each other gateway; one without a claim is assumed to have the
-        even share.
+        """Yield the last claim of each other gateway.
+
+        A gateway without a claim is assumed to have the even share.
         """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())

@@ -6,7 +6,9 @@ from lorikeet.errors import Overloaded
 from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
-"""Time constant, in seconds, of the exponential decay of first tokens in the measured rate."""
+"""Time constant, in seconds, of the exponential decay with which the rate of first tokens is
+measured.
+"""
 _ENOUGH_S = 5.0
 """Seconds of observation at full capacity, with decay, below which no queue time is estimated."""
 

@@ -24,10 +24,10 @@ _ROUNDING = 1e-6
 
 
 class SubjectLimits:
-    """Limits of one tenant or key, per minute and at once, as this gateway enforces its share.
+    """Limits of one tenant or key: amounts per minute, and requests at once.
 
-    LimitSync (gateway/limit_sync.py) moves the share between requests; a request only reads it.
-    Single event loop. Every `now` is in seconds.
+    This gateway enforces its share of each limit. LimitSync (gateway/limit_sync.py) changes the
+    share between requests; a request only reads it. Single event loop. Every `now` is in seconds.
     """
 
     def __init__(self, subject: Subject, limits: Limits, shares: LimitShares, now: float) -> None:
@@ -410,7 +410,7 @@ def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
 
 
 def _any_limit(limits: Limits) -> bool:
-    """Whether SubjectLimits counts for any of these limits."""
+    """Whether any of these limits is one that SubjectLimits enforces."""
     per_min = (limits.requests_per_min, limits.tokens_per_min, limits.bytes_per_min)
     return any(limit is not None for limit in (*per_min, limits.max_concurrent))
 

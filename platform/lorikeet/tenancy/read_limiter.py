@@ -10,7 +10,9 @@ from lorikeet.retry_after import FULL_GATEWAY_S, whole_seconds
 from lorikeet.tenancy.token_bucket import TokenBucket
 
 READS_PER_MIN = 3000
-"""Reads of one tenant per minute and gateway. A read is a unit of work, about a millisecond."""
+"""Limit on the reads of one tenant per minute in one gateway. A read stands for about a millisecond
+of work.
+"""
 BURST_S = 10.0
 """Capacity of a tenant's token bucket, in seconds of its rate."""
 MAX_RUNNING = 32

@@ -58,7 +58,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Origin(NamedTuple):
     """Trace that a request's spans belong to.
 
-    parent: the caller's span, if the caller sent one.
+    parent: span of the client that sent the request; None if the client sent none.
     """
 
     trace_id: int
@@ -213,7 +213,7 @@ def _add_replica(
 def _engine_start_s(
     record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float
 ) -> float:
-    """Return the latest possible start of the engine's work, in seconds since `received`.
+    """Return the latest possible start of the engine's work, in seconds since the request arrived.
 
     timings: the engine's timings of the slowest choice.
     taken_s: time when the replica took the call.

@@ -31,8 +31,7 @@ class DayReader(Generic[K]):
     key: maps an account to the key of its sum.
     sums: usage read so far, by key.
     marks: number of the last object read, by writer.
-    compacted: number of the compacted object that the reader began with; None if it began with
-        none.
+    compacted: number of the newest compacted object that was read; None if none was.
     objects: objects read in addition to the compacted object.
     """
 
@@ -98,7 +97,7 @@ class DayReader(Generic[K]):
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
         """Return the unread objects that follow each writer's mark without a gap, and whether any
-        writer's have a gap.
+        writer has a gap.
 
         The mark of a writer is the number of its last object that was read.
         """

@@ -11,7 +11,7 @@ from lorikeet.usage.reader import WHOLE_S, days
 
 
 class MonthTokens:
-    """Prompt and output tokens by tenant in the present month, UTC, as far as they are in the
+    """Each tenant's prompt and output tokens of the present month, UTC, as far as recorded in the
     store.
 
     `of` is thread-safe; `refresh` may run in one thread at a time.

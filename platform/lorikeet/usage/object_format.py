@@ -1,10 +1,10 @@
 """Format of usage objects: their keys and their content.
 
-A process writes numbered objects for each day: number n after number n − 1, under a key that holds
-the process's id, and if absent, so that a repeated write changes nothing. Keys order a day's
-objects by the time at which they were made; compacted objects come last. A compacted object
-includes the previous one, and a mark for each writer: the number of the writer's last included
-object. Objects up to a mark do not count again while they still exist.
+For each day a process writes objects numbered from 0, one after the other. An object's key holds
+the process's id, and the object is written only if the key is absent, so that a repeated write
+changes nothing. Keys order a day's objects by the time at which they were made; compacted objects
+come last. A compacted object includes the previous one, and a mark for each writer: the number of
+the writer's last included object. Objects up to a mark do not count again while they still exist.
 """
 
 import json

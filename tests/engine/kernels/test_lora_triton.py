@@ -56,7 +56,7 @@ EMBEDDINGS = LoraGroup((6,), d_in=50, d_outs=(72,))
 NO_ROWS = LoraGroup((5,), d_in=72, d_outs=(3,))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
-MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
+MIXED_RUNS = [(3, 2), (0, 16), (4, 17), (1, 1), (2, 35)]
 
 
 @dataclass(frozen=True)

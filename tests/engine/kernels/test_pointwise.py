@@ -150,6 +150,22 @@ def test_lora_is_added_before_anything_else(kind, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_shared_expert_is_weighed_and_added(kind, adapters, tokens):
+    y, x = random(kind, tokens, 1500), random(kind, 1500, tokens).T.contiguous()
+    weights, lora, lora_of_weights = random(kind, tokens, 1), None, None
+    summed, weighed = x.float(), weights.float()
+    if adapters:
+        (lora, summed), (lora_of_weights, weighed) = adapted(kind, x), adapted(kind, weights)
+    want = y.float() + torch.sigmoid(weighed) * summed
+    for operators in (fused, reference):
+        changed = y.clone()
+        operators.add_weighed(changed, x.clone(), lora, weights.clone(), lora_of_weights)
+        assert_close(changed, want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [8, 1500])
 def test_lora_is_added_only_to_rows_with_an_adapter(kind, width, tokens):
     y = random(kind, tokens, width)

@@ -6,13 +6,12 @@ from typing import Any
 
 import peft
 import torch
-import transformers
 
 from lorikeet_engine.adapter import AdapterRef
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.matrix.storages import RoundedCache, Storage, key_gain
 from tests.engine.models.fp8_models import set_weights
-from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_adapters import loaded, save_adapter
 
 
 class SavedFamily:
@@ -48,9 +47,7 @@ class StoredReference:
         self._models = {name: self._load(family, name) for name in family.refs}
 
     def _load(self, family: SavedFamily, adapter: str | None) -> Any:
-        base = transformers.AutoModelForCausalLM.from_pretrained(
-            family.checkpoint, dtype=torch.float32, attn_implementation="eager"
-        )
+        base = loaded(family.checkpoint)
         self.storage.imitate(base)
         set_weights(base, self._weights)
         if adapter is None:

@@ -18,6 +18,7 @@ from lorikeet_engine.parallel.shard import WHOLE
 from tests.engine.conftest import FAMILIES, HYBRID, MOE, VARIANTS
 
 NAMES = [*FAMILIES, *MOE, *HYBRID, *(name for name in VARIANTS if name != "longrope")]
+MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -157,7 +158,7 @@ def test_only_the_wanted_rows_get_logits(tiny_checkpoints, paged_tokens):
     assert_equal(logits[:1], reference(tiny_checkpoints["llama"], prompt_of(3))[-1:])
 
 
-@pytest.mark.parametrize("name", ["llama", *HYBRID])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 def test_adapters_change_the_logits_of_their_own_sequences(name, tiny_checkpoints, paged_tokens):
     base, prompts = tiny_checkpoints[name], {"plain": prompt_of(5), "tuned": prompt_of(7)}
     shape = BaseShape.from_config(json.loads((base / "config.json").read_text()))
@@ -177,7 +178,7 @@ def test_adapters_change_the_logits_of_their_own_sequences(name, tiny_checkpoint
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in MOE])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MIXTURES])
 def test_bfloat16_stays_within_its_precision(name, device, tiny_checkpoints, paged_tokens):
     prompt = prompt_of(63)
     run = Run(tiny_checkpoints[name], paged_tokens(device), torch.bfloat16)

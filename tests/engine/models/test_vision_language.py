@@ -79,6 +79,13 @@ MODELS = {
         },
         {**QWEN_VISION, "num_position_embeddings": 16},
     ),
+    "qwen3_5_moe": (
+        {
+            **HYBRID["qwen3_5_moe_text"],
+            "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        {**QWEN_VISION, "num_position_embeddings": 16},
+    ),
     "qwen3_vl": ({"rope_parameters": MROPE, "head_dim": 16}, QWEN3_VISION),
 }
 
@@ -192,12 +199,14 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
         family=TEXT_DECODERS[kind].family,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
+        intermediate=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,
         heads=heads,
         kv_heads=text.num_key_value_heads or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
         tied=whole.tie_word_embeddings,
+        experts=getattr(text, "num_experts", 0),
+        shared_intermediate=getattr(text, "shared_expert_intermediate_size", 0),
         kinds=tuple(map(LayerKind, text.layer_types)) if is_hybrid else (),
         delta_net=DeltaNetShape(16, 128, 32, 128, 4) if is_hybrid else None,
     )

@@ -31,6 +31,7 @@ OTHER_SHAPES = {
     "vocabulary": 48,
     "tied": True,
     "experts": 4,
+    "shared_intermediate": 16,
     "kinds": (LayerKind.ATTENTION,) * 2,
     "delta_net": DeltaNetShape(2, 8, 4, 8, 4),
 }

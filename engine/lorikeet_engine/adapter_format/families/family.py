@@ -21,8 +21,12 @@ class Width(StrEnum):
     DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
     DELTA_VALUES = "linear_num_value_heads"
     DELTA_GATES = "delta gates"  # a number for each value head of a delta net
+    DELTA_QKVZ = "delta qkvz"  # of each key head, all that its query, key and value heads have
+    DELTA_BA = "delta ba"  # of each key head, both numbers of its value heads
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
+    SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
+    ONE = "one"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
 
@@ -77,13 +81,14 @@ class Linear:
 
     @property
     def routes(self) -> bool:
-        """Whether the linear chooses experts; it stays in floats even if others are quantised."""
-        return self.outputs == (Width.EXPERTS,)
+        """Whether the linear chooses or weighs experts, and is never quantised."""
+        return self.outputs in ((Width.EXPERTS,), (Width.ONE,))
 
     @property
     def name(self) -> str:
-        """Last part of the linear's path, such as q_proj."""
-        return self.module.rpartition(".")[2]
+        """Last part of the linear's path, such as q_proj, behind shared_expert if it is of one."""
+        before, _, last = self.module.rpartition(".")
+        return f"shared_expert.{last}" if before.endswith(".shared_expert") else last
 
     def path(self, layer: int) -> str:
         """Return the linear's full name in a layer, as in a checkpoint and in PEFT's files."""
@@ -122,12 +127,15 @@ class ExpertKeys:
     normalised: whether the weights of a token's experts always add up to 1, whatever norm_topk_prob
         says.
     old_linears: whether trainers' configs call the linears w1, w3 and w2.
+    shared: whether every token also passes one more expert, the shared one, whose output is
+        multiplied by the sigmoid of shared_expert_gate's output.
     """
 
     counts: tuple[str, ...]
     width: str
     normalised: bool = False
     old_linears: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

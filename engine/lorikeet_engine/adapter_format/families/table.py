@@ -90,16 +90,40 @@ _DELTA_OUT = Linear(
     kind=_DELTA,
 )
 
-_SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
-_HYBRID = (
-    _GATED_Q,
-    *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)),
-    *_DELTA_IN,
-    _DELTA_OUT,
-    _GATE,
-    _UP,
-    _DOWN,
+_FUSED_DELTA_IN = tuple(
+    replace(_DELTA_IN[0], module=f"linear_attn.in_proj_{name}", outputs=(width,))
+    for name, width in (("qkvz", Width.DELTA_QKVZ), ("ba", Width.DELTA_BA))
 )
+_SHARED_GATE, _SHARED_UP = (
+    Linear(
+        f"mlp.shared_expert.{name}",
+        Width.HIDDEN,
+        (Width.SHARED_INTERMEDIATE,),
+        "shared_gate_up",
+        Parallel.COLUMN,
+    )
+    for name in ("gate_proj", "up_proj")
+)
+_SHARED_DOWN = Linear(
+    "mlp.shared_expert.down_proj",
+    Width.SHARED_INTERMEDIATE,
+    (Width.HIDDEN,),
+    "shared_down",
+    Parallel.ROW,
+)
+_SHARED_WEIGHT = Linear(
+    "mlp.shared_expert_gate", Width.HIDDEN, (Width.ONE,), "shared_weight", Parallel.WHOLE
+)
+
+_SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
+_GATED = (_GATED_Q, *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)))
+_SHARING = (
+    *(_ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
+    *(_SHARED_GATE, _SHARED_UP, _SHARED_DOWN, _SHARED_WEIGHT),
+)
+_HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, _GATE, _UP, _DOWN)
+_ROUTED_HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, *_SHARING)
+_FUSED_HYBRID = (*_GATED, *_FUSED_DELTA_IN, _DELTA_OUT, *_SHARING)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -108,6 +132,18 @@ _QWEN_WINDOW = {
     "max_window_layers": 28,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_QWEN_HYBRID = {
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
 }
 _GEMMA = {
     "attention_bias": False,
@@ -243,24 +279,6 @@ FAMILIES: Mapping[str, Family] = {
         {**_BIASES, "attention_bias": True, "attention_out_bias": False},
         o_bias="attention_out_bias",
     ),
-    "qwen3_5_text": Family(
-        "Qwen 3.5",
-        _HYBRID,
-        {
-            "attention_bias": False,
-            "full_attention_interval": 4,
-            "head_dim": 256,
-            "layer_types": None,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128,
-            "partial_rotary_factor": 0.25,
-        },
-        qk_norm=QkNormKind.HEAD,
-        norms_plus_one=True,
-    ),
     "qwen3_moe": Family(
         "Qwen 3 MoE",
         _ROUTED,
@@ -291,5 +309,39 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertKeys(
             ("num_local_experts",), "intermediate_size", normalised=True, old_linears=True
         ),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen 3.5", _HYBRID, _QWEN_HYBRID, qk_norm=QkNormKind.HEAD, norms_plus_one=True
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen 3.5 MoE",
+        _ROUTED_HYBRID,
+        {
+            **_QWEN_HYBRID,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
+        experts=ExpertKeys(("num_experts",), "moe_intermediate_size", normalised=True, shared=True),
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next",
+        _FUSED_HYBRID,
+        {
+            **_QWEN_HYBRID,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
+        experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
     ),
 }

@@ -22,7 +22,7 @@ class TextDecoder:
 
 def _sizes(
     hidden: int,
-    intermediate: int,
+    intermediate: int | None,
     layers: int,
     heads: int,
     kv_heads: int | None,
@@ -67,10 +67,14 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
     "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),
     "qwen3": TextDecoder("qwen3", {**_QWEN, "head_dim": 128}),
     "qwen3_5_text": TextDecoder("qwen3_5_text", _sizes(4096, 12288, 32, 16, 4, 248_320, 32_768)),
+    "qwen3_5_moe_text": TextDecoder(
+        "qwen3_5_moe_text",
+        _sizes(2048, None, 40, 16, 2, 248_320, 32_768),
+    ),
     "qwen3_vl_text": TextDecoder("qwen3", {**_QWEN, **_QWEN3_VL}),
 }
 # Values of model_type of vision-language models whose text part is served.
 VISION_LANGUAGE = (
     *("gemma3", "internvl", "llava", "llava_next", "mistral3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
 )

@@ -125,10 +125,10 @@ def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """Return where each query token's KV pages begin, and its sequence's length up to the token.
+    """Return, for each query token, the start of its KV pages and its sequence's length up to it.
 
-    Both results are [query tokens]. The first indexes table.pages. The length includes the token
-    itself; it ignores a window, which may exclude the earliest tokens of the sequence.
+    Both results are [query tokens]. The first indexes table.pages. The length includes the query
+    token; it ignores a window, which may exclude the earliest tokens of the sequence.
 
     query_starts [sequences + 1]: first query token of each sequence, then the number of all query
         tokens.

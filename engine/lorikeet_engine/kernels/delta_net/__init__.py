@@ -31,18 +31,19 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 _operators = by_device(__name__)
 
 CHUNK = 64
-"""Tokens that a prefill computes together with matrix products."""
+"""Number of a sequence's tokens that a prefill computes together, by matrix products."""
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as by flash-linear-attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of a gated delta net.
+    """Numbers and sizes of the heads of a gated delta net.
 
-    value_heads: a multiple of key_heads; also the number of states.
+    key_heads: number of key heads, and of query heads.
+    value_heads: number of value heads, a multiple of key_heads; each value head has a state.
     key_dim, value_dim: size of a key (and query) head and of a value head; on CUDA powers of two,
-        at least 16.
+    at least 16.
     """
 
     key_heads: int
@@ -59,7 +60,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """Weights of the decay g of states.
+    """Trained weights that determine g, the logarithm of the factor by which a state decays.
 
     a_log [value_heads], dt_bias [value_heads]: float32
     """
@@ -70,17 +71,17 @@ class Decay:
 
 @dataclass(frozen=True, slots=True)
 class Prefills:
-    """Sequences of a prefill, whose tokens follow one another.
+    """Layout of a prefill's tokens: several sequences, one after the other.
 
     starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
     slots [sequences] int32: slot of each sequence in the pools of states
     chunks [chunks, 2] int32: for each chunk, its sequence and its first token. A sequence's first
-      chunk begins at its first token; all its chunks but the last have CHUNK tokens
+      chunk begins at the sequence's first token; all its chunks but the last have CHUNK tokens
     first_chunks [sequences + 1] int32: first chunk of each sequence, and the number of all chunks
-    saves [chunks] int32: slot to which the state behind each chunk is copied; −1: it is not. Only
-      whole chunks, and slots of no sequence
+    saves [chunks] int32: slot to which the state after each chunk is copied; −1: none. Only chunks
+      of CHUNK tokens may have such a slot, and no sequence of the prefill may use it
 
-    All tensors are dense, on the device that runs the step.
+    All tensors are contiguous, on the device that runs the step.
     """
 
     starts: torch.Tensor
@@ -91,9 +92,10 @@ class Prefills:
 
     @staticmethod
     def of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> "Prefills":
-        """Lay out sequences of `lengths` tokens, each at least 1, whose states are in `slots`.
+        """Return the layout of these sequences; no state is copied after a chunk.
 
-        No state is saved.
+        lengths: number of tokens of each sequence, at least 1.
+        slots: slot of each sequence's state.
         """
         starts = list(accumulate(lengths, initial=0))
         counts = [-(-length // CHUNK) for length in lengths]
@@ -116,13 +118,13 @@ def decode_convolution(
 ) -> torch.Tensor:
     """Compute the convolution of one token of each sequence, and update its state in place.
 
-    x [sequences, channels], dense in a token: output of a linear layer
-    weight [channels, width], dense: w
-    states [slots, width − 1, channels] like x, dense in a slot: the sequence's last inputs, in
+    x [sequences, channels], each token contiguous: output of a linear layer
+    weight [channels, width], contiguous: w
+    states [slots, width − 1, channels] like x, each slot contiguous: the sequence's last inputs, in
       order; zeros before its first token
     slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
-    lora: LoRA delta of x, whose rows have x's strides; added to x, and rounded to x's dtype
-    → [sequences, channels] like x, dense
+    lora: LoRA delta of x, whose rows have x's strides; added to x, and the sum rounded to x's dtype
+    → [sequences, channels] like x, contiguous
 
     Sums are float32, rounded once.
     """
@@ -140,11 +142,12 @@ def prefill_convolution(
 ) -> torch.Tensor:
     """Compute the convolution of several tokens of each sequence, and update states in place.
 
-    Equal to decode_convolution of one token after the other, whatever the division into prefills.
+    The result equals that of decode_convolution for one token after the other, even if a sequence's
+    tokens are divided among several calls.
 
-    x [tokens, channels], dense in a token
+    x [tokens, channels], each token contiguous
     weight, states, lora: as for decode_convolution
-    → [tokens, channels] like x, dense
+    → [tokens, channels] like x, contiguous
     """
     operator = _operators(x.device.type).prefill_convolution
     y: torch.Tensor = operator(x, weight, states, prefills, lora)
@@ -162,15 +165,15 @@ def decode_delta_rule(
 ) -> torch.Tensor:
     """Compute the gated delta rule of one token of each sequence, and update its state in place.
 
-    qkv [sequences, sum(heads.widths)], dense in a token: queries, keys and values, as the
+    qkv [sequences, sum(heads.widths)], each token contiguous: queries, keys and values, as the
       convolution returns them
-    ba [sequences, 2 · value_heads], dense in a token: b of each value head, then a
-    states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, dense in a slot: S of each
-      value head, the transpose of the state that transformers and flash-linear-attention keep;
+    ba [sequences, 2 · value_heads], each token contiguous: b of each value head, then a of each
+    states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
+      each value head, the transpose of the state that transformers and flash-linear-attention keep;
       zeros before the first token
     slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
     lora: LoRA delta of ba, whose rows have ba's strides; added to ba
-    → [sequences, value_heads, value_dim] like qkv, dense
+    → [sequences, value_heads, value_dim] like qkv, contiguous
 
     Computed in float32, and rounded once.
     """
@@ -190,12 +193,13 @@ def prefill_delta_rule(
 ) -> torch.Tensor:
     """Compute the gated delta rule of several tokens of each sequence; update states in place.
 
-    Equal to decode_delta_rule of one token after the other, but for rounding: sums are float32,
-    and on CUDA factors of matrix products, among them states, are rounded to qkv's dtype.
+    The result equals that of decode_delta_rule for one token after the other, but for rounding:
+    sums are float32, and on CUDA the factors of matrix products, among them states, are rounded to
+    qkv's dtype.
 
-    qkv [tokens, sum(heads.widths)], ba [tokens, 2 · value_heads]: dense in a token
+    qkv [tokens, sum(heads.widths)], ba [tokens, 2 · value_heads]: each token contiguous
     decay, states, heads, lora: as for decode_delta_rule
-    → [tokens, value_heads, value_dim] like qkv, dense
+    → [tokens, value_heads, value_dim] like qkv, contiguous
     """
     operator = _operators(qkv.device.type).prefill_delta_rule
     o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora)

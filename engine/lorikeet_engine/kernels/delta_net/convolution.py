@@ -73,9 +73,13 @@ def _input(
     stride: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """Load inputs with their LoRA delta, rounded to x's dtype; 0 outside.
+    """Load inputs of the convolution, add their LoRA delta, and round the sums to x's dtype.
 
-    token, channel, inside: broadcast to one shape.
+    x: see kernels.delta_net.decode_convolution.
+    lora, adapted: result of `operands` for the LoRA delta of x.
+    token, channel: indices of the inputs. stride: elements of x from token to token.
+    inside: mask of the inputs to load; the result is 0 elsewhere. token, channel and inside must
+    broadcast to one shape.
     """
     at = token * stride + channel
     value = tl.load(x + at, mask=inside, other=0.0)
@@ -99,7 +103,13 @@ def _decode_convolution(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some channels of one sequence's token, and move its last inputs by one token."""
+    """Compute the convolution of one sequence's token for a block of channels, and shift the state.
+
+    x, weight, states, slots: see kernels.delta_net.decode_convolution. y: its result.
+    lora, adapted: result of `operands` for the LoRA delta of x.
+    stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
+    block: number of channels of a block.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -138,9 +148,12 @@ def _prefill_convolution(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some channels of one chunk of a sequence's tokens.
+    """Compute the convolution of one chunk of a sequence's tokens for a block of channels.
 
-    Only a sequence's first chunk reads its state, so the same program also sets the state.
+    The program of a sequence's first chunk also replaces the sequence's state by the new one: no
+    other program reads these channels of the state.
+
+    starts, chunks, saves: see Prefills. All other operands: see _decode_convolution.
     """
     sequence = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64)
@@ -195,7 +208,13 @@ def _input_or_state(
     channels: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Load inputs [tokens, channels] of a sequence; those before its start from its state."""
+    """Load inputs [tokens, channels]; inputs before the sequence are read from its state.
+
+    state: pointer to the sequence's state.
+    token, channel: indices of the inputs. start, end: first token of the sequence, and its end; the
+    result is 0 from `end` on.
+    width: width of the convolution. All other operands: see _input.
+    """
     inside = (channel < channels)[None, :]
     given = ((token >= start) & (token < end))[:, None] & inside
     kept = (token < start)[:, None] & inside

@@ -26,7 +26,11 @@ from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 _CHUNK = tl.constexpr(delta_net.CHUNK)
 _EPS = tl.constexpr(delta_net.NORM_EPS)
 _PREDICTED, _READ, _LEFT, _FACTORS = (tl.constexpr(n) for n in range(4))
-"""Factors of each row of a chunk: of k Sᵀ, of q Sᵀ, and of its correction in the next state."""
+"""Indices in `factors`, which holds factors of each token of a chunk, and the number of indices.
+
+_PREDICTED: factor of k Sᵀ. _READ: factor of q Sᵀ. _LEFT: factor of the token's correction in the
+state after the chunk.
+"""
 _VALUES = 32  # of one program, which has these rows of a state
 
 
@@ -110,7 +114,13 @@ def _gates(
     inside: tl.tensor,
     value_heads: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Compute g and β of one head of some tokens; 0 outside."""
+    """Compute g and β of one value head for some tokens.
+
+    ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
+    lora, adapted: result of `operands` for the LoRA delta of ba.
+    token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
+    inside: mask of the tokens that exist; the results are 0 elsewhere.
+    """
     at = token * stride + head
     b = tl.load(ba + at, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(ba + at + value_heads, mask=inside, other=0.0).to(tl.float32)
@@ -145,7 +155,14 @@ def _decode(
     value_dim: tl.constexpr,
     values: tl.constexpr,
 ) -> None:
-    """Compute some values of one head of one sequence's token."""
+    """Compute some values of one value head for one sequence's token, and update their state.
+
+    qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
+    a_log, dt_bias: see Decay. lora, adapted: result of `operands` for the LoRA delta of ba.
+    stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
+    states from slot to slot.
+    values: number of values that the program computes. All other operands: see Heads.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -175,11 +192,13 @@ def _decode(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _inverse(system: tl.tensor, precision: tl.constexpr) -> tl.tensor:
-    """Return (1 + system)⁻¹ of a strictly lower triangular matrix [_CHUNK, _CHUNK].
+    """Return (1 + system)⁻¹ for a strictly lower triangular matrix `system` [_CHUNK, _CHUNK].
 
-    Blocks on the diagonal of twice the size follow from those of one size, whose inverses x are
-    known: [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]. That is substitution by blocks: as
-    exact, also where powers of the system are large, as for repeated keys without decay.
+    Inverts the blocks on the diagonal, of sizes 1, 2, 4 and so on, each from two inverted blocks of
+    half the size: [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]. This is as exact as
+    substitution, even if powers of the system are large, as for repeated keys without decay.
+
+    precision: precision of tl.dot for float32 factors.
     """
     row, column = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
     x = tl.where(row == column, 1.0, 0.0)
@@ -215,9 +234,13 @@ def _solve_chunks(
     key_dim: tl.constexpr,
     precision: tl.constexpr,
 ) -> None:
-    """Compute what one head of one chunk needs besides the state: see the module's docstring.
+    """Compute T and other operands of _scan_chunks for one value head of one chunk.
 
-    solved: T. mixed: scores times T. factors: of rows. faded: exp(γ[last]).
+    See the module's docstring. Nothing that this kernel computes depends on the state.
+
+    solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
+    starts, chunks: see Prefills. precision: of tl.dot, for float32 factors.
+    All other operands: see _decode.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(chunks + 2 * chunk)
@@ -283,7 +306,14 @@ def _scan_chunks(
     stages: tl.constexpr,
     precision: tl.constexpr,
 ) -> None:
-    """Compute some values of one head of all tokens of one sequence, chunk after chunk."""
+    """Compute some values of one value head for one sequence, chunk after chunk; update the state.
+
+    solved, mixed, factors, faded: results of _solve_chunks.
+    slots, starts, first_chunks, saves: see Prefills.
+    stages: number of chunks that are loaded at the same time. precision: of tl.dot, for float32
+    factors.
+    All other operands: see _decode.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + sequence).to(tl.int64)
     start = tl.load(starts + sequence).to(tl.int64)

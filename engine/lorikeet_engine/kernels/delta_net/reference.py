@@ -1,7 +1,7 @@
-"""Gated delta net in pure torch, in float32, or in float64 if its inputs are.
+"""Gated delta net in pure torch, computed in float32, or in float64 if the inputs are float64.
 
 See kernels.delta_net for the operators' definitions. `recurrent_delta_rule` and
-`chunked_delta_rule` compute the rule itself in its two forms.
+`chunked_delta_rule` compute the same delta rule token by token and chunk by chunk.
 """
 
 from itertools import pairwise
@@ -103,13 +103,12 @@ def recurrent_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gated delta rule token by token (arXiv 2412.06464, section 3.1).
 
-    q, k [tokens, value_heads, key_dim]: queries, scaled and of length 1/√key_dim, and keys, of
-      length 1
+    q, k [tokens, value_heads, key_dim]: queries of length 1/√key_dim, and keys of length 1
     v [tokens, value_heads, value_dim]
     g, beta [tokens, value_heads]: logarithm of each token's decay, and β
     starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
     states [sequences, value_heads, value_dim, key_dim]: states before the first tokens
-    → outputs [tokens, value_heads, value_dim], and states after the last tokens; all in the
+    → outputs [tokens, value_heads, value_dim], and states after the last tokens; both in the
       operands' dtype
     """
     o, states = torch.empty_like(v), states.clone()
@@ -133,7 +132,9 @@ def chunked_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute recurrent_delta_rule by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
 
-    behind: gets, by each chunk's first token, the state behind the chunk; None: it is dropped
+    behind: dictionary to which the state after each chunk is added, by the chunk's first token;
+      None: states between chunks are not kept
+    All other arguments, and the result: see recurrent_delta_rule
     """
     o, states = torch.empty_like(v), states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
@@ -159,7 +160,7 @@ def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _operands(
     qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads, lora: LoraDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v, g and β of recurrent_delta_rule."""
+    """Compute recurrent_delta_rule's q, k, v, g and β from the operands of prefill_delta_rule."""
     _add_lora_delta(ba, lora)
     q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(len(qkv), -1, heads.key_dim)) for each in (q, k))
@@ -180,7 +181,8 @@ def _next_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return states after one token of each sequence, and the token's outputs.
 
-    state [sequences, value_heads, value_dim, key_dim]; the others as for recurrent_delta_rule
+    state [sequences, value_heads, value_dim, key_dim]
+    q, k, v, g, beta: as for recurrent_delta_rule, with one token of each sequence
     """
     state = state * g.exp()[..., None, None]
     correction = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))

@@ -1,11 +1,11 @@
 """Linear layers with FP8 weights (E4M3: 4 bits of exponent, 3 of fraction, up to 448).
 
-A weight has a scale for each output, or for each of its blocks, as in checkpoints of DeepSeek's
-kind. A product's input is rounded to FP8 too, with a scale for each token, which its largest
-element determines ("W8A8"). LoRA reads the input unrounded.
+A weight has a scale for each output, or for each block of the weight, as in DeepSeek's checkpoints.
+A product's input is rounded to FP8 too ("W8A8"), with a scale for each token, which the token's
+largest element determines. LoRA reads the input unrounded.
 
 `reference` holds the equations in torch and runs on the CPU. `fused` holds the products on CUDA,
-with the same signatures; there a single token is multiplied unrounded (kernels/gemv.py).
+with the same signatures; `fused` multiplies a single token unrounded (kernels/gemv.py).
 """
 
 from dataclasses import dataclass

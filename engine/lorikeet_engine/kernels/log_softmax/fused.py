@@ -80,9 +80,9 @@ def _finite(peak: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Combine a sort key and a place to an int64 that is larger for the larger key.
+    """Combine sort keys and places to int64s that sort by ascending key, then by descending place.
 
-    If keys are equal, it is larger for the lower place.
+    place: column of a row of logits, or index of a group of columns.
     """
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 

@@ -303,7 +303,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
-    """Make cuBLAS leave `count` multiprocessors free, in this thread's products only."""
+    """Make cuBLAS leave `count` multiprocessors free during a `with` block.
+
+    Only matrix products that this thread launches leave them free.
+    """
     library = _cublas()
     if library is None:
         yield
@@ -319,9 +322,10 @@ def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
-    """Make cuBLASLt, which ignores cuBLAS' setting, leave `count` multiprocessors free.
+    """Keep `count` multiprocessors free of cuBLASLt's matrix products during the block.
 
-    Applies to the whole process, in which only one thread launches products.
+    cuBLASLt does not obey cublasSetSmCountTarget. The setting holds for the whole process, in which
+    only one thread launches matrix products.
     """
     torch._C._set_sm_carveout_experimental(count)
     try:

@@ -121,9 +121,10 @@ def sum_weighed(
     per_token: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute some columns of the weighted sum of one token's expert outputs.
+    """Compute a block of columns of the weighted sum of one token's expert outputs.
 
     y: see kernels.moe.combine; out: its result. rows, weights, per_token: see RoutedRows.
+    width: columns of y. block: number of columns of a block.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

@@ -194,6 +194,24 @@ def sigmoid_gate(
     return y
 
 
+def add_weighed(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora: LoraDelta | None,
+    weights: torch.Tensor,
+    lora_of_weights: LoraDelta | None,
+) -> None:
+    """Add a shared expert's output to y in place: y becomes y + sigmoid(weights) · x.
+
+    y [tokens, width], x [tokens, width], contiguous: output of other experts, and of the shared
+    expert
+    lora: LoRA delta of x, added to x; None: no adapter
+    weights [tokens, 1]: output of a linear layer, from which each token's weight is computed
+    lora_of_weights: LoRA delta of weights, added to weights
+    """
+    _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add the LoRA delta of a linear layer to its contiguous output y [tokens, width], in place."""
     _operators(y.device.type).add_delta(y, lora)

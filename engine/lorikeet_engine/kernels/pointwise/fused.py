@@ -23,20 +23,21 @@ __all__ = [
     "add_delta",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "add_weighed",
     "gated_rms_norm",
     "mean_squares",
     "rotary_and_store_kv",
     "sigmoid_gate",
 ]
 
-COLUMNS = 1024  # of one program of _act_and_mul and _add_delta
+COLUMNS = 1024  # of one program of _act_and_mul, _add_weighed and _add_delta
 COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 
 
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """Compute silu(g) · u of x + lora = [g, u], rounded once: see kernels.pointwise.
+    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise.
 
     In a prefill expand_act_and_mul expands the LoRA delta in the same launch.
     """
@@ -72,10 +73,60 @@ def act_and_mul_fp8(
     return Activations(y, rounded)
 
 
+def add_weighed(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora: LoraDelta | None,
+    weights: torch.Tensor,
+    lora_of_weights: LoraDelta | None,
+) -> None:
+    """Compute y += sigmoid(weights + lora_of_weights) · (x + lora) in place, rounded once.
+
+    See kernels.pointwise.
+    """
+    tokens, width = y.shape
+    _add_weighed[(tokens, triton.cdiv(width, COLUMNS))](
+        y, x, *operands(lora), weights, *operands(lora_of_weights), width, COLUMNS
+    )
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add a linear layer's LoRA delta to its output y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_weighed(
+    y: tl.tensor,
+    x: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    weights: tl.tensor,
+    lora_of_weights: tl.tensor,
+    adapted_weights: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Add a shared expert's output to some columns of one token.
+
+    y, x, weights: see `add_weighed`. block: number of columns.
+    lora, adapted, lora_of_weights, adapted_weights: results of `operands` for the LoRA deltas of x
+    and of weights.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    at = token * width + columns
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        value += lora_at(lora, adapted, token, at, inside)
+    first = tl.zeros((block,), tl.int64) + token  # each lane reads the token's only weight
+    weight = tl.load(weights + first).to(tl.float32)
+    if lora_of_weights is not None:
+        weight += lora_at(lora_of_weights, adapted_weights, token, first, inside)
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) + tl.sigmoid(weight) * value
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

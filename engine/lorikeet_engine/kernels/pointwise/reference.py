@@ -168,6 +168,19 @@ def sigmoid_gate(
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
+def add_weighed(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora: LoraDelta | None,
+    weights: torch.Tensor,
+    lora_of_weights: LoraDelta | None,
+) -> None:
+    """See kernels.pointwise."""
+    _add_lora_delta(x, lora)
+    _add_lora_delta(weights, lora_of_weights)
+    y += torch.sigmoid(weights) * x
+
+
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """See kernels.pointwise."""
     _add_lora_delta(y, lora)

@@ -166,7 +166,7 @@ def _rotary_and_store_kv(
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
     key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.
-    plane: elements of layer_kv between its keys and its values.
+    plane: number of elements from a key in layer_kv to the value of the same token and head.
     half, rotary_half: half of head_dim and of rotary_dim. kv_dim: width of a head in layer_kv.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -15,7 +15,8 @@ def exchange_operands(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]:
     """Return operands of sum_over_ranks: addresses, epochs, rank, world and most_rows.
 
-    exchange: memory through which ranks send rows; None: one rank, and no addresses and epochs.
+    exchange: memory through which ranks send rows; None: there is one rank, and addresses and
+    epochs are None.
     """
     if exchange is None:
         return None, None, 0, 1, 0

@@ -1,4 +1,8 @@
-"""Elementwise functions of the sampling kernels: weights, sort keys and mixed bits."""
+"""Elementwise functions of the sampling kernels.
+
+They compute tokens' weights, which are unnormalised probabilities; the integers by which weights
+are sorted; and hashes of integers, from which random numbers are made.
+"""
 
 import triton
 import triton.language as tl

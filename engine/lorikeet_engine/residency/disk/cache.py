@@ -329,7 +329,10 @@ class DiskCache:
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Whether this machine's disk caused an error, so that the same load may succeed elsewhere."""
+    """Whether this machine's disk caused an error.
+
+    Another machine may then succeed with the same load.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return True

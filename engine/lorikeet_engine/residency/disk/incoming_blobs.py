@@ -1,8 +1,8 @@
 """Packing of blobs that another process of this machine is still writing.
 
-A blob is an adapter's safetensors file. It can be trusted only once it is complete and verified,
-and its file is in the disk cache under its digest. Until then no load uses the image packed from
-it. The image is dropped if the file vanishes, if other images need the memory, or after LONGEST_S.
+A blob is an adapter's safetensors file. It can be trusted only once it is complete, verified, and
+in the disk cache under its digest. Until then no load uses the image packed from the blob. The
+image is dropped if the blob's file vanishes, if other images need the memory, or after LONGEST_S.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Index of the files in a disk cache's folder. Listing again needs no stat of known files."""
+"""Index of the files in a disk cache's folder. The size of a known file is not read again."""
 
 import contextlib
 import logging

@@ -429,7 +429,8 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict adapters until an image fits without moves, for which steps would have to wait.
+        """Evict adapters until an image fits without moving other images; steps would wait for
+        moves.
 
         Gives up when the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size, or
         when no more adapters may be evicted.

@@ -11,7 +11,7 @@ from lorikeet_engine.telemetry.status import SlotUse
 
 
 class SlotUser(NamedTuple):
-    """Tenant together with an adapter that its requests use."""
+    """Tenant, and an adapter that the tenant's requests use."""
 
     tenant: str
     ref: AdapterRef

@@ -23,7 +23,8 @@ DELETE_WITHIN_S = 60.0
 NEW_S = 12 * 3600.0
 """Age in seconds up to which an object is safe without a touch.
 
-Its writer must name it within another NEW_S, before garbage collection may delete it.
+The object's writer must name the object in a record within another NEW_S, before garbage collection
+may delete the object.
 """
 
 _WAIT_S = 30.0

@@ -81,7 +81,8 @@ class _Progress:
             self._changed.notify()
 
     def wait_beyond(self, at: int) -> int:
-        """Wait until more than the first `at` bytes are written without a gap; return how many are.
+        """Wait until byte `at` of the file is written; return the end of the bytes written in the
+        range of that byte.
 
         Raises the error of a range that failed.
         """

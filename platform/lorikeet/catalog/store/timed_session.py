@@ -25,7 +25,7 @@ _CHUNK_BYTES = 2**16
 
 
 class SlowBody(ReadTimeoutError):
-    """Less than LEAST_BYTES_PER_S of a body arrived in a window."""
+    """Raised when less than LEAST_BYTES_PER_S of a body arrived in a window of WINDOW_S."""
 
     fmt = "Read timeout on endpoint URL: {endpoint_url}: {received} bytes in {seconds:.1f} s"
 

@@ -1,4 +1,4 @@
-"""The commands list and show: print adapters and their versions."""
+"""The commands `list` and `show`: print adapters and their versions."""
 
 from collections.abc import Iterator
 from typing import Any

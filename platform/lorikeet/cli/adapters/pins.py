@@ -1,4 +1,4 @@
-"""The commands pin, unpin and pins: keep adapters loaded."""
+"""The commands `pin`, `unpin` and `pins`: keep adapters loaded."""
 
 from enum import Enum
 from typing import Annotated, Any

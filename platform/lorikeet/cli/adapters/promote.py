@@ -1,4 +1,4 @@
-"""The commands promote and rollback: point aliases at versions."""
+"""The commands `promote` and `rollback`: point aliases at versions."""
 
 from typing import Annotated, Any
 

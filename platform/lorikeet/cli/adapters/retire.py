@@ -1,4 +1,4 @@
-"""The commands retire and restore: stop serving adapters or versions, and undo that."""
+"""The commands `retire` and `restore`: stop serving adapters or versions, and undo that."""
 
 import typer
 

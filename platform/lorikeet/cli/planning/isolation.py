@@ -1,4 +1,4 @@
-"""Requests of tenants to a running service: each tenant's alone, then all together; measured."""
+"""Measurement of tenants' requests to a running service: each tenant's alone, then all together."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class MeasuredTenant:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Sizes of a run.
+    """Parameters of a run, in which tenants' requests are sent and measured.
 
     seconds: seconds in which requests are sent.
     tokens: number of tokens of each answer.
@@ -145,10 +145,10 @@ async def _send_all(
     kind: str,
     seen: RunMeasurements,
 ) -> None:
-    """Send requests in an open loop: at their due times, whether or not earlier ones are answered.
+    """Send a tenant's requests at their due times, whether or not earlier requests are answered.
 
-    Runs alone and runs together have equal arrival times and different prompts, so no prompt is in
-    the prefix cache.
+    In a run alone and a run together with others, a tenant's requests have equal arrival times and
+    different prompts, so no prompt is in the prefix cache.
     kind: alone or shared; part of the seed of the prompts.
     seen: measurements, to which the outcomes are added.
     """

@@ -1,4 +1,4 @@
-"""The commands keys: manage the API keys of tenants and admins."""
+"""Commands of `lorikeet keys`: manage the API keys of tenants and admins."""
 
 import time
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""The commands tenants: manage tenants and their limits."""
+"""Commands of `lorikeet tenants`: manage tenants and their limits."""
 
 from typing import Annotated, Any
 

@@ -63,8 +63,8 @@ class Registration:
         self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
         self.downloads = asyncio.Semaphore(_WORKERS)
-        """Maximum number of blobs downloaded from the store that are on this machine's disk at
-        once.
+        """Semaphore that limits the number of blobs, downloaded from the store, that lie on this
+        machine's disk at once.
         """
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -97,14 +97,15 @@ class Registration:
         scan: ValueScan | None = None,
     ) -> BlobFacts:
         """Check a blob for everything that could make its adapter fail later; return facts about
-        it.
+        the blob.
 
         order: the registration for which the blob was uploaded.
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
 
-        If the blob contains copies of the base model's matrices, a replica compares them with its
-        own. Raises InvalidAdapter if a check fails, and Unavailable if no replica can compare.
+        If the blob contains copies of the base model's matrices, a replica compares the copies with
+        the base model. Raises InvalidAdapter if a check fails, and Unavailable if no replica can
+        compare.
         """
         facts = await self.run(
             validate_blob,
@@ -144,7 +145,8 @@ class Registration:
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
         """Return the AdapterRef that a blob will have as the adapter's next version.
 
-        Its version number is right unless another version of the adapter is registered first.
+        The version number in the AdapterRef is wrong if another version of the adapter is
+        registered first.
         """
 
         def find(state: CatalogState) -> AdapterRef:

@@ -294,8 +294,7 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return variables for the chat template, with defaults, that stand for fields absent from
-        the request.
+        """Return variables for the chat template that the request implies by leaving fields out.
 
         Only templates that read these variables are affected.
         """

@@ -134,9 +134,10 @@ class PushPipeline:
         """Count a blob as being received, within the context. Leave the context after calling
         `begin`.
 
-        key: the pushed version. If the pipeline has it already, only pushes being received count.
+        key: the pushed version.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
+        If the pipeline has this version already, only the pushes being received count.
         """
         tenant = key[0]
         carried = 0 if key in self._pushes else sum(each[0] == tenant for each in self._pushes)
@@ -399,8 +400,9 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
-    """Return the result of `work`, whether it succeeded. An exception counts as failure and is
-    logged.
+    """Run `work`, which returns whether it succeeded; return the same. An exception is logged and
+    counts
+    as failure.
     """
     try:
         return bool(await work())

@@ -100,8 +100,9 @@ class _Claim:
 class PushedVersions:
     """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
-    Their version numbers are provisional: another version may be recorded first. If an admin moves
-    an alias meanwhile, the admin's choice counts. For use in one event loop.
+    The numbers of these versions are provisional: another version may be recorded first. If an
+    admin
+    moves an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -239,9 +240,9 @@ class PushedVersions:
         return version
 
     def _claim(self, version: PushedVersion) -> str | None:
-        """Record that a version's push moves its alias; return the alias.
+        """Record that a version's push moves the version's alias; return the alias.
 
-        None: the version has no alias, or a later push has moved it.
+        None: the version has no alias, or a later push has moved the alias.
         """
         alias = self._claimed(version)
         if alias is not None:

@@ -122,7 +122,7 @@ class PushRequest(NamedTuple):
     def version(self, facts: BlobFacts) -> PushedVersion:
         """Return the version to push.
 
-        facts: facts about its blob, which was checked.
+        facts: facts about the version's blob, from the check of the blob.
         """
         tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s

@@ -18,7 +18,9 @@ from lorikeet.gateway.services import Services
 
 _OWNER = "lorikeet"
 _ADAPTERS_OF_READ = 200
-"""Number of listed adapters that cost one more read in the tenant's limit of reads."""
+"""Number of listed adapters that cost one read. These reads count, in addition to one for the
+request, in the tenant's limit of reads.
+"""
 
 
 def model_routes(

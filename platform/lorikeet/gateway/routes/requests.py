@@ -11,8 +11,9 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
 _READS = 5
-"""Cost of an explanation in the tenant's limit of reads: all gateways are asked for an unknown
-request.
+"""Number of reads that an explanation counts as in the tenant's limit of reads. An explanation
+costs
+more than other reads because all gateways are asked for a request that this gateway does not know.
 """
 
 

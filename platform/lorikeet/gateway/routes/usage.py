@@ -22,7 +22,9 @@ from lorikeet.usage.summary import GroupBy, rows
 First = Annotated[date | None, Query(alias="from")]
 _AT_ONCE = 2
 _DAYS_OF_READ = 2
-"""Number of days in a report that cost one more read in the tenant's limit of reads."""
+"""Number of days in a report that cost one read. These reads count, in addition to one for the
+request, in the tenant's limit of reads.
+"""
 
 Json = dict[str, Any]
 

@@ -26,7 +26,7 @@ _SLICES = [
     *(f"{_IN_STRINGS}{{1,{most}}}" for most in (*range(1, 11), 30)),
     f"{_IN_STRINGS}+",
 ]
-"""Regular expressions, each of which defines a set of tokens: those that it matches. If a grammar
+"""Regular expressions, each of which defines the set of the tokens that it matches. If a grammar
 allows every text that an expression matches, llguidance adds the whole set to a mask at once.
 
 Tokens outside such sets are matched one by one, which takes a hundred times as long. The sets for

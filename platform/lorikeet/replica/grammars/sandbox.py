@@ -50,13 +50,12 @@ Some grammars fail only once a token opens an object.
 """
 _LARGEST_VOCABULARY = 2**20
 _FIND_FAULT = "\0"
-"""Prefix of a message to the child process that asks for a JSON schema's fault.
-
-The message is then a schema, not a grammar to try.
+"""Prefix of a message to the child process that asks for the fault of a JSON schema. The schema
+follows the prefix.
 """
 _FIND_LOOSE_FAULT = "\2"
-"""Prefix of a message to the child process that asks for a JSON schema's fault, where keywords that
-grammars cannot enforce are no faults.
+"""Prefix of a message to the child process that asks for the fault of a JSON schema. Unlike with
+_FIND_FAULT, keywords that grammars cannot enforce are no faults.
 """
 _CHECK = "\1"
 """Prefix of a message to the child process that is a JSON schema and a text to check against it."""
@@ -73,7 +72,7 @@ class SchemasRefused(InvalidInput):
 
     A grammar cannot follow these schemas, but a finished answer can be checked against them.
 
-    schemas: the schemas. No other schema of the call is at fault.
+    schemas: all schemas of the call that are at fault.
     """
 
     def __init__(self, message: str, schemas: Sequence[AnswerSchema]) -> None:
@@ -131,7 +130,8 @@ class GrammarSandbox:
         """Return the first violation of a JSON schema in a text, in words; None if the text is JSON
         that matches.
 
-        call: the call that the text answers; its tenant waits in turn for the child process.
+        call: the call that the text answers. The call's tenant shares the child process with other
+            tenants, so the check may have to wait.
 
         Raises Unchecked if the check takes too much time or memory, if the schema cannot be used,
         or if the replica is too busy.

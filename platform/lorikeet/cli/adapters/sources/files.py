@@ -1,4 +1,4 @@
-"""Selection of an adapter's files. Other files beside them are never copied."""
+"""Selection of an adapter's files in a source; no other files are copied."""
 
 from collections.abc import Callable, Mapping
 
