@@ -72,7 +72,7 @@ class Scheduler(User):
 
     @task
     def run_plan(self) -> None:
-        """Run the whole test: plan, send, wait."""
+        """Run the whole test: plan the requests, send each at its time, wait for all answers."""
         try:
             self._send_all()
         except (CannotStart, ValueError) as error:

@@ -16,6 +16,7 @@ EngineError
     ├── AdapterTooLarge  a rank or a size above the configured limit
     ├── AdapterNotReady  still loading when the request could wait no longer
     ├── AdapterLoadFailed  an accepted adapter that could not be loaded to the GPU
+    │   └── AdapterMissing  because the store does not have its blob
     └── AdapterDamaged   weights that changed in memory while requests used them
 
 All are picklable, with their attributes, so they can be sent to other processes.
@@ -154,6 +155,10 @@ class AdapterLoadFailed(AdapterError):
 
     fault: part that is at fault, a LoadFault. An error without this attribute means ADAPTER.
     """
+
+
+class AdapterMissing(AdapterLoadFailed):
+    """Adapter whose blob the store does not have: lost, or of a pushed version that has ended."""
 
 
 class AdapterDamaged(AdapterError):

@@ -155,8 +155,8 @@ class Request:
 
     Choice i continues prompts[i // n].
 
-    salt: mixed into the hashes by which the prefix cache finds pages, so that tenants do not share
-        them.
+    salt: mixed into the hashes by which the prefix cache finds pages, so that tenants share
+        no pages.
     """
 
     request_id: str
@@ -233,8 +233,8 @@ class Tokens:
 class PromptLogprobs:
     """Log probabilities of prompt tokens, each given the tokens before it.
 
-    A prompt may have several such outputs. They come in order, from its second token to its last,
-    and before the first tokens of the answer.
+    A prompt may have several such outputs. They come in order, from the prompt's second token to
+    its last, and before the first tokens of the answer.
 
     choice: index of the prompt's first choice.
     """

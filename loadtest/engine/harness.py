@@ -126,7 +126,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 def chosen(
     parser: argparse.ArgumentParser, works: Sequence[Work], patterns: Sequence[str] | None
 ) -> Sequence[Work]:
-    """Return the works whose labels match a pattern; without patterns, all.
+    """Return the works whose labels match one of the patterns; all works without patterns.
 
     Exits with an error message if no work matches.
     """
@@ -137,7 +137,7 @@ def chosen(
 
 
 def fitting(works: Sequence[Work], patterns: Sequence[str] | None) -> Sequence[Work]:
-    """Return the works whose labels match a pattern; without patterns, all."""
+    """Return the works whose labels match one of the patterns; all works without patterns."""
     if patterns is None:
         return works
     return [work for work in works if any(fnmatch(work.label, p) for p in patterns)]

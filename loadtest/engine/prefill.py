@@ -73,7 +73,7 @@ def measure(engine: Engine, work: Work) -> Row:
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
-    """Measure the works in order; print each row as it is measured."""
+    """Measure sets of requests in order; print each row as it is measured."""
     return harness.show(measure(engine, work) for work in works)
 
 

@@ -60,7 +60,7 @@ def zipf(population: int) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Greedy and sampled runs of one work.
+    """Greedy and sampled runs of a work, which is a set of requests.
 
     tokens_per_s, sampled_tokens_per_s: rate of each timed run.
     step_ms, sampled_step_ms: median step in the second half of the first run.
@@ -111,10 +111,10 @@ def measure_all(
     llama_tokens_per_s: float | None = None,
     turns: int = TURNS,
 ) -> list[Row]:
-    """Measure the works in order; print each row as it is measured.
+    """Measure sets of requests in order; print each row as it is measured.
 
     llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's rate.
-    turns: greedy and sampled runs of each work.
+    turns: number of greedy runs of each set, and of sampled runs.
     """
     predicted = None
     if llama_tokens_per_s is not None:

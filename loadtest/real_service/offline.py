@@ -80,9 +80,9 @@ class ServiceWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Works of one offline process.
+    """Sets of requests that one offline process answers.
 
-    refs: adapters that the works name.
+    refs: all adapters that the requests use.
     """
 
     refs: tuple[AdapterRef, ...]
@@ -103,7 +103,7 @@ class Job:
 def measure(engine: Engine, work: ServiceWork, refs: Sequence[AdapterRef]) -> dict[str, Any]:
     """Check the tokens that the engine generates for a set of requests, then time a run of the set.
 
-    refs: adapters that the requests use, by number.
+    refs: all adapters that the requests use.
 
     Raises AssertionError if tokens are wrong or too few.
     """

@@ -18,7 +18,7 @@ class Outcome:
     ttft_p50_s, ttft_p99_s: time to first token.
     balance: work of the busiest replica over the mean; work is the time of prompts and tokens in a
         full batch.
-    balance_worst_minute: balance of the worst minute.
+    balance_worst_minute: largest `balance` of any whole minute.
     """
 
     router: str

@@ -171,7 +171,7 @@ def test_invalid_pins_are_refused(catalog: AdapterCatalog, register: Register) -
 
     with pytest.raises(UnknownModel):
         catalog.pin("acme", "absent", actor="ann")
-    with pytest.raises(UnknownModel, match="it has versions 1, aliases prod → 1"):
+    with pytest.raises(UnknownModel, match="it has version 1, aliases prod → 1"):
         catalog.pin("acme", "support", selector="canary", actor="ann")
     with pytest.raises(InvalidInput, match="time to come"):
         catalog.pin("acme", "support", expires=1000.0, actor="ann")

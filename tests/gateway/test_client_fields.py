@@ -105,7 +105,7 @@ def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedRe
         said = {"role": "assistant", "content": "It is", **calls}
         error = error_of(gateway.post(CHAT, body | {"messages": [TURN, said]}), 400)
         assert error["param"] == "continue_final_message"
-        assert "want no calls" in error["message"]
+        assert "want a last message without calls" in error["message"]
 
 
 @pytest.mark.parametrize("begun", ["Well    ", "Well\n    ", "   ", ""])

@@ -7,14 +7,14 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError
 from lorikeet.replica.engine_process import CatalogAdapterSource
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.errors import AdapterLoadFailed, LoadFault
+from lorikeet_engine.errors import AdapterMissing, LoadFault
 
 REF = AdapterRef("acme", "support", 1, "d" * 64)
 
 
 def test_a_blob_that_the_store_has_lost_is_its_adapters_own_fault(tmp_path):
     source = CatalogAdapterSource(LocalStore(tmp_path / "store"))
-    with pytest.raises(AdapterLoadFailed, match="register the adapter again") as caught:
+    with pytest.raises(AdapterMissing, match="register the adapter again") as caught:
         source.fetch(REF, tmp_path / "blob")
     assert refusal_of(caught.value).fault is LoadFault.ADAPTER
     assert str(tmp_path) not in caught.value.message

@@ -49,7 +49,7 @@ class Assembly:
     """Parts of an engine, with all memory allocated and all kernels compiled.
 
     kv_pages: number of KV pages in the runner's KV cache.
-    step_budget: bounds steps to the inter-token goal; None without such a goal.
+    step_budget: bounds the work of steps, to meet the inter-token goal; None without such a goal.
     forced_budget: bounds a step's forced tokens: the only tokens that a grammar allows, appended
         without sampling.
     ranks: processes that compute the model; just this one without tensor parallelism.

@@ -94,7 +94,7 @@ class StepInput:
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
-    states: use of the sequences' states; None for a model without delta nets.
+    states: states of delta nets that the step uses; None for a model without delta nets.
     """
 
     token_ids: Int64s

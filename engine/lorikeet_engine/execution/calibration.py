@@ -139,8 +139,7 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s, the seconds that a step as piecewise graphs takes longer than as
-    a single graph.
+    """Measure StepCosts.pieces_s: how much longer piecewise graphs take than a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
     costs: costs measured so far.

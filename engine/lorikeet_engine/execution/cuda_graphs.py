@@ -281,10 +281,11 @@ class CudaGraphs:
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the sizes to capture: those of the ladder below `most`, and the size that ends them.
+    """Return the sizes to capture: the ladder's sizes below `most`, and then `most`.
 
-    The last size is `most`, or the ladder's last size if that is smaller.
+    The last size is the ladder's largest instead of `most` if `most` is above it.
 
+    ladder: numbers of tokens, ascending.
     most: maximum number of tokens of a step.
     """
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))

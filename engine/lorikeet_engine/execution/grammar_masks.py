@@ -95,8 +95,8 @@ class _ForcedTokens:
     """Forced tokens chosen for the next step; tokens beyond the budget are left to later steps.
 
     A forced token is the only one that a grammar allows, so it is not sampled. The next step
-    computes forced tokens in one chunk with the token before them, and each token attends to all
-    before it. Their number is bounded so that the step remains a single graph on CUDA
+    computes forced tokens in one chunk with the token before them. The number of forced tokens, and
+    of the tokens that they attend to, is bounded so that the step remains a single graph on CUDA
     (cuda_graphs.py).
     """
 

@@ -111,8 +111,8 @@ def count_pages(
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     """Return the number of rows of LoraWeights.table: a limit on the adapters in a slot pool.
 
-    Hardly any adapter is smaller than rank 4 on q_proj and v_proj, the first and the last linear of
-    the first group. A table row is small compared with such an adapter.
+    The pool holds this many adapters of rank 4 on q_proj and v_proj (the first and the last linear
+    of the first group), and hardly any adapter is smaller. A row is small compared with an adapter.
 
     elements: size of the slot pool, in elements of the adapters' dtype.
     at_least: number of distinct adapters in a step; the result is never less.

@@ -55,8 +55,8 @@ class LogitsReader(Protocol):
 class PromptScores:
     """Scores of the prompts in one step, on their way to the host once `compute` was called.
 
-    A score is the log probability of the next prompt token. LogprobReadback reads it like that of a
-    sampled token.
+    A score is the log probability of the next prompt token. LogprobReadback computes it, as it does
+    for sampled tokens.
     """
 
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:

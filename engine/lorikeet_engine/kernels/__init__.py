@@ -13,5 +13,5 @@
 In each package, `reference` holds the equations in pure torch, which run on CPUs and which tests
 compare the kernels with; `by_device` imports Triton on CUDA only. The package
 `lorikeet_engine.sampling` calls `penalties`, `masks`, `sampling` and `log_softmax`; the package
-`models` calls the others.
+`models` calls all other packages above.
 """

@@ -48,7 +48,7 @@ class Batch:
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
-    states: places of the sequences' states; None for a model without delta nets.
+    states: states of delta nets that the step uses; None for a model without delta nets.
     """
 
     token_ids: torch.Tensor

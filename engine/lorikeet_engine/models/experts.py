@@ -95,7 +95,7 @@ class Experts:
 class SharedExpert:
     """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · down(silu(gate(x)) · up(x)).
 
-    weigh has one output.
+    `weigh` is a linear layer with one output, whose sigmoid is the weight of the expert's output.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:

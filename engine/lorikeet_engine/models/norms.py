@@ -92,7 +92,7 @@ class RmsNorm:
         """Compute add_and_norm; return the norm of x as the input of a linear layer.
 
         x, product: as for add_and_norm.
-        rounded: whether to return the norm of x rounded to FP8, too, beside the unrounded one.
+        rounded: whether to return the norm of x both unrounded and rounded to FP8.
             Model families without this norm get x unrounded.
         """
         if self.weight is None or not rounded:

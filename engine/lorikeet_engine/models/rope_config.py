@@ -98,8 +98,8 @@ class LayerRopes:
 def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
     """Return the number of positions that the rotary embedding supports.
 
-    With YaRN this is at least `factor` times the original context, as many config.json files have
-    YaRN switched on and max_position_embeddings left at its original value.
+    With YaRN this is at least `factor` times the original context, because many config.json files
+    have YaRN switched on but leave max_position_embeddings at its original value.
 
     raw: content of config.json.
     """

@@ -4,9 +4,9 @@
     W     by output                             by input
     LoRA  A whole, B by output                  A by input, B whole
 
-Each of q, k, v, gate, up and lm_head is divided on its own, at heads where it has them, even if
-several are stored stacked. For o and down, a process adds B·A·x of its inputs to its part of the
-base product, and the all-reduce that the base product needs anyway sums both. Embeddings, with
+Each of q, k, v, gate, up and lm_head is divided separately, even if several are stored stacked;
+q, k and v are divided at heads. For o and down, a process adds B·A·x of its inputs to its part of
+the base product, and the all-reduce that the base product needs anyway sums both. Embeddings, with
 their adapters, and the router of a mixture of experts are whole in every process; each expert's
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
 z, b and a by output, out_proj by input.

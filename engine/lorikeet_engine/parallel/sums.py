@@ -218,7 +218,7 @@ class RowExchange:
     A sum by torch's kernels is a copy to shared memory, a barrier, the sum and another barrier. A
     row exchange is part of the kernel that normalises the sum
     (kernels/pointwise/sum_over_ranks.py): the kernel writes its row directly to the memory of every
-    other rank, and waits until their rows have arrived in its own.
+    other rank, and waits until the rows of all other ranks have arrived in its own rank's memory.
 
     Each 32-bit word in this memory holds one bfloat16 element and the last 16 bits of the row's
     epoch, the number of times that the row was summed. A word arrives whole, and its reader sees

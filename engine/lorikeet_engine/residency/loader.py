@@ -28,6 +28,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import (
     AdapterError,
     AdapterLoadFailed,
+    AdapterMissing,
     AdapterRejected,
     AdapterTooLarge,
     LoadFault,
@@ -212,7 +213,8 @@ class Loader:
         try:
             work(task)
         except AdapterError as error:
-            kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
+            kept = isinstance(error, AdapterTooLarge | AdapterMissing)
+            kind = type(error) if kept else AdapterLoadFailed
             self._finish(task, error=_error_about(task.ref, error, kind))
         except Exception as error:  # its text stays in the log: it may name folders
             if self._closed:  # closing made it fail, and no request waits for it

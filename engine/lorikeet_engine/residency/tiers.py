@@ -5,8 +5,10 @@ the host and report that. `requested_adapters`, `pins` and `prefetches` each loa
 them placed on the GPU, each for a LoadReason of its own.
 """
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.errors import AdapterDamaged
+from lorikeet_engine.errors import AdapterDamaged, AdapterMissing
 from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
@@ -30,7 +32,7 @@ from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.image_checks import ImageChecks
-from lorikeet_engine.residency.loader import Loader
+from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packed_image import PackedImage
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
@@ -43,6 +45,8 @@ from lorikeet_engine.telemetry.status import (
     SlotUse,
     TierStatus,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Tiers:
@@ -221,7 +225,7 @@ class Tiers:
         needed.
         """
         self._take_copies()
-        for result in self._loader.results():
+        for result in map(self._excused, self._loader.results()):
             self._stats.on_result(result)
             self._pins.on_result(result)
             self._prefetches.on_result(result)
@@ -236,6 +240,19 @@ class Tiers:
         self._checks.step()
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
+
+    def _excused(self, result: LoadResult) -> LoadResult:
+        """Return a load's result without its error if only a prefetch needed a blob that the store
+        does not have.
+
+        A pushed version may end before its prefetch. Requests and pins still report lost blobs.
+        """
+        digest, error = result.ref.digest, result.error
+        needed = digest in self._requests or digest in self._pins
+        if needed or not isinstance(error, AdapterMissing):
+            return result
+        log.info("prefetch_skipped", extra={"adapter": str(result.ref), "reason": str(error)})
+        return replace(result, error=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there while enough memory remains for requests.

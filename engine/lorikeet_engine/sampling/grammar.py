@@ -83,7 +83,7 @@ class Grammars(Protocol):
 def grammar_error(error: BaseException, request_id: str) -> EngineError:
     """Convert an error of a request's grammar to an EngineError for the request.
 
-    Logs errors that are not EngineErrors, as they are bugs of the grammar implementation.
+    Logs an error that is not an EngineError, because it is a bug of the grammar implementation.
     """
     if isinstance(error, EngineError):
         return error

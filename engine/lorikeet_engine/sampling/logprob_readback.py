@@ -54,7 +54,7 @@ class LogprobReadback:
         logits [rows, vocab]: must equal the constructor's logits at the sampled tokens; with
             `ranked`, at all tokens.
         sampled [rows] int64: tokens sampled from the logits.
-        ranked: whether to compute the sampled tokens' ranks, too.
+        ranked: whether to compute the sampled tokens' ranks in addition.
         """
         set_given(self._found, logits, self._wanted, sampled)
         if ranked:

@@ -111,7 +111,7 @@ class Penalties:
         self._free.append(index)
 
     def _fill(self) -> None:
-        """Write the initial state of all slots that were reserved since the last call, at once."""
+        """Write the initial states of all slots that were reserved since the last call."""
         new, self._new = self._new, {}
         device, seen, biases = self._state.seen.device, self._state.seen, self._state.biases
         slots = upload(np.array(list(new), np.int64), device)

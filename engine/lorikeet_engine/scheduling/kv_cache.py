@@ -72,7 +72,7 @@ class PageKeys:
 
 
 class StateSave(NamedTuple):
-    """State to be saved within a chunk: that behind its first `tokens` tokens, into `slot`."""
+    """State to save, into `slot`: the state behind the first `tokens` tokens of a step's chunk."""
 
     tokens: int
     slot: int

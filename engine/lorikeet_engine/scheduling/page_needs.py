@@ -41,9 +41,9 @@ class PageNeeds:
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """Return the index of the first page that this token or a later one needs.
+        """Return the index of the first page that a token or its successors attend to.
 
-        That is so in a group of layers with a window; other groups need all pages.
+        Only for groups of layers with a window; the other groups attend to all pages.
 
         token: index of the token in its sequence.
         """

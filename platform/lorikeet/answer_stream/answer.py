@@ -54,8 +54,8 @@ class Answer:
     """Converter of the engine's outputs for one call into the items of the call's answer.
 
     ended: True once the last item was returned.
-    awaits_checks: True once all choices have ended and, before the answer's last items, are to be
-        checked; the owner then calls `end` with the checks.
+    awaits_checks: True once all choices have ended and are to be checked before the answer's last
+        items; the owner then calls `end` with the checks.
     stopped: choices that have ended at a stop string or after a single tool call, and that the
         engine still generates; the owner aborts these choices and clears the list.
 

@@ -32,9 +32,9 @@ class AnswerSender:
     Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
     switches of the event loop would cost more than the work.
 
-    ended: future that is done once the whole answer is sent or, if the choices are to be checked,
-        all but the items that `end` sends. The future fails if Lorikeet's own code raises an
-        exception.
+    ended: future that is done once the whole answer is sent. If the choices are to be checked, the
+        future is done before the answer's last items, which `end` sends. The future fails if
+        Lorikeet's own code raises an exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.

@@ -18,7 +18,7 @@ _Call = tuple[str, str]  # function name, JSON of its arguments
 
 
 class ParsedDelta(NamedTuple):
-    """New text, followed by new parts of tool calls."""
+    """Result of parsing a piece of the model's output: text, followed by parts of tool calls."""
 
     text: str
     calls: list[ToolCallPart]

@@ -37,10 +37,10 @@ _SILENT = "the replica ended without an answer: send the request again"
 
 
 class RequestObserver(AbstractContextManager[Any], Protocol):
-    """Observer of one call: entered when the call starts, left when the call ends in whatever way.
+    """Observer of one call: entered when the call starts, left when the call ends for any reason.
 
-    Entering may refuse the call with a LorikeetError. The observer of a call that completed has got
-    a FinalUsage before it is left. Implemented by RateLimitObserver and CountObserver
+    Entering may refuse the call with a LorikeetError. If a call completes, its observers get a
+    FinalUsage before they are left. Implemented by RateLimitObserver and CountObserver
     (generate.py), and by RequestTrace (request_log/record.py), which only records.
     """
 

@@ -37,7 +37,7 @@ class Endpoint(Enum):
 
 
 class FormatKind(Enum):
-    """Language of the text that a required answer format is written in."""
+    """Language in which a required answer format is written."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -70,8 +70,8 @@ class ToolUse:
     forced: names of tools; the model must call one of them, or at least one with `parallel`. Empty
         if the model may also answer with text.
     parallel: several calls in one answer are allowed.
-    functions: the tools were sent as OpenAI's deprecated `functions`, whose answer has its own
-        shape.
+    functions: the tools were sent as OpenAI's deprecated `functions`, for which tool calls have
+        another shape in the answer.
     """
 
     tools: tuple[Mapping[str, Any], ...]

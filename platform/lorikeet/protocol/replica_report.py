@@ -15,7 +15,9 @@ class ReplicaReport:
     base_model: name of the served base model.
     status: the engine's last status.
     rows: for each adapter that the report covers, the fields of an AdapterStatus as a plain tuple.
-    quantization, fp8_kv: as in EngineInfo.
+    quantization: format to which the base model's linears are rounded, in words; None if they are
+    not.
+    fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
     """
 
     replica: str

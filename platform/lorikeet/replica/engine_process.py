@@ -9,7 +9,7 @@ from lorikeet.errors import ObjectNotFound
 from lorikeet.logs import log_to_stderr
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.errors import AdapterMissing
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -42,12 +42,12 @@ class CatalogAdapterSource:
     def fetch(self, ref: AdapterRef, path: Path) -> str:
         """Download an adapter's blob to `path`; return its SHA-256.
 
-        Raises AdapterLoadFailed if the store has lost the blob, StoreError if the store fails.
+        Raises AdapterMissing if the store does not have the blob, StoreError if the store fails.
         """
         try:
             return self._store.download(blob_key(ref.digest), path)
         except ObjectNotFound as error:
-            raise AdapterLoadFailed(
+            raise AdapterMissing(
                 f"the store has no weights with digest {ref.digest} any more: push or register the "
                 "adapter again, or have your admin restore the store"
             ) from error

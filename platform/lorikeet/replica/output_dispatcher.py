@@ -8,7 +8,9 @@ from lorikeet_engine.errors import EngineClosed, InvalidRequest, StepFailed
 from lorikeet_engine.request import Failed, Output, Tokens
 
 Receiver = Callable[[Output], object]
-"""Receiver of one request's outputs on the event loop. Raises nothing."""
+"""Function that takes one output of a request. It is called on the event loop and raises
+nothing.
+"""
 
 
 class OutputDispatcher:

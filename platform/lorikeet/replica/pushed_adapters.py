@@ -4,7 +4,7 @@ A replica on the gateway's machine links or copies the gateway's file; other rep
 blob in parts. The blob enters the disk cache's folder like a download: complete, verified, by one
 rename. The engine then packs it into its host arena, where a pin keeps it until the gateway that
 took the push reports that the blob is in the store, or is silent for HELD_S. The packed image is
-not written to the disk: that would write each version twice, although the next version is near.
+not written to the disk: the disk has the blob already, and the next version will come soon.
 """
 
 import asyncio
@@ -64,7 +64,9 @@ class _Held(NamedTuple):
 
 
 class PushedAdapters:
-    """Pushed adapters on one replica. For one event loop.
+    """Receiver of pushed adapters on one replica, which keeps them in host memory while their
+    gateways
+    ask for it. For one event loop.
 
     Constructor arguments:
     folder: folder of the disk cache.
@@ -87,8 +89,8 @@ class PushedAdapters:
         self._transfers = threading.Lock()  # guards these two and the creation and removal of files
 
     async def answer(self, message: PushMessage) -> HoldState:
-        """Do what a gateway's message asks for a pushed adapter, such as to write a part of its
-        blob or to keep it in host memory; return the adapter's state on this replica.
+        """Do what a gateway's message asks for a pushed adapter, such as to write a part of the
+        adapter's blob or to keep the adapter in host memory; return its state on this replica.
         """
         match message:
             case PushedPart():

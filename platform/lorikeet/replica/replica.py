@@ -102,15 +102,16 @@ class Replica:
     async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
-        An answer is an AnswerHeader followed by bytes; if it fails, a Refusal replaces the items
+        An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
+        items
         that are missing. `_outputs` hands the engine's outputs to an AnswerSender (answer_stream/),
         which puts the client's bytes into the gateway's stream. Closing this generator aborts an
         unfinished request and frees its KV pages and adapter lease.
 
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
         call that the engine did not accept or whose answer cannot reach its gateway. The method is
-        a generator because Serve reveals the replica that took a call only with a result, and gRPC
-        may lose that for a stream without items.
+        a generator because Serve names the replica that took a call only along with a result, and
+        gRPC may lose this name if a stream has no items.
 
         gateway: name of the gateway that sent the call.
         """
@@ -172,8 +173,8 @@ class Replica:
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch adapters as the plan says; return this replica's name.
 
-        plan: the controller's decisions by replica name. If it lacks this replica, nothing changes
-            and the result is None.
+        plan: the controller's decisions by replica name. If the plan lacks this replica, nothing
+            changes and the result is None.
         """
         decision = plan.get(self.name)
         if decision is None:
@@ -199,7 +200,7 @@ class Replica:
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
         """Return the engine's status, and the adapters that are at `tier` or nearer to the GPU.
 
-        Adapters in the host arena are always included.
+        Adapters in the GPU's arena (its memory for adapters) are always included.
         """
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
         status, info = self._engine.status, self._engine.info
@@ -272,7 +273,7 @@ class Replica:
         self._outputs.fail_all(error)
 
     def close(self) -> None:
-        """Store the usage and stop the engine. Safe to call twice."""
+        """Write the billed usage to the store and stop the engine. Safe to call twice."""
         self._metering.close()
         self._requests.close()
         self._engine.close()

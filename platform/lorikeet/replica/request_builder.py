@@ -58,8 +58,10 @@ class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: state of the model's thinking at the end of the prompt.
-    tried_grammar: the request's grammar without thinking, which the sandbox tries: after free text
-        a grammar's cost does not show at once. None if the answer is unconstrained.
+    tried_grammar: grammar that the sandbox tries: the request's grammar without thinking. Thinking
+    is
+        free text, behind which a trial would not show the grammar's cost. None if the answer is
+        unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
     checked: schemas that the finished answer is checked against, because the grammar enforces only

@@ -64,12 +64,16 @@ class StatusFeed:
         return self._held.get(digest, Residency.REMOTE)
 
     def update(self) -> StatusUpdate:
-        """Return the current live stats, for example for an answer's header."""
+        """Return a status update with the engine's current live stats, for example for an answer's
+        header.
+        """
         self._seq += 1
         return StatusUpdate(self._seq, self._status.live)
 
     def update_with_costs(self) -> StatusUpdate:
-        """Return the current live stats, the measured costs and the longest context."""
+        """Return a status update with the engine's current live stats, its measured costs, and the
+        maximum number of tokens of prompt plus output.
+        """
         return self._with_costs(self.update())
 
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import AdapterMissing
 from lorikeet_engine.residency import prefetches
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import SIZE, make
@@ -191,6 +192,38 @@ def test_a_prefetch_whose_load_fails_is_forgotten(shelf, bench):
     assert sorted(shelf.fetched) == ["a", "b"]
     del shelf.errors["a"]
     use(b, a)  # nor does the failure stand in a request's way
+
+
+def test_a_prefetch_of_an_ended_version_is_no_failed_load(shelf, bench, caplog):
+    ended, other = make(shelf, "eo")
+    shelf.errors["e"] = AdapterMissing("the store has no such weights")
+    b = bench()
+    b.tiers.prefetch(ended)
+    b.tiers.prefetch(other)
+    settled(b, other, at=Residency.GPU)
+    b.until(lambda: not b.tiers._prefetches._loading)
+    assert shelf.fetched.count("e") == 1
+    assert b.tiers.load_failures == 0
+    assert not [each for each in caplog.records if each.msg == "adapter_failed"]
+
+
+@pytest.mark.parametrize("user", ["request", "pin"])
+def test_a_lost_blob_that_a_prefetch_and_others_need_is_a_failed_load(user, shelf, bench):
+    (lost,) = make(shelf, "l")
+    shelf.errors["l"] = AdapterMissing("the store has no such weights")
+    shelf.gates["l"] = threading.Event()
+    b = bench()
+    b.tiers.prefetch(lost)
+    downloading(b, lost)
+    if user == "request":
+        b.tiers.request(lost)
+    else:
+        b.tiers.pin(lost)
+        b.tiers.advance()
+    shelf.gates["l"].set()
+    if user == "request":
+        assert "has no such weights" in str(b.failure(lost))
+    b.until(lambda: b.tiers.load_failures > 0)
 
 
 def test_the_oldest_waiting_prefetch_is_forgotten_beyond_the_limit(shelf, bench, monkeypatch):

@@ -66,8 +66,8 @@ class HopperPrefill:
     def of(cls, shape: AttentionShape, workspace: torch.Tensor) -> Self | None:
         """Return a HopperPrefill, or None if it does not support the model and GPU.
 
-        HopperPrefill needs long contexts, a Hopper GPU, 16-bit KV pages, a page head width of 128,
-        and a model without windows or soft cap.
+        HopperPrefill needs long contexts, a Hopper GPU, 16-bit KV pages with heads of 128
+        elements, and a model without windows or soft cap.
         """
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None

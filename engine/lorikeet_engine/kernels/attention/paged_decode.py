@@ -11,8 +11,8 @@ to finish merges them in the order of the tokens, so the result does not depend 
 the last (Flash-Decoding, Dao et al. 2023). Items and pages are read from buffers that a captured
 graph keeps; each plan refills these buffers.
 
-Compared with FlashInfer's kernel on an H200: 2.4 ms instead of 3.5 for 32 layers of 256 sequences
-of 276 tokens, and 2.7 instead of 9.7 when one of the sequences has 20,000.
+On an H200, 32 layers of 256 sequences of 276 tokens take 2.4 ms, with FlashInfer's kernel 3.5 ms.
+If one of the sequences has 20,000 tokens, they take 2.7 ms, with FlashInfer's kernel 9.7 ms.
 """
 
 import math
@@ -207,7 +207,7 @@ def _decode(
     done: number of finished items of each query token and key head.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
-    plane: elements of layer_kv between its keys and its values.
+    plane: number of elements from a key in layer_kv to the value of the same token and head.
     rows: `group` rounded up to what tl.dot supports. block: number of tokens read at once.
     """
     head = tl.program_id(0)

@@ -1,9 +1,9 @@
 """Prefixes of a step's prompt chunks, cut into parts that fill a GPU.
 
 FlashInfer's FA3 kernels do not split a long sequence: a chunk of few tokens far into a prompt
-leaves most multiprocessors idle. But all tokens of a chunk attend to every token before it. So the
-prefix can be cut anywhere, the query heads that share a key head can become rows of one head, and
-the results of the parts are merged with the chunk's attention to itself (merge.py).
+leaves most multiprocessors idle. But all tokens of a chunk attend to all tokens before the chunk.
+So the prefix can be cut anywhere, the query heads that share a key head can become rows of one
+head, and the results of the parts are merged with the chunk's attention to itself (merge.py).
 """
 
 import math
@@ -39,8 +39,8 @@ class PrefixParts:
 
     parts: each part as a sequence, whose queries are those of the chunk; they attend to all keys of
         the part.
-    tokens: for each query token of the parts, its index in the step. It stands for all query heads
-        that share a key head: each of these is a query row of the part.
+    tokens: for each query token of the parts, the token's index in the step. In a part, the query
+        heads of a token that share a key head are a query row each.
     places [tokens, 3] int32: operand of `merge` for each token of the step.
     own: the step's sequences without the pages that are in parts.
     """
@@ -107,9 +107,7 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return costs.seen_tokens of the last tokens of each sequence.
-
-    That is the number of pairs of one of these last tokens and a token that it attends to.
+    """Return how many tokens each sequence's last tokens attend to, added up (costs.seen_tokens).
 
     tokens [sequences]: how many last tokens of each sequence to count.
     kv_lengths [sequences]: lengths of the sequences.

@@ -11,9 +11,9 @@ where g = −exp(a_log) · softplus(a + dt_bias) and β = sigmoid(b). This is th
 Networks (arXiv 2412.06464, section 3.1); prompts compute it in chunks of CHUNK tokens (section
 3.3), to the same result. Each key head serves value_heads / key_heads neighbouring value heads.
 
-A decode is one token of each of several sequences; a prefill has several tokens of each. Both
-update states in place: a pool has a slot for each sequence, which a caller sets to zeros, or to a
-copied state, before the sequence's first token. Slots of one call differ.
+A decode computes one token of each sequence, a prefill several. Both update the sequences' states
+in place, in a pool that has a slot for each sequence. Before a sequence's first token, the caller
+must set its slot to zeros or to a copied state. No two sequences of a call may share a slot.
 
 `reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
 same signatures, from `convolution` and `delta_rule`.
@@ -33,7 +33,10 @@ _operators = by_device(__name__)
 CHUNK = 64
 """Number of a sequence's tokens that a prefill computes together, by matrix products."""
 NORM_EPS = 1e-6
-"""Added to the squared length of queries and keys, as by flash-linear-attention."""
+"""Number added to the squared length of a query or key before this is divided by its length.
+
+The same as in flash-linear-attention.
+"""
 
 
 @dataclass(frozen=True, slots=True)

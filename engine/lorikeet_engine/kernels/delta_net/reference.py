@@ -200,8 +200,8 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's state after a chunk, and the chunk's outputs.
 
-    A token's correction depends on the corrections of the tokens before it in the chunk: a
-    triangular system of equations, solved for all of them at once.
+    A token's correction of the state depends on the corrections by all earlier tokens of the chunk.
+    So a chunk's corrections are the solution of a triangular system of equations.
 
     state [value_heads, value_dim, key_dim]
     q, k [value_heads, tokens, key_dim], v [value_heads, tokens, value_dim]

@@ -9,8 +9,8 @@ kernel of kernels/pointwise/fused.py that reads y next adds the delta:
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
 would use every multiprocessor from start to end, so that LoRA could only run before or after the
-product. So it is made to leave some free (_sms_for_lora). Our own kernels, for products of one
-token or of a few by FP8, need no such limit: there LoRA is launched first.
+product. So cuBLAS is made to leave some free (_sms_for_lora). Our own kernels, for products of one
+token, or of few tokens with FP8 weights, need no such limit: LoRA is launched before them.
 
 A base model's weight is a tensor of floats, or FP8 (kernels/fp8); in both cases LoRA reads x
 unrounded. Memory that the side stream allocates is safe to use on the main stream: before its next
@@ -47,7 +47,7 @@ Weight = torch.Tensor | Fp8Rows
 
 
 Inputs = torch.Tensor | Activations
-"""Input of a linear [tokens, d_in]. Activations also have it rounded to FP8, for an FP8 weight."""
+"""Input of a linear [tokens, d_in]; Activations, for FP8 weights, also hold it rounded to FP8."""
 
 
 def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ gets "default".
 A step is in one of three regimes:
 
 few      at most FEW_TOKENS tokens an adapter. Nearly all reads are weights, each for a token or
-         two: `expand` multiplies and sums in registers, a program's weights in one burst.
+         two: an `expand` program loads its weights at once, and multiplies and sums in registers.
 dense    more tokens an adapter: tensor cores, tiles of 16 tokens, so that weights are read once.
 prefill  more tokens than any decode: activations outweigh weights, so tiles are larger, and one
          program takes all ranks of a fused linear, so that x is read once.
@@ -56,7 +56,7 @@ class ShrinkConfig:
     columns: columns of v for one program.
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
-    programs: number of programs to reach by splitting d_in.
+    programs: number of programs to aim for when d_in is split among programs.
     """
 
     columns: int
@@ -110,8 +110,8 @@ class LaunchConfig:
 
         0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
 
-        ranks: upper bound of the sum of all segments' ranks. Adapters with 2,900 ranks in sum weigh
-            about as much as an 8B model.
+        ranks: upper bound of the sum of all segments' ranks. Adapters whose ranks add up to 2,900
+            weigh about as much as an 8B model.
         """
         return [count for least, count in self.lora_sms if ranks >= least][-1]
 

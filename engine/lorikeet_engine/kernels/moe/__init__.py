@@ -28,7 +28,7 @@ _operators = by_device(__name__)
 def route(
     logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
 ) -> RoutedRows:
-    """Choose the `per_token` likeliest experts of each token; ties go to the first.
+    """Choose the `per_token` likeliest experts of each token; ties go to the lower index.
 
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
     weights if normalised.

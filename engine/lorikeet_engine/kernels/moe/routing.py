@@ -86,7 +86,7 @@ def sort_by_expert(
     experts: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """List the rows of one expert, after the rows of all lower experts.
+    """List the rows of one expert, after those of all experts with lower indices.
 
     A row is a pair of a token and an expert chosen for the token. An expert's pairs stay in order.
 

@@ -56,7 +56,7 @@ def add_rms_norm(
     delta_weight [width]: first, delta becomes delta / sqrt(mean(delta²) + eps) · delta_weight,
       rounded to its dtype before and after this norm; None: delta is not normalised
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
-      all else; None: they are complete. CUDA only
+      all else; None: delta and lora are complete. CUDA only
     → [tokens, width] like x
 
     Computed in float32.

@@ -1,4 +1,6 @@
-"""Gates in Triton: a product's heads multiplied by an activation of another product, in one launch.
+"""Gates in Triton: the outputs of attention or of a delta net times an activation, in one launch.
+
+The activation, SiLU or sigmoid, is that of a linear layer's output, the gate.
 
 kernels/pointwise/__init__.py defines shapes and dtypes.
 """
@@ -67,7 +69,7 @@ def _gate(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Gate some heads of one token.
+    """Multiply some heads of one token by the activations of their gates.
 
     x, gate, eps: see kernels.pointwise. y: result. lora, adapted: result of lora_operands.operands.
     weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.

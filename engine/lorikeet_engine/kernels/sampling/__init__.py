@@ -55,7 +55,7 @@ POWERS = (
 In float32, with a relative error of 1e-7.
 """
 NEXT_UNIFORM = 0x9E3779B97F4A7C15
-"""Number added to a uniform's bits, before they are mixed, for the next draw."""
+"""Number added to a draw's random bits; the hash of the sum is the next draw's random bits."""
 MIXERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Factors of the hash SplitMix64.
 

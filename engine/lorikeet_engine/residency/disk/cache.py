@@ -44,7 +44,7 @@ class AdapterSource(Protocol):
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
         is returned, the caller reads the file to compute it. Called on loading threads. May raise
-        any exception; AdapterLoadFailed if the store answers that it has no such blob.
+        any exception; AdapterMissing if the store answers that it has no such blob.
         """
 
 

@@ -181,7 +181,11 @@ def usable_versions(record: AdapterRecord) -> str:
     """Format an adapter's usable versions and aliases for an error message."""
     usable = [str(version.version) for version in record.versions if not version.retired]
     aliases = [f"{alias} → {at}" for alias, at in sorted(record.aliases.items())]
-    return f"it has versions {', '.join(usable) or '(none)'}, aliases {', '.join(aliases) or '-'}"
+    if not usable:
+        return "all its versions are retired"
+    plural = "s" if len(usable) > 1 else ""
+    pointing = f", aliases {', '.join(aliases)}" if aliases else ""
+    return f"it has version{plural} {', '.join(usable)}{pointing}"
 
 
 def _check_expected(record: AdapterRecord, alias: str, expect: int | None) -> None:

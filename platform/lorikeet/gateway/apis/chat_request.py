@@ -89,7 +89,7 @@ class TemplateFields(Body):
         if last.role != "assistant":
             raise misfit("continue_final_message", "want the last message to be the assistant's")
         if last.tool_calls or last.function_call is not None:
-            raise misfit("continue_final_message", "want no calls in the last message with it")
+            raise misfit("continue_final_message", "want a last message without calls")
 
     def generation_prompt(self) -> bool:
         """Return whether the chat template ends the prompt with the beginning of the assistant's

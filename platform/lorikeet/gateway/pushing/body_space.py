@@ -44,10 +44,11 @@ class ArrivingBody:
 class BodySpace:
     """Disk space for the bodies that one gateway is receiving. For use in one event loop.
 
-    A body claims its declared size before it arrives. If the space does not suffice, tenants have
-    equal shares of it: a tenant within its share displaces bodies of tenants beyond theirs, the
-    slowest first. Otherwise a push key that sends many large bodies slowly would keep all others
-    from pushing.
+    A body claims its declared size before it arrives. If the space does not suffice, all tenants
+    with
+    bodies have equal shares of it. A new body of a tenant within its share then displaces bodies of
+    tenants that exceed their shares, the slowest body first. Otherwise a push key that sends many
+    large bodies slowly would keep all others from pushing.
 
     free_bytes: function that returns the free space of the bodies' file system.
     """

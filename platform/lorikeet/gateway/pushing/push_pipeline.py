@@ -400,8 +400,9 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
-    """Return the result of `work`, whether it succeeded. An exception counts as failure and is
-    logged.
+    """Run `work`, which returns whether it succeeded; return the same. An exception is logged and
+    counts
+    as failure.
     """
     try:
         return bool(await work())

@@ -59,7 +59,7 @@ def without_lookaheads(pattern: str) -> list[str]:
 
 
 def needs_context(pattern: str) -> bool:
-    """Return True if a pattern seems to have look-around or references back, which no grammar can
+    """Return True if a pattern seems to have look-around or back-references, which no grammar can
     enforce.
     """
     return bool(_LOOK_AROUND.search(pattern) or _BACKREFERENCE.search(pattern))

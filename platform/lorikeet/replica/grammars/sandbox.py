@@ -72,7 +72,7 @@ class SchemasRefused(InvalidInput):
 
     A grammar cannot follow these schemas, but a finished answer can be checked against them.
 
-    schemas: the schemas. No other schema of the call is at fault.
+    schemas: all schemas of the call that are at fault.
     """
 
     def __init__(self, message: str, schemas: Sequence[AnswerSchema]) -> None:
@@ -130,7 +130,8 @@ class GrammarSandbox:
         """Return the first violation of a JSON schema in a text, in words; None if the text is JSON
         that matches.
 
-        call: the call that the text answers; its tenant waits in turn for the child process.
+        call: the call that the text answers. The call's tenant shares the child process with other
+            tenants, so the check may have to wait.
 
         Raises Unchecked if the check takes too much time or memory, if the schema cannot be used,
         or if the replica is too busy.

@@ -19,9 +19,10 @@ def broken_keyword(schema: Any, text: str) -> str | None:
     """Check a text against a JSON schema; return the first violation in words, None if the text is
     JSON that matches.
 
-    The words begin with "at $" and name the place in the text and the broken keyword. They begin
-    with NO_JSON if the text is no JSON, and otherwise if the schema cannot be used. A `$ref` that
-    leads out of the schema is not followed.
+    A violation is given as "at $…", with its place in the text and the broken keyword. If the text
+    is
+    no JSON, the result begins with NO_JSON; any other result says why the schema cannot be used. A
+    `$ref` that leads out of the schema is not followed.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)

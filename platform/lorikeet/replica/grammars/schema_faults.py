@@ -18,7 +18,9 @@ from lorikeet.replica.grammars.schema_logic import rebased
 
 _MOST_STEPS = 64
 _RENAMED = {"oneOf": "anyOf"}
-"""New names of keywords that `held_schema` renames; their subschemas keep their order."""
+"""New names of keywords that `held_schema` renames. The subschemas under such a keyword keep their
+order.
+"""
 _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -302,10 +304,10 @@ def _parts(
 def _explains(found: str, reason: str) -> bool:
     """Return True if the problem of a subschema may explain the problem of the whole schema.
 
-    A subschema that no value matches explains nothing if values do match the whole.
+    A subschema that no value matches explains nothing if some values match the whole schema.
 
     found: problem of the subschema.
-    reason: problem of the whole.
+    reason: problem of the whole schema.
     """
     return _is_empty(found) == _is_empty(reason)
 

@@ -195,8 +195,8 @@ class SchemaLogic:
             raise Inexpressible from error
 
     def _pay_for(self, *texts: str) -> None:
-        """Subtract from the budget the steps for texts that are compared, or repeated in the
-        result.
+        """Subtract from the budget of steps the cost of comparing texts or repeating them in the
+        result: a step for every eight characters.
         """
         self._steps -= sum(map(len, texts)) // 8
 
@@ -245,7 +245,10 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return True if all numbers of one schema are less than all numbers of the other."""
+    """Return True if the bounds of two schemas show that all numbers which `one` allows are less
+    than
+    all numbers which `other` allows.
+    """
     most, least = _number(one, "maximum"), _number(other, "minimum")
     under, over = _number(one, "exclusiveMaximum"), _number(other, "exclusiveMinimum")
     highest = min((bound for bound in (most, under) if bound is not None), default=None)
