@@ -11,9 +11,9 @@ import torch
 class Cut:
     """Part of a checkpoint's tensor that a tensor parallel process keeps.
 
-    shape: shape of the whole tensor. A tensor of several matrices counts as one matrix, which
-        stacks their rows.
-    rows: rows to keep.
+    shape: shape of the whole tensor, as in the checkpoint.
+    rows: rows to keep. The rows of a tensor [matrices, rows, columns] are counted through all its
+        matrices.
     columns: columns of a matrix to keep; None: all.
     """
 

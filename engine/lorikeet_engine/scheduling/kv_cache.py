@@ -279,9 +279,10 @@ class KVCache(PagePool):
         return self.page_size * bisect_left(keys, True, key=lambda key: key not in pages)
 
     def awaits_prefix(self, kv: SequencePages) -> bool:
-        """Whether a sequence without pages would compute a page that another is about to write.
+        """Whether a sequence without pages would compute pages that another sequence is about to
+        write.
 
-        Takes constant time while the last of these pages is not written.
+        Takes constant time until the last of these pages is written.
         """
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     def computed(self, cost: float) -> None:
         """Record that the sequence got a chunk in this turn.
 
-        cost: cost of the chunk's tokens, including tokens computed before a preemption.
+        cost: cost of the chunk's tokens, whether or not a preempted sequence computes them again.
         """
         counter = self.sequence.cost.counter
         if self.overtakes:

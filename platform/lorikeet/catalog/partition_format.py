@@ -52,7 +52,7 @@ def encode_tenant(tenant: TenantState) -> bytes:
 
 
 def decode_tenant(tenant: str, data: bytes) -> TenantState:
-    """Decode a tenant's JSON from encode_tenant."""
+    """Decode a tenant's JSON, which `encode_tenant` has made."""
     options, created, key_ids, adapters = json.loads(data)
     return TenantState(
         with_options(TenantRecord(tenant, created), options),
@@ -105,7 +105,7 @@ def key_row(key: KeyRecord) -> Json:
 
 
 def key_of(key_id: str, row: Json) -> KeyRecord:
-    """Decode a key's row from key_row."""
+    """Decode a key's row, which `key_row` has made."""
     tenant, scopes, sha256, created, revoked, replaced_by, options = row
     if "adapters" in options:
         options["adapters"] = tuple(options["adapters"])
@@ -120,7 +120,7 @@ def pin_row(pin: PinRecord) -> Json:
 
 
 def pin_of(row: Json) -> PinRecord:
-    """Decode a pin's row from pin_row."""
+    """Decode a pin's row, which `pin_row` has made."""
     tenant, name, selector, tier, *rest = row
     return PinRecord(tenant, name, selector, Residency[tier.upper()], *rest)
 

@@ -163,7 +163,10 @@ def json_text(value: object) -> str:
 
 
 def json_body(schema: type[B]) -> Any:
-    """Return a FastAPI dependency that yields the parsed body, for routes that run in a thread."""
+    """Return a FastAPI dependency that reads a request's JSON body and parses it by a schema.
+
+    Routes that are plain functions need it: FastAPI runs them in threads, where they cannot await.
+    """
 
     async def read(request: Request) -> B:
         return await read_json(request, schema)

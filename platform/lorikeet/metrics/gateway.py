@@ -28,7 +28,8 @@ _PUSH_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 class GatewayMetrics:
     """Metrics of one gateway. Call `count` on the event loop, `collect` on any thread.
 
-    gateways: number of gateways, which divide _TENANTS_OF_ALL among them.
+    gateways: number of gateways. Each shows its share of the 2,000 tenants that may have series of
+        their own in all gateways together.
     """
 
     def __init__(self, gateways: int = 1) -> None:

@@ -73,7 +73,10 @@ class DayReader(Generic[K]):
         raise StoreError(f"{self._store.url}: {day_prefix(self.day)} changes too fast to be read")
 
     def _read(self, start_after: str) -> bool:
-        """Read new objects with keys after `start_after`; return whether the sums are complete."""
+        """Add new objects with keys after `start_after` to the sums.
+
+        Returns False if the sums lack objects with earlier keys, so that all must be listed again.
+        """
         keys = list(self._store.list(day_prefix(self.day), start_after))
         compacted = {number: key for key in keys if (number := compacted_number(key))}
         newest = max(compacted, default=None)

@@ -2,7 +2,7 @@
 
 A *row* is a query token together with the tokens that it attends to: all tokens of its sequence
 up to itself, or with a window only the last of these. In a decode each sequence has one row. The
-rows of a short prompt each read the same keys, mostly from the cache.
+rows of a short prompt each read the same keys, mostly from the GPU's L2 cache.
 
 A program computes one *item*, a piece of a row's tokens, for one key head and the query heads that
 share it. Rows are split so that there are enough items to fill the GPU, and so that no item is much

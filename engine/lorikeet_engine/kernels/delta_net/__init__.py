@@ -196,11 +196,12 @@ def prefill_delta_rule(
 ) -> torch.Tensor:
     """Compute the gated delta rule of several tokens of each sequence; update states in place.
 
-    The result equals that of decode_delta_rule for one token after the other, but for rounding:
-    sums are float32, and on CUDA the factors of matrix products, among them states, are rounded to
-    qkv's dtype.
+    Apart from rounding, calls of decode_delta_rule for one token after the other give the same.
+    Sums are float32. On CUDA, matrix products read their factors rounded to qkv's dtype, a copy of
+    the states among them.
 
-    qkv [tokens, sum(heads.widths)], ba [tokens, 2 · value_heads]: each token contiguous
+    qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values
+    ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a
     decay, states, heads, lora: as for decode_delta_rule
     → [tokens, value_heads, value_dim] like qkv, contiguous
     """

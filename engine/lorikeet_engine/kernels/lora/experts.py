@@ -1,7 +1,7 @@
-"""LoRA of the products of a layer's experts, whose rows are sorted by expert (kernels/moe).
+"""LoRA of the matrix products of a layer's experts. Rows are sorted by expert (kernels/moe).
 
-An adapter has its own A and B for each expert. Within an expert's rows, those of one adapter are
-neighbours. Such a run of rows corresponds to a segment of tokens in other linears.
+An adapter has its own A and B for each expert. Within the rows of one expert, the rows of one
+adapter are neighbours: a run of rows, as a segment is a run of tokens in other linears.
 """
 
 from importlib import import_module

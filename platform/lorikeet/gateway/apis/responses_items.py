@@ -46,7 +46,10 @@ def _parse_kind(value: object) -> object:
 
 
 def _parse_content(value: object) -> object:
-    """Return an item's content as one string; the content may also be a list of text parts."""
+    """Join an item's content to one string if it is a list of text parts, else return it unchanged.
+
+    Raises ValueError for a part that is not text.
+    """
     if not isinstance(value, list):
         return value
     texts = []
