@@ -57,7 +57,8 @@ except (KeyboardInterrupt, Terminated):
 class Run:
     """A runner and its service, which may take `within_s` to stop.
 
-    ignored: signals that the runner inherits as ignored.
+    ignored: signals that the runner inherits as ignored; it does not inherit those that the tests
+        ignore, as under nohup.
     """
 
     def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9, arguments=()):
@@ -67,7 +68,10 @@ class Run:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=output,
             stderr=output,
-            preexec_fn=lambda: [signal.signal(each, signal.SIG_IGN) for each in ignored],
+            preexec_fn=lambda: [
+                signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
+                for each in (signal.SIGHUP, signal.SIGINT)
+            ],
         )
 
     def send(self, number):

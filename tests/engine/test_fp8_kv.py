@@ -144,7 +144,7 @@ def test_scales_are_found_under_each_known_name(tiny_checkpoints, tmp_path, patt
     folder = with_scales(tiny_checkpoints["llama"], tmp_path / "scaled", pattern)
     rehearse_load(folder, torch.float32)
     model = load_model(folder, torch.device("cpu"), torch.float32)
-    found = [layer.attention.kv_scales for layer in model._layers]
+    found = [layer.mixer.kv_scales for layer in model._layers]
     assert [(scales.key, scales.value) for scales in found] == [
         pytest.approx(of_layer) for of_layer in LAYER_SCALES
     ]

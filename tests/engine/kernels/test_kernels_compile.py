@@ -217,7 +217,7 @@ def test_gated_delta_net(
     decay = Decay(floats(heads.value_heads), floats(heads.value_heads))
     states = empty(9, heads.value_heads, heads.value_dim, heads.key_dim, dtype=state_dtype)
     deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (qkv, ba)]
-    prefills = Prefills(integers(5), integers(4), integers(8, 2), integers(5))
+    prefills = Prefills(integers(5), integers(4), integers(8, 2), integers(5), integers(8))
     for convolve, apply, where in (
         (delta_net.decode_convolution, delta_net.decode_delta_rule, integers(300)),
         (delta_net.prefill_convolution, delta_net.prefill_delta_rule, prefills),
