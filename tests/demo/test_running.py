@@ -61,7 +61,7 @@ def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path)
     bin_folder = f"BIN={Path(sys.executable).parent}"
     for said in ("Stopped.", ""):  # the second time nothing runs
         done = subprocess.check_output(
-            ["make", "-f", ROOT / "Makefile", "clean", bin_folder],
+            ["make", "--no-print-directory", "-f", ROOT / "Makefile", "clean", bin_folder],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
