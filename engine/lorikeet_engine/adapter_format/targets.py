@@ -1,7 +1,7 @@
 """Finds the linears that a PEFT config selects by targets and patterns, in the way PEFT does."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
@@ -88,7 +88,7 @@ def check_targets(
             raise bad_config(problem, "target_modules")
     missing, kinds = dict[str, list[str]](), dict[str, tuple[tuple[LayerKind, ...], ...]]()
     for family, each in expected.items():
-        missing[family], kinds[family] = each.missing(given, targeted, last)
+        missing[family], kinds[family] = each.missing(given, targeted)
     whole = sorted(family for family, modules in missing.items() if not modules)
     if not whole:
         module = next(iter(missing.values()))[0]
@@ -103,52 +103,64 @@ def check_targets(
 class _Expected:
     """Modules of a base model that a config could target, in the trainer's naming.
 
-    names: modules that the base model has; of hybrids, only those outside the layers.
-    layers: for hybrids, the modules that a layer of each kind would have, by layer and kind.
+    names: modules that the base model has whatever the kinds of its layers, in the layers up to the
+        last one that has weights, and outside them.
+    layers: for hybrids, the modules that only a layer of each kind has, by layer and kind; the
+        layers of `beyond` come last.
+    beyond: for hybrids, the modules that each of some further layers would have whatever its kind.
     """
 
     names: set[str]
     layers: tuple[Mapping[LayerKind, set[str]], ...] = ()
+    beyond: tuple[set[str], ...] = ()
 
     def all(self) -> list[set[str]]:
         """Return all modules, in sets."""
-        return [self.names, *(names for kinds in self.layers for names in kinds.values())]
+        return [
+            self.names,
+            *self.beyond,
+            *(each for kinds in self.layers for each in kinds.values()),
+        ]
 
     def missing(
-        self, given: Collection[str], targeted: Selects, last: int
+        self, given: set[str], targeted: Selects
     ) -> tuple[list[str], tuple[tuple[LayerKind, ...], ...]]:
         """Return the targeted modules that have no weights, and the kinds that each layer may have.
 
         given: modules that have weights.
         targeted: whether the config targets a module.
-        last: number of the last layer that has weights.
         """
         missing = _lacking(self.names, given, targeted)
         wanted = list[tuple[LayerKind, ...]]()
+        with_weights = len(self.layers) - len(self.beyond)
         for layer, kinds in enumerate(self.layers):
-            common = set[str].intersection(*kinds.values())
-            has = [kind for kind, names in kinds.items() if not (names - common).isdisjoint(given)]
+            has = [kind for kind, names in kinds.items() if not names.isdisjoint(given)]
             if len(has) > 1:
                 problem = f"layer {layer} has weights of attention and of a delta net"
                 raise bad_config(f"{problem}: no layer has both", "target_modules")
             lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has or kinds}
-            wanted.append(tuple(kind for kind, lacking in lacks.items() if not lacking))
-            if not wanted[-1] and layer <= last:
+            possible = tuple(kind for kind, lacking in lacks.items() if not lacking)
+            if layer >= with_weights and _lacking(
+                self.beyond[layer - with_weights], given, targeted
+            ):
+                possible = ()
+            elif layer < with_weights and not possible:
                 missing += next(iter(lacks.values()))
+            wanted.append(possible)
         if self.layers and not any(LayerKind.ATTENTION in kinds for kinds in wanted):
             # some layer of every base model has attention
             missing += _lacking(self.layers[0][LayerKind.ATTENTION], given, targeted)
         return missing, tuple(wanted)
 
 
-def _lacking(names: Collection[str], given: Collection[str], targeted: Selects) -> list[str]:
+def _lacking(names: set[str], given: set[str], targeted: Selects) -> list[str]:
     """Return, sorted, the modules that a config targets but that have no weights.
 
     names: modules to choose from.
     given: modules that have weights.
     targeted: whether the config targets a module.
     """
-    return [module for module in sorted({*names} - {*given}) if targeted(module)]
+    return [module for module in sorted(names - given) if targeted(module)]
 
 
 def _expected(
@@ -175,12 +187,17 @@ def _expected(
             continue
         if kind not in found:
             saved = _SavedNames(names[kind[1]], place, family)
+            found[kind] = _Expected(outside | saved.of(layers))
             if family.is_hybrid:
-                more = range(len(layers) + _MORE_LAYERS)
-                by_kind = [{each: saved.of([layer], each) for each in LayerKind} for layer in more]
-                found[kind] = _Expected(outside, tuple(by_kind))
-            else:
-                found[kind] = _Expected(outside | saved.of(layers))
+                beyond = range(len(layers), len(layers) + _MORE_LAYERS)
+                numbers = (*layers, *beyond)
+                found[kind] = replace(
+                    found[kind],
+                    layers=tuple(
+                        {each: saved.of([n], each) for each in LayerKind} for n in numbers
+                    ),
+                    beyond=tuple(saved.of([n]) for n in beyond),
+                )
         expected[name] = found[kind]
     return expected
 
@@ -201,9 +218,10 @@ class _SavedNames:
         """Return all names that the linears of some layers can have in a config.
 
         layers: numbers of the layers.
-        kind: kind of these layers; None: only linears of every kind of layer are returned.
+        kind: only linears that layers of this kind alone have; None: only linears that layers of
+            every kind have.
         """
-        linears = [each for each in self.family.linears if each.kind in (None, kind)]
+        linears = [each for each in self.family.linears if each.kind is kind]
         found = set[str]()
         for linear in (each.path(layer) for layer in layers for each in linears):
             found |= self.configured.of(linear)

@@ -348,7 +348,8 @@ class _Attention:
     def __call__(self, x: Inputs, step: _Step) -> Product:
         layer_kv, group = step.layers_kv[self.place.layer], self.place.group
         y, lora = self.inputs(x, step.lora)
-        (gates, lora_of_gates), (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
+        if self.gates:
+            gates, (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
         qkv = y.view(len(y), -1, self.head_dim)
         norm, turns = self.qk_norm, step.turns[self.rope]
         if norm is not None and self.norm_ranks is not None:
@@ -363,6 +364,6 @@ class _Attention:
         attend = step.attention.attend
         mixed = attend(q, layer_kv, step.batch, scales, self.window, group)
         if self.gates:
-            mixed = sigmoid_gate(mixed, *by_heads(gates, lora_of_gates, self.head_dim))
+            mixed = sigmoid_gate(mixed, *by_heads(*gates, self.head_dim))
         o = self.o(mixed.flatten(1), step.lora)
         return summed_product(*o, self.output_weight, self._ranks)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.kernels.delta_net import CHUNK, NORM_EPS, Decay, Heads, Prefills
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
 
 def decode_convolution(
@@ -21,7 +22,7 @@ def decode_convolution(
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    _add_lora_delta(x, lora)
+    add_lora_delta(x, lora)
     y, kept = torch.zeros_like(x), slots >= 0
     at = slots[kept].long()
     inputs = torch.cat([states[at], x[kept].unsqueeze(1)], dim=1)  # [sequences, width, channels]
@@ -38,7 +39,7 @@ def prefill_convolution(
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    _add_lora_delta(x, lora)
+    add_lora_delta(x, lora)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     bounds = pairwise(prefills.starts.tolist())
     for slot, (start, end) in zip(prefills.slots.tolist(), bounds, strict=True):
@@ -161,7 +162,7 @@ def _operands(
     qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads, lora: LoraDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute recurrent_delta_rule's q, k, v, g and β from the operands of prefill_delta_rule."""
-    _add_lora_delta(ba, lora)
+    add_lora_delta(ba, lora)
     q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(len(qkv), -1, heads.key_dim)) for each in (q, k))
     group = heads.value_heads // heads.key_heads
@@ -226,8 +227,3 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    if lora is not None:
-        y[: lora.tokens] += lora.rows[: lora.tokens]

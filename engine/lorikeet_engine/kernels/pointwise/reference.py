@@ -23,7 +23,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See kernels.pointwise."""
     assert exchange is None, "ranks on CPUs have no RowExchange"
-    _add_lora_delta(delta, lora)
+    add_lora_delta(delta, lora)
     if delta_weight is not None:
         delta = _normed(delta, delta_weight, eps)
     x += delta if scale == 1.0 else delta * scale
@@ -60,7 +60,7 @@ def rotary_and_store_kv(
     interleaved: bool = False,
 ) -> None:
     """See kernels.pointwise."""
-    _add_lora_delta(qkv.flatten(1), lora)
+    add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
     if norm is not None:
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
@@ -90,7 +90,7 @@ def mean_squares(
 ) -> torch.Tensor:
     """See kernels.pointwise."""
     summed = qkv.flatten(1).clone()
-    _add_lora_delta(summed, lora)
+    add_lora_delta(summed, lora)
     squares = summed.view_as(qkv).float().square()
     means = qkv.new_zeros(len(qkv), 4, dtype=torch.float32)
     means[:, 0] = squares[:, : -2 * kv_heads].mean((1, 2)) / processes
@@ -134,7 +134,7 @@ def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
     """See kernels.pointwise."""
-    _add_lora_delta(x, lora)
+    add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
     return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
 
@@ -155,7 +155,7 @@ def gated_rms_norm(
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
-    _add_lora_delta(gate, lora)
+    add_lora_delta(gate, lora)
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * F.silu(gate.float())).to(x.dtype)
 
@@ -164,7 +164,7 @@ def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
     """See kernels.pointwise."""
-    _add_lora_delta(gate, lora)
+    add_lora_delta(gate, lora)
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
@@ -176,16 +176,20 @@ def add_weighed(
     lora_of_weights: LoraDelta | None,
 ) -> None:
     """See kernels.pointwise."""
-    _add_lora_delta(x, lora)
-    _add_lora_delta(weights, lora_of_weights)
+    add_lora_delta(x, lora)
+    add_lora_delta(weights, lora_of_weights)
     y += torch.sigmoid(weights) * x
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """See kernels.pointwise."""
-    _add_lora_delta(y, lora)
+    add_lora_delta(y, lora)
 
 
-def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    """Add the LoRA delta of a product y in place; None adds nothing.
+
+    The first dimension of y is tokens, and lora.rows have y's shape.
+    """
     if lora is not None:
         y[: lora.tokens] += lora.rows[: lora.tokens]
