@@ -9,6 +9,7 @@ import pytest
 
 FILES = (
     "test_delta_net_kernels.py",
+    "test_delta_net_ring_kernels.py",
     "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",

@@ -15,13 +15,24 @@ A decode computes one token of each sequence, a prefill several. Both update the
 in place, in a pool that has a slot for each sequence. Before a sequence's first token, the caller
 must set its slot to zeros or to a copied state. No two sequences of a call may share a slot.
 
+A decode with a ring reads the state, but writes it only in each (entries + 1)-th step: the tokens
+since then are in the ring. With the ring's tokens i of keys k[i], corrections u[i] = β (v − S k)
+and decays g[i], and D[i] = exp(the sum of g of the tokens after i, up to the current one), the
+state before the current token's correction, and the current token's correction and output, are
+    exp(g) S = exp(Σ g) S₀ + Σ D[i] u[i] k[i]ᵀ      S₀: the state in the pool
+    u = β (v − exp(g) S k)
+    o = (exp(g) S q + u (k · q)) / √key_dim
+so neither S nor a new state is computed until the ring is full.
+
 `reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
 same signatures, from `convolution` and `delta_rule`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -112,6 +123,47 @@ class Prefills:
         return Prefills(*(torch.tensor(each, dtype=torch.int32, device=device) for each in lists))
 
 
+class Ring(NamedTuple):
+    """Last tokens of each slot's sequence, of which the slot's state does not know yet.
+
+    keys [slots, key_heads, entries, key_dim] float32: keys divided by their length
+    corrections [slots, value_heads, entries, value_dim] float32: β (v − S k)
+    decays [slots, value_heads, entries] float32: g
+    counts [slots, value_heads, value_dim] int8: number of the slot's tokens, 0 to entries. The same
+      for all values of a slot, and kept for each, so that the programs of a kernel, which compute
+      different values, share no count
+
+    The number of entries is 1 less than a power of 2. All tensors are contiguous.
+    """
+
+    keys: torch.Tensor
+    corrections: torch.Tensor
+    decays: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def empty(
+        sizes: Sequence[int], heads: Heads, entries: int, dtype: torch.dtype, device: torch.device
+    ) -> "Ring":
+        """Return rings without tokens.
+
+        sizes: dimensions before those of a slot's tensors; the last is the number of slots.
+        entries: number of tokens that a ring can hold.
+        dtype: dtype of all tensors but the counts.
+        """
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        return Ring(
+            zeros(*sizes, heads.key_heads, entries, heads.key_dim),
+            zeros(*sizes, heads.value_heads, entries, heads.value_dim),
+            zeros(*sizes, heads.value_heads, entries),
+            zeros(*sizes, heads.value_heads, heads.value_dim, dtype=torch.int8),
+        )
+
+    def layer(self, index: int) -> "Ring":
+        """Return the rings at an index of the first dimension."""
+        return Ring(*(each[index] for each in self))
+
+
 def decode_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,6 +217,7 @@ def decode_delta_rule(
     slots: torch.Tensor,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule of one token of each sequence, and update its state in place.
 
@@ -176,12 +229,14 @@ def decode_delta_rule(
       zeros before the first token
     slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
     lora: LoRA delta of ba, whose rows have ba's strides; added to ba
+    ring: last tokens of each slot, to which the token is added; a full ring's tokens are added to
+      the state instead. None: each token is added to the state
     → [sequences, value_heads, value_dim] like qkv, contiguous
 
     Computed in float32, and rounded once.
     """
     operator = _operators(qkv.device.type).decode_delta_rule
-    o: torch.Tensor = operator(qkv, ba, decay, states, slots, heads, lora)
+    o: torch.Tensor = operator(qkv, ba, decay, states, slots, heads, lora, ring)
     return o
 
 
@@ -193,6 +248,7 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule of several tokens of each sequence; update states in place.
 
@@ -203,8 +259,11 @@ def prefill_delta_rule(
     qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values
     ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a
     decay, states, heads, lora: as for decode_delta_rule
+    ring: tokens of each slot that decode_delta_rule has not added to the state; the prefill adds
+      them first, and leaves no tokens in the rings of its sequences and copied states. None: the
+      states know all tokens
     → [tokens, value_heads, value_dim] like qkv, contiguous
     """
     operator = _operators(qkv.device.type).prefill_delta_rule
-    o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora)
+    o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora, ring)
     return o

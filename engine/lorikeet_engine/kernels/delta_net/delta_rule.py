@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills
+from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net.gates import gates
+from lorikeet_engine.kernels.delta_net.ring import add_tokens, decode_with_ring
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
+from lorikeet_engine.kernels.pointwise.lora_operands import operands
 
 _CHUNK = tl.constexpr(delta_net.CHUNK)
 _EPS = tl.constexpr(delta_net.NORM_EPS)
@@ -32,6 +34,7 @@ _PREDICTED: factor of k Sᵀ. _READ: factor of q Sᵀ. _LEFT: factor of the toke
 state after the chunk.
 """
 _VALUES = 32  # of one program, which has these rows of a state
+_NO_RING = (None,) * 4
 
 
 def decode_delta_rule(
@@ -42,10 +45,14 @@ def decode_delta_rule(
     slots: torch.Tensor,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     _check(qkv, ba, states, heads, lora)
     o = qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
+    if ring is not None:
+        decode_with_ring(qkv, ba, decay, states, slots, heads, lora, ring, o)
+        return o
     values = min(_VALUES, heads.value_dim)
     _decode[(heads.value_dim // values, heads.value_heads, len(qkv))](
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, slots, o,
@@ -62,6 +69,7 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     _check(qkv, ba, states, heads, lora)
@@ -76,11 +84,11 @@ def prefill_delta_rule(
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, prefills.starts, prefills.chunks,
         solved, mixed, factors, faded, qkv.stride(0), ba.stride(0), *_sizes(heads)[:3], precision,
     )  # fmt: skip
-    values = min(_VALUES, heads.value_dim)
+    values, entries = min(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     _scan_chunks[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         qkv, solved, mixed, factors, faded, states, prefills.slots, prefills.starts,
-        prefills.first_chunks, prefills.saves, o, qkv.stride(0), states.stride(0),
-        *_sizes(heads), values, 1 if wide else 2, precision,
+        prefills.first_chunks, prefills.saves, *(ring or _NO_RING), o, qkv.stride(0),
+        states.stride(0), *_sizes(heads), entries, values, 1 if wide else 2, precision,
     )  # fmt: skip
     return o
 
@@ -99,40 +107,6 @@ def _check(
 
 def _sizes(heads: Heads) -> tuple[int, int, int, int]:
     return heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gates(
-    ba: tl.tensor,
-    lora: tl.tensor,
-    adapted: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
-    token: tl.tensor,
-    head: tl.tensor,
-    stride: tl.tensor,
-    inside: tl.tensor,
-    value_heads: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Compute g and β of one value head for some tokens.
-
-    ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
-    lora, adapted: result of `operands` for the LoRA delta of ba.
-    token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
-    inside: mask of the tokens that exist; the results are 0 elsewhere.
-    """
-    at = token * stride + head
-    b = tl.load(ba + at, mask=inside, other=0.0).to(tl.float32)
-    a = tl.load(ba + at + value_heads, mask=inside, other=0.0).to(tl.float32)
-    if lora is not None:
-        b += lora_at(lora, adapted, token, at, inside)
-        a += lora_at(lora, adapted, token, at + value_heads, inside)
-    a += tl.load(dt_bias + head).to(tl.float32)
-    y = tl.exp(tl.minimum(a, 20.0))
-    u = 1.0 + y
-    softplus = tl.log(u) + (y - (u - 1.0)) / u  # with the digits of a small y that u has lost
-    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * tl.where(a > 20.0, a, softplus)
-    return tl.where(inside, g, 0.0), tl.where(inside, tl.sigmoid(b), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -179,7 +153,7 @@ def _decode(
         v = tl.load(values_at + head * value_dim + value).to(tl.float32)
         q = q / (tl.sqrt(tl.sum(q * q, 0) + _EPS) * (key_dim**0.5))
         k = k / tl.sqrt(tl.sum(k * k, 0) + _EPS)
-        g, beta = _gates(
+        g, beta = gates(
             ba, lora, adapted, a_log, dt_bias, row, head, ba_stride, row >= 0, value_heads
         )
         s *= tl.exp(g)
@@ -254,7 +228,7 @@ def _solve_chunks(
     q = tl.load(query, mask=inside[:, None], other=0.0)
     k = tl.load(query + key_heads * key_dim, mask=inside[:, None], other=0.0)
     of_q, of_k = _inverse_length(q) * (1.0 / key_dim**0.5), _inverse_length(k)
-    g, beta = _gates(ba, lora, adapted, a_log, dt_bias, token, head, ba_stride, inside, value_heads)
+    g, beta = gates(ba, lora, adapted, a_log, dt_bias, token, head, ba_stride, inside, value_heads)
     total = tl.cumsum(g, 0)
     row, other = place[:, None], place[None, :]
     since = tl.where(row >= other, total[:, None] - total[None, :], float("-inf"))
@@ -295,6 +269,10 @@ def _scan_chunks(
     starts: tl.tensor,
     first_chunks: tl.tensor,
     saves: tl.tensor,
+    keys: tl.tensor,
+    corrections: tl.tensor,
+    decays: tl.tensor,
+    counts: tl.tensor,
     o: tl.tensor,
     stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -302,6 +280,7 @@ def _scan_chunks(
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
+    entries: tl.constexpr,
     values: tl.constexpr,
     stages: tl.constexpr,
     precision: tl.constexpr,
@@ -310,6 +289,7 @@ def _scan_chunks(
 
     solved, mixed, factors, faded: results of _solve_chunks.
     slots, starts, first_chunks, saves: see Prefills.
+    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
     stages: number of chunks that are loaded at the same time. precision: of tl.dot, for float32
     factors.
     All other operands: see _decode.
@@ -326,6 +306,14 @@ def _scan_chunks(
     places = slot * slot_stride + (head * value_dim + value)[:, None] * key_dim
     state = states + places + column[None, :]
     s = tl.load(state).to(tl.float32)
+    if entries > 0:
+        s = add_tokens(
+            s, keys, corrections, decays, counts, slot, head, value, key_heads, value_heads,
+            key_dim, value_dim, entries,
+        )  # fmt: skip
+        count_at = head * value_dim + value
+        tl.debug_barrier()  # as in _decode_with_ring
+        _empty(counts + slot * value_heads * value_dim + count_at, values)
     queries = qkv + head // (value_heads // key_heads) * key_dim + column[None, :]
     values_at = qkv + 2 * key_heads * key_dim + head * value_dim + value[None, :]
     square = place[:, None] * _CHUNK + place[None, :]
@@ -355,6 +343,14 @@ def _scan_chunks(
         if save >= 0:
             copy = states + save * slot_stride + (places - slot * slot_stride) + column[None, :]
             tl.store(copy, s.to(states.dtype.element_ty))
+            if entries > 0:
+                _empty(counts + save * value_heads * value_dim + count_at, values)
         row = o + (token[:, None] * value_heads + head) * value_dim
         tl.store(row + value[None, :], out.to(dtype), mask=inside)
     tl.store(state, s.to(states.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _empty(counts: tl.tensor, values: tl.constexpr) -> None:
+    """Set the counts of some values to 0."""
+    tl.store(counts, tl.zeros((values,), tl.int8))

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.delta_net import CHUNK, NORM_EPS, Decay, Heads, Prefills
+from lorikeet_engine.kernels.delta_net import CHUNK, NORM_EPS, Decay, Heads, Prefills, Ring
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
@@ -60,13 +60,17 @@ def decode_delta_rule(
     slots: torch.Tensor,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     kept = slots >= 0
     at = slots[kept].long()
     operands = (each[kept] for each in _operands(qkv, ba, decay, heads, lora))
-    after, o = _next_state(_wide(states[at]), *operands)
-    states[at] = after.to(states.dtype)
+    if ring is None:
+        after, o = _next_state(_wide(states[at]), *operands)
+        states[at] = after.to(states.dtype)
+    else:
+        o = _next_in_ring(states, ring, at, *operands)
     out = qkv.new_zeros(len(qkv), heads.value_heads, heads.value_dim)
     out[kept] = o.to(out.dtype)
     return out
@@ -80,9 +84,13 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     at = prefills.slots.long()
+    if ring is not None:
+        _empty_ring(states, ring, at)
+        ring.counts[prefills.saves[prefills.saves >= 0].long()] = 0
     operands = _operands(qkv, ba, decay, heads, lora)
     saved = dict[int, torch.Tensor]()
     o, after = chunked_delta_rule(*operands, prefills.starts, _wide(states[at]), saved)
@@ -189,6 +197,78 @@ def _next_state(
     correction = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
     state = state + correction.unsqueeze(-1) * k.unsqueeze(-2)
     return state, (state @ q.unsqueeze(-1)).squeeze(-1)
+
+
+def _next_in_ring(
+    states: torch.Tensor,
+    ring: Ring,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """Return the outputs of one token of each slot, and add the token to the ring.
+
+    A full ring's tokens are added to the slot's state, with the current one.
+
+    states, ring: as for decode_delta_rule. slots [sequences] int64: slots of the tokens
+    q, k, v, g, beta: as for recurrent_delta_rule, with one token of each slot
+    """
+    keys, corrections, decays, counts = _held(ring, slots, v.shape[1])
+    entries = decays.shape[2]
+    after = decays @ torch.ones(entries, entries, dtype=g.dtype, device=g.device).tril(-1)
+    fades = (g.unsqueeze(2) + after).exp().unsqueeze(2)  # of each correction until the token
+    faded = (g + decays.sum(2)).exp().unsqueeze(2)  # of the state
+    before = _wide(states[slots])
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        """Multiply x by the state before the token's correction, without computing this state."""
+        of_state = (before @ x.unsqueeze(3)).squeeze(3)
+        similar = (keys @ x.unsqueeze(3)).mT
+        return faded * of_state + ((fades * similar) @ corrections).squeeze(2)
+
+    u = beta.unsqueeze(2) * (v - read(k))
+    o = read(q) + u * (k * q).sum(2, keepdim=True)
+    added = u.unsqueeze(3) * k.unsqueeze(2)
+    folded = faded.unsqueeze(3) * before + (fades.mT * corrections).mT @ keys + added
+    full = counts == entries
+    states[slots[full]] = folded[full].to(states.dtype)
+    kept, index = slots[~full], counts[~full]
+    group = v.shape[1] // ring.keys.shape[1]
+    ring.keys[kept, :, index] = k[~full, ::group].to(ring.keys.dtype)
+    ring.corrections[kept, :, index] = u[~full].to(ring.corrections.dtype)
+    ring.decays[kept, :, index] = g[~full].to(ring.decays.dtype)
+    ring.counts[slots] = torch.where(full, 0, counts + 1).to(torch.int8)[:, None, None]
+    return o
+
+
+def _empty_ring(states: torch.Tensor, ring: Ring, slots: torch.Tensor) -> None:
+    """Add the tokens in the rings of some slots to their states, in order."""
+    keys, corrections, decays, _ = _held(ring, slots, states.shape[1])
+    state = _wide(states[slots])
+    for k, u, g in zip(keys.unbind(2), corrections.unbind(2), decays.unbind(2), strict=True):
+        state = state * g.exp()[..., None, None] + u.unsqueeze(3) * k.unsqueeze(2)
+    states[slots] = state.to(states.dtype)
+    ring.counts[slots] = 0
+
+
+def _held(
+    ring: Ring, slots: torch.Tensor, value_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys, corrections and decays in some slots' rings, and the number of each slot's.
+
+    Keys are those of each value head. Entries without a token are zeros: a token that changes no
+    state.
+    """
+    group = value_heads // ring.keys.shape[1]
+    keys, counts = ring.keys[slots].repeat_interleave(group, 1), ring.counts[slots, 0, 0].long()
+    free = torch.arange(keys.shape[2], device=keys.device) >= counts[:, None]
+    free = free[:, None, :]
+    corrections, decays = ring.corrections[slots], ring.decays[slots].masked_fill(free, 0.0)
+    keys, corrections = (each.masked_fill(free[..., None], 0.0) for each in (keys, corrections))
+    return keys, corrections, decays, counts
 
 
 def _chunk(

@@ -1,0 +1,40 @@
+"""Decay and β of a token in Triton, for the kernels of the gated delta rule."""
+
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels.pointwise.lora_operands import lora_at
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gates(
+    ba: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    stride: tl.tensor,
+    inside: tl.tensor,
+    value_heads: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Compute g and β of one value head for some tokens.
+
+    ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
+    lora, adapted: result of `operands` for the LoRA delta of ba.
+    token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
+    inside: mask of the tokens that exist; the results are 0 elsewhere.
+    """
+    at = token * stride + head
+    b = tl.load(ba + at, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(ba + at + value_heads, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        b += lora_at(lora, adapted, token, at, inside)
+        a += lora_at(lora, adapted, token, at + value_heads, inside)
+    a += tl.load(dt_bias + head).to(tl.float32)
+    y = tl.exp(tl.minimum(a, 20.0))
+    u = 1.0 + y
+    softplus = tl.log(u) + (y - (u - 1.0)) / u  # with the digits of a small y that u has lost
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * tl.where(a > 20.0, a, softplus)
+    return tl.where(inside, g, 0.0), tl.where(inside, tl.sigmoid(b), 0.0)

@@ -1,0 +1,195 @@
+"""Decode of the gated delta rule in Triton that keeps the last tokens in a ring.
+
+kernels/delta_net/__init__.py defines the ring and the equations.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import Decay, Heads, Ring
+from lorikeet_engine.kernels.delta_net.gates import gates
+from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.pointwise.lora_operands import operands
+
+_EPS = tl.constexpr(delta_net.NORM_EPS)
+_VALUES, _WARPS = 32, 4  # of one program, which has these rows of a state
+_PARTS = 4  # of a row, of each of which a thread has some columns: fewer threads share a sum
+
+
+def decode_with_ring(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    decay: Decay,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    heads: Heads,
+    lora: LoraDelta | None,
+    ring: Ring,
+    o: torch.Tensor,
+) -> None:
+    """Compute kernels.delta_net.decode_delta_rule with a ring into o, its result."""
+    assert all(each.is_contiguous() for each in ring), [each.stride() for each in ring]
+    values, entries = min(_VALUES, heads.value_dim), ring.decays.shape[2]
+    _decode_with_ring[(heads.value_dim // values, heads.value_heads, len(slots))](
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, slots, *ring, o,
+        qkv.stride(0), ba.stride(0), states.stride(0), heads.key_heads, heads.value_heads,
+        heads.key_dim, heads.value_dim, entries, values, min(_PARTS, heads.key_dim // 8),
+        num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tokens(
+    s: tl.tensor,
+    keys: tl.tensor,
+    corrections: tl.tensor,
+    decays: tl.tensor,
+    counts: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    value: tl.tensor,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    entries: tl.constexpr,
+) -> tl.tensor:
+    """Return a state s after the tokens in its ring.
+
+    s [values, key_dim] float32: rows `value` of the state of a slot and a value head.
+    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
+    All other operands: see Heads.
+    """
+    column, index = tl.arange(0, key_dim), slot * value_heads + head
+    count = tl.load(counts + index * value_dim + tl.min(value, 0))
+    keys += (slot * key_heads + head // (value_heads // key_heads)) * entries * key_dim + column
+    corrections += index * entries * value_dim + value
+    for entry in tl.range(0, count.to(tl.int32)):
+        k = tl.load(keys + entry * key_dim)
+        u = tl.load(corrections + entry * value_dim)
+        g = tl.load(decays + index * entries + entry)
+        s = s * tl.exp(g) + u[:, None] * k[None, :]
+    return s
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_with_ring(
+    qkv: tl.tensor,
+    ba: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    states: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    corrections: tl.tensor,
+    decays: tl.tensor,
+    counts: tl.tensor,
+    o: tl.tensor,
+    stride: tl.tensor,
+    ba_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    entries: tl.constexpr,
+    values: tl.constexpr,
+    parts: tl.constexpr,
+) -> None:
+    """Compute some values of one value head for one sequence's token, and add it to the ring.
+
+    If the ring is full, the token and those of the ring are added to the state instead.
+
+    qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
+    a_log, dt_bias: see Decay. lora, adapted: result of `operands` for the LoRA delta of ba.
+    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
+    stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
+    states from slot to slot.
+    values: number of values that the program computes. parts: parts of a row of the state, see
+    _PARTS. All other operands: see Heads.
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        group: tl.constexpr = value_heads // key_heads
+        width: tl.constexpr = key_dim // parts
+        first = tl.program_id(0) * values
+        value, column = first + tl.arange(0, values), tl.arange(0, key_dim)
+        places = tl.arange(0, parts)[:, None, None] * width + tl.arange(0, width)[None, None, :]
+        state = states + slot * slot_stride + head * value_dim * key_dim
+        state += value[None, :, None] * key_dim + places
+        s = tl.load(state).to(tl.float32)
+
+        index = slot * value_heads + head
+        count_at = counts + index * value_dim
+        count = tl.load(count_at + first).to(tl.int32)
+        past_keys = keys + (slot * key_heads + head // group) * entries * key_dim + column
+        past_corrections = corrections + index * entries * value_dim + value
+        past_decays = decays + index * entries
+        entry = tl.arange(0, entries + 1)[:, None]
+        held = entry < count
+        k_held = tl.load(past_keys[None, :] + entry * key_dim, mask=held, other=0.0)
+        u_held = tl.load(past_corrections[None, :] + entry * value_dim, mask=held, other=0.0)
+        other = tl.arange(0, entries + 1)[None, :]
+        g_held = tl.load(past_decays + other, mask=other < count, other=0.0)
+
+        query = qkv + row * stride + head // group * key_dim + column
+        q = tl.load(query).to(tl.float32)
+        k = tl.load(query + key_heads * key_dim).to(tl.float32)
+        values_at = qkv + row * stride + 2 * key_heads * key_dim
+        v = tl.load(values_at + head * value_dim + value).to(tl.float32)
+        q = q / (tl.sqrt(tl.sum(q * q, 0) + _EPS) * (key_dim**0.5))
+        k = k / tl.sqrt(tl.sum(k * k, 0) + _EPS)
+        g, beta = gates(
+            ba, lora, adapted, a_log, dt_bias, row, head, ba_stride, row >= 0, value_heads
+        )
+        fades = tl.exp(g + tl.sum(tl.where(entry < other, g_held, 0.0), 1))  # of corrections
+        faded = tl.exp(g + tl.sum(tl.sum(g_held, 1), 0))  # of the state
+        of_k = fades * tl.sum(k_held * k[None, :], 1)
+        of_q = fades * tl.sum(k_held * q[None, :], 1)
+        wide_k, wide_q = _in_parts(k, parts), _in_parts(q, parts)
+        u = beta * (v - faded * _times(s, wide_k) - tl.sum(u_held * of_k[:, None], 0))
+        out = faded * _times(s, wide_q) + tl.sum(u_held * of_q[:, None], 0) + u * tl.sum(k * q, 0)
+        tl.store(o + (row * value_heads + head) * value_dim + value, out.to(o.dtype.element_ty))
+
+        if count < entries:
+            # all value heads of a key head have the same key
+            once = (first == 0) & (head % group == 0)
+            tl.store(past_keys + count * key_dim, k, mask=once & (column >= 0))
+            tl.store(past_corrections + count * value_dim, u)
+            tl.store(past_decays + count, g, mask=first == 0)
+        else:
+            s = faded * s + u[None, :, None] * wide_k
+            since = g
+            for i in tl.static_range(entries - 1, -1, -1):
+                k_i = _in_parts(tl.load(past_keys + i * key_dim), parts)
+                u_i = tl.load(past_corrections + i * value_dim) * tl.exp(since)
+                s += u_i[None, :, None] * k_i
+                since += tl.load(past_decays + i)
+            tl.store(state, s.to(states.dtype.element_ty))
+        tl.debug_barrier()  # no thread of the program writes a count that another has not read
+        after = tl.where(count < entries, count + 1, 0)
+        tl.store(count_at + value, tl.zeros((values,), tl.int8) + after.to(tl.int8))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_parts(x: tl.tensor, parts: tl.constexpr) -> tl.tensor:
+    """Reshape x [key_dim] → [parts, 1, key_dim / parts].
+
+    A load with this shape instead would choose the layout of the state's products.
+    """
+    return tl.expand_dims(tl.reshape(x, (parts, x.shape[0] // parts)), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _times(s: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Multiply rows of a state by a vector, both in parts.
+
+    s [parts, values, width], x [parts, 1, width] → [values]
+    """
+    return tl.sum(tl.sum(s * x, 0), 1)
