@@ -16,7 +16,10 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected, ModelError
+from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.memory_plan import plan_memory
+from lorikeet_engine.kernels.delta_net import Prefills
+from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.scheduling.kv_cache import KVCache
@@ -33,6 +36,7 @@ from tests.engine.engine_driver import (
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.peft_world import PeftWorld, ask
 
+CPU = torch.device("cpu")
 HYBRID = "qwen3_5_text"
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -290,12 +294,25 @@ def test_a_gpu_is_refused_until_its_kernels_are_measured(tiny_checkpoints, tmp_p
         plan_memory(ModelConfig.from_folder(folder), 0, settings, 80 << 30)
 
 
+def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape):
+    states = allocate_states(shape, 4, torch.float32, CPU)
+    for each in states.tensors:
+        each.copy_(torch.arange(1, 5).view(1, 4, *[1] * (each.dim() - 2)).expand_as(each))
+    restores = torch.tensor([[1, 3], [3, 2]])
+    states.begin(StateRows(Prefills.of([1], [0], CPU), False, torch.tensor([0]), restores))
+    for each in states.tensors:
+        assert each.flatten(2)[..., 0].tolist() == [[0, 2, 4, 2]] * 3
+
+
 def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):
     folder = tiny_checkpoints[HYBRID]
     settings = EngineSettings(folder, tmp_path, max_running=4, kv_bytes=1 << 20)
     config = ModelConfig.from_folder(folder)
     plan = plan_memory(config, 0, settings, 1 << 30)
     net = config.shape.delta_net
-    each = 3 * (3 * net.convolved + net.value_heads * net.key_dim * net.value_dim)
-    assert plan.states == 9 * 4 * each  # float32, three layers, four running, four cached, one more
+    each = 3 * net.convolved + net.value_heads * net.key_dim * net.value_dim  # numbers of a layer
+    entry = net.key_heads * net.key_dim + net.value_heads * (net.value_dim + 1)  # of the ring
+    counts = net.value_heads * net.value_dim  # bytes
+    # float32, three layers, four running, four cached, one more
+    assert plan.states == 9 * 3 * (4 * (each + 7 * entry) + counts)
     assert plan.total == plan.slot_pool + plan.steps + plan.states + plan.kv

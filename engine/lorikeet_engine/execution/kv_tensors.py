@@ -5,9 +5,17 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.kernels.attention.protocol import kv_head_dim
+from lorikeet_engine.kernels.delta_net import Heads, Ring
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.settings import EngineSettings
+
+_RING = 7
+"""Number of tokens of a sequence that decodes keep beside its states.
+
+A decode writes the states themselves only in each (_RING + 1)-th step, so it takes less time. 0:
+each decode writes the states.
+"""
 
 
 def kv_shape(
@@ -56,4 +64,8 @@ def allocate_states(
     matrices = torch.zeros(
         *each, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32, device=device
     )
-    return DeltaStates(inputs, matrices)
+    ring = None
+    if _RING:
+        heads = Heads(net.key_heads, net.value_heads, net.key_dim, net.value_dim)
+        ring = Ring.empty(each, heads, _RING, torch.float32, device)
+    return DeltaStates(inputs, matrices, ring)

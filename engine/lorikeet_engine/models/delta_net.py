@@ -12,6 +12,7 @@ from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,
     Heads,
+    Ring,
     decode_convolution,
     decode_delta_rule,
     prefill_convolution,
@@ -36,15 +37,23 @@ class DeltaStates:
     inputs [layers, slots, convolution − 1, channels] in the model's dtype: the last inputs of the
         convolution; zeros stand for tokens before the first.
     matrices [layers, slots, value_heads, value_dim, key_dim]: states of the delta rule.
+    ring: last tokens, of which the matrices do not know yet, with dimensions [layers, slots, …];
+        None: the matrices know all tokens.
     """
 
     inputs: torch.Tensor
     matrices: torch.Tensor
+    ring: Ring | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, each with dimensions [layers, slots, …]."""
+        return [self.inputs, self.matrices, *(self.ring or ())]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return self.inputs.nbytes + self.matrices.nbytes
+        return sum(each.nbytes for each in self.tensors)
 
     @property
     def slots(self) -> int:
@@ -57,18 +66,19 @@ class DeltaStates:
         rows: states that the next step reads and updates.
         """
         source, slot = rows.restores.unbind(0)
-        for states in (self.inputs, self.matrices):
+        for states in self.tensors:
             if len(source):
                 states[:, slot] = states[:, source]  # all are read before one is written
             if len(rows.fresh):
-                states[:, rows.fresh] = 0.0
+                states[:, rows.fresh] = 0
 
     def layer(self, index: int) -> "DeltaStates":
         """Return the states of one layer, without the first dimension.
 
         index: index of the layer among those with a delta net.
         """
-        return DeltaStates(self.inputs[index], self.matrices[index])
+        ring = None if self.ring is None else self.ring.layer(index)
+        return DeltaStates(self.inputs[index], self.matrices[index], ring)
 
 
 def check_device(config: ModelConfig, device_type: str) -> None:
@@ -130,14 +140,14 @@ class DeltaNet:
         values, gates = heads.value_heads * heads.value_dim, 2 * heads.value_heads
         parts = columns(*self.inputs(x, lora), sum(heads.widths), values, gates)
         (qkv, lora_qkv), (z, lora_z), (ba, lora_ba) = parts
-        memory, matrices = states.inputs, states.matrices
+        memory, matrices, ring = states.inputs, states.matrices, states.ring
         if rows.decodes:
             slots = prefills.slots
             qkv = decode_convolution(qkv, self.kernel, memory, slots, lora_qkv)
-            o = decode_delta_rule(qkv, ba, self.decay, matrices, slots, heads, lora_ba)
+            o = decode_delta_rule(qkv, ba, self.decay, matrices, slots, heads, lora_ba, ring)
         else:
             qkv = prefill_convolution(qkv, self.kernel, memory, prefills, lora_qkv)
-            o = prefill_delta_rule(qkv, ba, self.decay, matrices, prefills, heads, lora_ba)
+            o = prefill_delta_rule(qkv, ba, self.decay, matrices, prefills, heads, lora_ba, ring)
         gate, lora_z = by_heads(z, lora_z, heads.value_dim)
         gated = gated_rms_norm(o, gate, self.norm, self.eps, lora_z).flatten(1)
         return summed_product(*self.out(gated, lora), None, self._ranks)

@@ -75,8 +75,8 @@ class Run:
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         attention = SdpaAttention(model.config.attention_soft_cap)
         states = allocate_states(model.shape, tokens.all_pages, dtype, kv.device)
-        for each in (states.inputs, states.matrices) if states is not None else ():
-            each.fill_(torch.nan)
+        for each in states.tensors if states is not None else ():
+            each.fill_(torch.nan if each.is_floating_point() else 5)
         self.runner = ModelRunner(model, attention, lora, kv, states=states)
         self.tokens = tokens
         self.logits = {}
