@@ -296,11 +296,12 @@ def test_a_gpu_is_refused_until_its_kernels_are_measured(tiny_checkpoints, tmp_p
 
 def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape):
     states = allocate_states(shape, 4, torch.float32, CPU)
-    for each in states.tensors:
+    tensors = (states.inputs, states.matrices, *states.ring)
+    for each in tensors:
         each.copy_(torch.arange(1, 5).view(1, 4, *[1] * (each.dim() - 2)).expand_as(each))
     restores = torch.tensor([[1, 3], [3, 2]])
     states.begin(StateRows(Prefills.of([1], [0], CPU), False, torch.tensor([0]), restores))
-    for each in states.tensors:
+    for each in tensors:
         assert each.flatten(2)[..., 0].tolist() == [[0, 2, 4, 2]] * 3
 
 
