@@ -12,7 +12,8 @@ _MAX_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """Adapter's size and usage at the time of a use, from which its eviction score is computed.
+    """Size and use count of an adapter at one of its uses, from which the eviction score is
+    computed.
 
     elements: size of the adapter's image.
     uses: number of uses up to and including this one; a use's weight halves every HALF_LIFE_S.

@@ -102,8 +102,7 @@ class _LoadTask:
     without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     download_s: seconds of the last download; None if there was none.
-    fault: cause to report if the load fails now; a disk error is reported as the disk's in any
-        case.
+    fault: cause to report if the load fails for any reason but a disk error.
     """
 
     ref: AdapterRef

@@ -219,12 +219,11 @@ class Hop:
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Scale an assumed latency and rate so that they predict the measured mean time.
+        """Scale an assumed latency and rate so that they predict the measured mean time for a load
+        of mean size.
 
-        That is the time of a load of mean size.
-
-        Returns (latency, rate). Both are scaled by the same factor, since one mean cannot tell
-        which of the two is wrong. Both are returned unchanged while nothing was measured.
+        Returns (latency, rate). One mean cannot tell which of the two is wrong, so both are changed
+        by the same factor. While nothing was measured, both are returned unchanged.
 
         latency_s, bytes_per_s: the assumed latency and rate.
         """

@@ -125,13 +125,15 @@ def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """Return, for each query token, the start of its KV pages and its sequence's length up to it.
+    """Return, for each query token, the start of its sequence's KV pages and the sequence's length
+    up to it.
 
-    Both results are [query tokens]. The first indexes table.pages. The length includes the query
-    token; it ignores a window, which may exclude the earliest tokens of the sequence.
+    The start is an index into table.pages. The length counts the query token itself, and also
+    earlier tokens that a window would exclude.
 
     query_starts [sequences + 1]: first query token of each sequence, then the number of all query
         tokens.
+    → two arrays [query tokens]
     """
     lengths = table.kv_lengths
     owner = np.repeat(np.arange(len(lengths)), np.diff(query_starts))

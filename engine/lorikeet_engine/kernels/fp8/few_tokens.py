@@ -154,7 +154,8 @@ def multiply(
 
 @cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """Return the device's counters of finished partial sums, one for each output tile.
+    """Return the device's counters of programs that have finished their partial sums, one counter
+    for each output tile.
 
     They are 0 between launches: the last program of a tile resets the tile's counter.
     """

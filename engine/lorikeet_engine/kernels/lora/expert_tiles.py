@@ -61,7 +61,7 @@ def add(
 
 
 def _split(d_in: int, inner: int, programs: int) -> int:
-    """Return how many of the d_in inputs a program reads, a multiple of `inner`.
+    """Return the number of the d_in inputs that one program reads, a multiple of `inner`.
 
     inner: number of inputs that a program reads at once.
     programs: number of programs for each part of d_in.

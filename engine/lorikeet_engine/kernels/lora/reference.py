@@ -85,7 +85,7 @@ def replace_logits(
 ) -> None:
     """Overwrite logits of adapters' trained tokens, in place: y[r, id] = x[r] · row(id).
 
-    row(id) is the head row that the adapter of r has trained for token id.
+    row(id) is the row of lm_head that r's adapter has trained for token id.
 
     x [rows, hidden]: hidden states
     y [rows, vocabulary]: logits

@@ -43,7 +43,7 @@ class Tiles:
 
     @property
     def act_expands(self) -> bool:
-        """Whether act_and_mul multiplies gate_up's v = A·x by B itself (expand_act.py)."""
+        """Whether act_and_mul itself multiplies gate_up's v = A·x by B (expand_act.py)."""
         return self.regime == Regime.PREFILL
 
     @property

@@ -51,8 +51,8 @@ class PlaceOnGpu(Protocol):
 
         image: the adapter packed for the GPU, in host memory.
         reason: reason for the copy, which decides the adapters that may be evicted.
-        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
-            serve instead.
+        uses: for a prefetch, number of the adapter's recent uses on other replicas that this
+            replica could serve instead.
         """
 
 
@@ -196,7 +196,8 @@ class GpuAdapters:
     def victim(self, itemsize: int) -> EvictionCandidate | None:
         """Return the adapter that would be evicted first; None if none can be evicted.
 
-        The adapter's number of uses, which decays all the time, is rounded to tenths.
+        The returned number of uses is rounded to tenths, because the exact number changes all the
+        time.
 
         itemsize: bytes per element.
         """
@@ -310,8 +311,8 @@ class GpuAdapters:
         `copy_finished`.
 
         reason: reason for the copy, which decides the adapters that may be evicted.
-        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
-            serve instead.
+        uses: for a prefetch, number of the adapter's recent uses on other replicas that this
+            replica could serve instead.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -429,8 +430,8 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict adapters until an image fits without moving other images; steps would wait for
-        moves.
+        """Evict adapters until an image fits without moving other images, because moves delay
+        steps.
 
         Gives up when the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size, or
         when no more adapters may be evicted.
@@ -456,8 +457,8 @@ class GpuAdapters:
 
         The score is −∞ if the adapter was never used on any replica.
 
-        elsewhere: recent uses of the adapter on other replicas that this replica could serve
-            instead.
+        elsewhere: number of the adapter's recent uses on other replicas that this replica could
+            serve instead.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf
