@@ -139,7 +139,8 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s: how much longer piecewise graphs take than a single graph.
+    """Measure StepCosts.pieces_s: the seconds that a step takes longer as piecewise graphs than as
+    a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
     costs: costs measured so far.
@@ -156,7 +157,8 @@ def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> f
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:
-    """Measure StepCosts.split_s: seconds added because decodes get attention kernels of their own.
+    """Measure StepCosts.split_s: the seconds added to a step whose decodes have attention kernels
+    of their own.
 
     costs: all other costs of a step without adapters.
     """

@@ -119,8 +119,8 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
-        attention: gives small steps a back end that their graphs contain; in larger steps, runs
-            between the graphs.
+        attention: makes the back ends that graphs of small steps contain; in larger steps, it is
+            launched between graphs.
         weights: the adapters' weights that the ModelRunner uses.
         kv: the ModelRunner's KV pages.
         limits: largest step to capture graphs for.
@@ -294,7 +294,7 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
 def _seen_by_prompts(batch: Batch) -> int:
     """Return the number of (prompt token, token that it attends to) pairs in the batch.
 
-    In a whole graph, each prompt token reads the keys of all tokens that it attends to.
+    If the batch runs as one graph, each prompt token reads the keys of all these tokens by itself.
     """
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1

@@ -66,7 +66,7 @@ class OneRank:
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks pass to this method."""
+        """Return the smallest number that any rank passes to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:

@@ -130,8 +130,7 @@ class Shard:
         """Return the inputs, or the outputs, of a linear that this process keeps.
 
         widths: kind of these inputs or outputs; several kinds, in order, for the outputs of linears
-        that
-            are stored stacked as one.
+            that are stored stacked as one.
         shape: shape of the whole base model.
         """
         parts = shape.parts(widths[0])

@@ -104,7 +104,8 @@ class RankSums:
         return sums
 
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
-        """Allocate memory of this rank and map that of all ranks; return None if any rank fails.
+        """Allocate this rank's memory and map the memory of all ranks; return None if any rank
+        fails.
 
         allocate: allocates this rank's memory.
         """

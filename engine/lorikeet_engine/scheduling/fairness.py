@@ -63,10 +63,10 @@ class SequenceCost:
 
     counter: counter of the tenant.
     expected: estimate of the cost of the prompt and the whole answer.
-    charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
-        tokens before them are included.
+    charged_tokens: number of prompt tokens up to the last one charged; cached tokens before it
+        count.
     to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
-        sequence an estimate, made when the sequence was queued.
+        sequence this is an estimate, made when the sequence was queued.
     next_chunk: part of to_compute that fits into one step.
     """
 

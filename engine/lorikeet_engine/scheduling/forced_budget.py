@@ -54,9 +54,9 @@ class ForcedBudget:
 
         decodes: number of decodes in the step.
         context: total length of the decoding sequences, in tokens.
-        beside_others: whether the step has other sequences, which cannot have forced tokens and
-            would only be delayed by them. If not, forced tokens are limited only by the size of a
-            step.
+        beside_others: whether the step has sequences that cannot have forced tokens, and that
+            forced tokens of others would delay. If False, only the size of a step limits forced
+            tokens.
         """
         self._decodes = decodes
         if not beside_others:

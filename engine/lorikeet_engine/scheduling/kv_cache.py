@@ -82,8 +82,8 @@ class StateUse(NamedTuple):
     """Use that a step makes of a sequence's state.
 
     slot: slot of the state, which the step updates.
-    restore: slot of a cached state to copy into it before the step; None: there is none.
-    saves: states to cache.
+    restore: slot of a cached state to copy into `slot` before the step; None: nothing is copied.
+    saves: states to copy to the cache during the step.
     """
 
     slot: int
@@ -92,7 +92,7 @@ class StateUse(NamedTuple):
 
 
 class SequencePages:
-    """KV pages of one sequence, and the state of their contents.
+    """KV pages of one sequence, and the number of tokens written to them.
 
     pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
         the sequence has no pages.
@@ -103,7 +103,7 @@ class SequencePages:
     announced: number of first pages that other sequences wait for, because this sequence is about
         to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
-        are needed; None if only the last token's logits are needed.
+        are needed; None if only the last prompt token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without
         delta nets.
@@ -214,12 +214,15 @@ class KVCache(PagePool):
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """Return the pages that a sequence of `tokens` tokens needs if none of them are cached."""
+        """Return the number of pages, in all groups of layers, that a sequence of `tokens` tokens
+        needs if none of its pages is cached.
+        """
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """Return how many pages must be freed before a sequence can get `pages` pages; 0 or less:
-        none.
+        """Return the number of pages that must be freed before a sequence can get `pages` pages.
+
+        0 or less: enough pages are free.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """
@@ -324,8 +327,8 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        Groups with a window then free the pages that no later token attends to, not even one that
-        follows the last full page in another sequence.
+        In groups with a window, also free the pages that later tokens will not attend to: neither
+        this sequence's, nor those of another sequence that continues after the last full page.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """
@@ -359,10 +362,12 @@ class KVCache(PagePool):
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
-        """Return what the next step does with a sequence's state, in a model with delta nets.
+        """Return the use that the next step makes of a sequence's state, in a model with delta
+        nets.
 
-        Gives slots to the states that the step is to save. A state that was to be saved within a
-        piece of the step's tokens is saved before that piece. Without free slots none is saved.
+        Reserves slots for the states that the step saves. Kernels have states only after whole
+        pieces (`state_piece`) of the step's tokens, so a state to be saved within a piece is saved
+        before that piece instead. If no slot is free, no state is saved.
 
         start, end: the tokens of the sequence that the step computes.
         """
@@ -396,8 +401,9 @@ class KVCache(PagePool):
         """Give a sequence a slot for its state, and choose where its state is to be saved.
 
         keys: keys of the pages that the sequence may take from the cache.
-        hit: number of pages behind which the sequence begins, with a cached state if not 0.
-        found: number of pages that were cached, with or without a state behind the last.
+        hit: number of cached pages that the sequence takes; if not 0, the state behind the last of
+            them is cached.
+        found: number of first pages that are cached, with or without a state behind them.
         """
         assert self.states is not None
         kv.restore = self.states.hold(keys[hit - 1]) if hit else None

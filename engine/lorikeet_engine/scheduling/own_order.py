@@ -48,7 +48,8 @@ class Turn(NamedTuple):
     def computed(self, cost: float) -> None:
         """Record that the sequence got a chunk in this turn.
 
-        cost: cost of the chunk's tokens, whether or not a preempted sequence computes them again.
+        cost: cost of all tokens of the chunk, including tokens that are computed again after a
+            preemption.
         """
         counter = self.sequence.cost.counter
         if self.overtakes:

@@ -36,7 +36,8 @@ class StatePool:
         return len(self._slot_of)
 
     def longest(self, keys: list[bytes]) -> int:
-        """Return the number of the first keys up to the last one whose state is cached; 0 if none.
+        """Return the number of leading keys up to and including the last one whose state is cached;
+        0 if no state is.
 
         keys: keys of a sequence's first full pages.
         """

@@ -120,8 +120,10 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run: the time beyond the expected one is the base time, or for
-        a step with prompts the extra time of prompts.
+        """Learn from a step that has run: from one without prompts, the base time; from one with
+        prompts, the extra time of prompts.
+
+        Either time is the part of step_s that was not expected.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -152,8 +154,8 @@ class PromptBudget:
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
         prompt, unless it would then be empty.
-    scored: for prompt_logprobs, the prompt tokens in the chunks taken so far from whose logits the
-        following prompt token is scored.
+    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far whose logits score the
+        prompt token after them.
     """
 
     def __init__(
@@ -232,9 +234,10 @@ class PromptBudget:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return how many more prompt tokens of a prompt the inter-token goal allows.
+        """Return the number of further tokens of a prompt that the inter-token goal allows in this
+        step.
 
-        depth: number of tokens that precede them in the prompt.
+        depth: number of tokens of the prompt before these tokens.
         most: upper bound of the result.
         """
         if (budget := self._budget) is None:
