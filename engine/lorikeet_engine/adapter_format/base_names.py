@@ -31,12 +31,14 @@ def unquantised_name(name: str) -> str:
 
 
 def is_nf4_copy(name: str) -> bool:
-    """Whether the name is that of a copy in bitsandbytes' NF4, in Unsloth's naming."""
+    """Whether a model's name says that it is a copy in bitsandbytes' NF4, as Unsloth names such
+    copies.
+    """
     return name.lower().endswith("bnb-4bit")
 
 
 def is_fp8_copy(name: str) -> bool:
-    """Whether the name is that of an FP8 copy, in the naming of Qwen and Red Hat."""
+    """Whether a model's name says that it is an FP8 copy, as Qwen and Red Hat name such copies."""
     return _FP8.search(last_part(name)) is not None
 
 

@@ -98,7 +98,7 @@ def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
     """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC or FP8_BLOCK.
 
-    The config is not needed to find linears that are not quantised: their tensors show that.
+    Linears that are not quantised are found by their tensors, not by this config.
     """
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":

@@ -122,7 +122,7 @@ class Log:
             raise error from None
 
     def _before(self, seq: int) -> Sequence[Entry]:
-        """Return the earlier entries of entry `seq`'s block, which object `seq` is to repeat."""
+        """Return the entries before entry `seq` in its block, for log object `seq` to repeat."""
         if seq % BLOCK == 0 or seq == 1:
             return ()
         held = self._held

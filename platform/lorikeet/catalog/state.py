@@ -173,7 +173,7 @@ class CatalogState:
         """Return a tenant in the form in which the state holds it: JSON until it has been changed,
         then decoded.
 
-        It is the same object until an entry changes the tenant.
+        Repeated calls return the same object until an entry changes the tenant.
         """
         return self._partition(partition_of(tenant)).tenants[tenant]
 

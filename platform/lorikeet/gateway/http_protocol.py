@@ -156,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._rest_before_next_read()
 
     def on_message_begin(self) -> None:
-        """Reset the counters of bytes, parts and small reads for a new request.
+        """Reset the counters of a request's bytes, body parts and small reads, for a new request.
 
         Raises an error, which refuses the request, if MAX_PIPELINED requests of the connection wait
         already.
@@ -169,8 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Accept a header or trailer of a request. Raises an error, which refuses the request, if
-        the
-        request has too many headers and trailers.
+        the request has too many headers and trailers.
         """
         if len(self.headers) >= MAX_HEADERS:
             problem = f"the request has more than {MAX_HEADERS} headers, the limit here"

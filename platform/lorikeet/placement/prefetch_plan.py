@@ -335,7 +335,7 @@ class _TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict adapters and place an image, which this plan will not evict.
+        """Evict adapters and place an image, which later steps of this plan do not evict.
 
         size: bytes of the image.
         victims: digests of the adapters to evict, as the method `victims` returned them.

@@ -57,7 +57,9 @@ _REMEMBERED_TRANSFERS = 256
 
 
 class _Held(NamedTuple):
-    """Adapter that a gateway holds in host memory until event-loop time `until_s`."""
+    """Adapter that a gateway's request keeps in host memory, until the time `until_s` of the event
+    loop.
+    """
 
     ref: AdapterRef
     until_s: float
@@ -65,8 +67,7 @@ class _Held(NamedTuple):
 
 class PushedAdapters:
     """Receiver of pushed adapters on one replica, which keeps them in host memory while their
-    gateways
-    ask for it. For one event loop.
+    gateways ask for it. For one event loop.
 
     Constructor arguments:
     folder: folder of the disk cache.

@@ -38,7 +38,7 @@ body in memory.
 At this limit, they take about 40 MB.
 """
 MOST_PROMPT_IDS = 2**20
-"""Limit on the number of prompt token ids that an answer's choices repeat: 7 MB."""
+"""Limit on the number of prompt token ids that an answer's choices repeat: 7 MB of JSON."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
 _ENCODERS, _ENCODERS_PER_TENANT = 3, 2
@@ -59,8 +59,7 @@ class EncodedCall:
 
     thinking: state of the model's thinking at the end of the prompt.
     tried_grammar: grammar that the sandbox tries: the request's grammar without thinking. Thinking
-    is
-        free text, behind which a trial would not show the grammar's cost. None if the answer is
+        is free text, behind which a trial would not show the grammar's cost. None if the answer is
         unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
@@ -182,11 +181,10 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a call's grammar in the sandbox; return the encoded call with its queue time reduced
-        by
-        the time that the trial took.
+        """Try a call's grammar in the sandbox; return the encoded call.
 
-        Raises the errors of GrammarSandbox.check.
+        The returned call's queue time is reduced by the time that the trial took. Raises the errors
+        of GrammarSandbox.check.
         """
         began_s = time.monotonic()
         assert encoded.tried_grammar is not None

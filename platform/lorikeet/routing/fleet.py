@@ -173,8 +173,8 @@ class Fleet:
 
         For FETCH_PAUSE_S, requests for the adapter prefer replicas that already have it. If the
         loads of two adapters fail within that time, the object store may be unreachable: then
-        requests for any adapter prefer replicas that have theirs. If the cause was a full disk,
-        only that replica's fetches pause, whatever their adapter.
+        requests for any adapter prefer replicas that already have it. If the cause was a full disk,
+        only the replica with this disk pauses its fetches, of all adapters.
 
         digest: adapter that failed to load.
         full: replica whose disk is full; None: another cause, such as the store.

@@ -132,9 +132,10 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Let a replica return the modules whose copied matrices differ from the base model's.
+        """Ask a replica for the modules whose copied matrices differ from the base model's.
 
         copies: matrices of the base model that an adapter carries along.
+
         Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:

@@ -207,7 +207,7 @@ class _Answer:
             self._due_s = math.inf
 
     async def _unless_cut(self, work: Awaitable[T]) -> T | None:
-        """Return the result of `work`; None once the answer is cut."""
+        """Await `work` and return its result; return None as soon as the answer is cut."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)

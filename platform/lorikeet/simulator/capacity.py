@@ -82,7 +82,7 @@ class _Search:
         """Find the smallest number of replicas that meets the goals: by bisection with one seed,
         then with all seeds.
 
-        work: replicas that the requests keep busy, as from `_work`.
+        work: number of replicas that the requests keep busy, as `_work` returns it.
         """
         most = max(_TRIED, math.ceil(_FURTHEST * work))
         enough = self._bisect(*self._bracket(work, most))

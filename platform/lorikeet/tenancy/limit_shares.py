@@ -28,8 +28,8 @@ A gateway that this gateway still asks, but that does not answer, keeps its shar
 answer this gateway's shares stay as they are (`agree`).
 """
 DOUBT_S = 10.0
-"""Seconds after which a new gateway takes the even share, if it could not agree on shares with the
-other gateways.
+"""Seconds after which a new gateway takes an equal share (1/N), if it could not agree on shares
+with the other gateways.
 """
 _IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even
 _EXACT = 1e-9
@@ -212,10 +212,11 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return the share of a subject's limits that fits this gateway's part of all gateways'
-        demand.
+        """Return the share of a subject's limits that corresponds to this gateway's part of all
+        gateways' demand.
 
-        The result is at least FLOOR of the even share.
+        The result is at least FLOOR times an equal share (1/N).
+
         own: this gateway's present share and demand.
         """
         demand = own.demand(now)
@@ -227,7 +228,7 @@ class LimitShares:
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
         """Yield the last claim of each other gateway.
 
-        A gateway without a claim is assumed to have the even share.
+        A gateway without a claim is assumed to have an equal share, 1/N.
         """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
@@ -247,8 +248,8 @@ class LimitShares:
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
-        """Drop the claims of gateways that are gone, and idle subjects whose share is at least the
-        even share.
+        """Drop the claims of gateways that are gone, and idle subjects whose share is at least an
+        equal share, 1/N.
         """
         gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:

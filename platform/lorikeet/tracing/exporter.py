@@ -57,7 +57,9 @@ class TraceExporter:
 
 
 class _Sender(SpanExporter):
-    """Sender to the collector. Logs once when the collector fails and once when it recovers."""
+    """Sender of spans to the trace collector. Logs once when the collector fails, and once when it
+    recovers.
+    """
 
     def __init__(self, url: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failure

@@ -86,7 +86,9 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Last part of the linear's path, such as q_proj, behind shared_expert if it is of one."""
+        """Last part of the linear's path, such as q_proj; shared_expert.up_proj for up_proj of a
+        shared expert.
+        """
         before, _, last = self.module.rpartition(".")
         return f"shared_expert.{last}" if before.endswith(".shared_expert") else last
 

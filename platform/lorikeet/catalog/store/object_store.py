@@ -91,8 +91,10 @@ class PartStore(Protocol):
         ...
 
     def unfinished(self, prefix: str, /) -> Iterator[UnfinishedUpload]:
-        """Yield the uploads to keys under `prefix` that are neither joined nor deleted, unless
-        listings of objects show them.
+        """Yield the unfinished uploads (neither joined nor deleted) to keys under `prefix`.
+
+        Uploads whose parts are objects of their own are left out, since listings of objects show
+        them.
         """
         ...
 

@@ -38,7 +38,8 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Check a blob for everything that could make its adapter fail later; return facts about it.
+    """Check a blob for all that could make its adapter fail on a replica; return facts about the
+    blob.
     Blocks: call it in a thread.
 
     blob: file with the blob.

@@ -25,8 +25,7 @@ from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Seconds for which a collected JSON document answers all requests. Ten open pages then cost no
-more
-than a single page.
+more than a single page.
 """
 PINS_FRESH_S = 3.0
 """Seconds between reads of the pins' states. For replicas, a read of the pins' states costs more

@@ -101,8 +101,7 @@ class PushedVersions:
     """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
     The numbers of these versions are provisional: another version may be recorded first. If an
-    admin
-    moves an alias meanwhile, the admin's choice counts. For use in one event loop.
+    admin moves an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

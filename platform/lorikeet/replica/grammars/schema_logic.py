@@ -246,8 +246,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if the bounds of two schemas show that all numbers which `one` allows are less
-    than
-    all numbers which `other` allows.
+    than all numbers which `other` allows.
     """
     most, least = _number(one, "maximum"), _number(other, "minimum")
     under, over = _number(one, "exclusiveMaximum"), _number(other, "exclusiveMinimum")
