@@ -146,6 +146,7 @@ def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Rename modules from the trainer's naming to that of blobs.
 
     pairs: A and B of each module.
+
     Raises AdapterRejected if two modules get the same name.
     """
     modules: dict[str, Pair] = {}

@@ -171,6 +171,7 @@ def _expected(
 
     The result has only families that have the linears with weights. The family that the weights
     resemble most comes first.
+
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.

@@ -83,6 +83,7 @@ class PackedLayout:
         """Return the layout of a validated adapter for its base model.
 
         world: number of tensor parallel ranks that share the model.
+
         Raises SettingsError if the base model cannot be divided among them.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}

@@ -99,6 +99,7 @@ class ResidencyStats:
         """Return the total bytes of images on their way to the GPU.
 
         An image of unknown size counts with the mean size.
+
         requested: digests of adapters that requests wait for and that are not on the GPU.
         """
         usual = self._usual_bytes

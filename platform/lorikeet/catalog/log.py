@@ -41,6 +41,7 @@ class Log:
         after: number of the newest entry, on whose state the changes were decided.
         actor: author, for the audit trail.
         time: Unix seconds.
+
         Raises Conflict if another writer has taken that number, StoreError if the store failed and
         does not hold the entry, StoreRefused if an entry that this process has read was
         overwritten.

@@ -50,7 +50,9 @@ class CatalogReader(CatalogView):
 
         Concurrent callers share a failure: if another refresh has failed since `asked_s`, this call
         fails without asking the store.
+
         asked_s: time.monotonic() of the caller's request; None: now.
+
         Raises StoreError.
         """
         asked_s = time.monotonic() if asked_s is None else asked_s

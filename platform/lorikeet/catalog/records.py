@@ -171,6 +171,7 @@ class AdapterRecord:
     """An adapter with every version it ever had.
 
     Aliases and their shares always point to usable versions.
+
     shared: every tenant may use the adapter.
     versions: versions[i].version is i + 1.
     aliases: version number by alias.

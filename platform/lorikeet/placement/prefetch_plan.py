@@ -235,6 +235,7 @@ class _Draft:
 
         Replicas that hold the adapter at a nearer tier come first, then replicas in the order in
         which routing prefers them for the adapter.
+
         uses: decayed uses that the copy will draw.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """

@@ -249,6 +249,7 @@ class Fleet:
         Assigning a request for a second time means that no replica had a free request slot yet. Its
         adapter is then listed in `take_waiting_adapters`, so that the replica can load it in
         advance.
+
         candidates: ranked replicas, best first.
         """
         with self._lock:

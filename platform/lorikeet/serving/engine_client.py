@@ -195,6 +195,7 @@ class ServeEngineClient:
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
         call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
         if the replica's code failed.
+
         run_call: handle of the replicas' method `run_call`.
         """
         request_id = call.request_id

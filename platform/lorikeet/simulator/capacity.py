@@ -65,6 +65,7 @@ def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Return the number of replicas, with a fraction, that the requests keep busy.
 
     The estimate assumes full batches and no adapters.
+
     sample: requests from which mean lengths are computed.
     """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
@@ -100,6 +101,7 @@ class _Search:
         enough.
 
         most: limit on the replicas to try.
+
         Raises Unreachable if `most` replicas are not enough.
         """
         too_few, enough = math.floor(work), math.ceil(_USUAL * work)

@@ -113,6 +113,7 @@ class LimitShares:
 
     A round is `claim`, sending the claims to every other gateway, then `agree` with the answers.
     Rounds of one gateway do not overlap. Every `now` is in seconds.
+
     name: this gateway's name, new at every start.
     gateways: configured number of gateways.
     """

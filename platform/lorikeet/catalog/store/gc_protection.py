@@ -36,6 +36,7 @@ def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None)
 
     key: key of the object.
     put: writes the object if it is absent. Without `put`, an absent object raises ObjectNotFound.
+
     Raises Conflict if a collection still marks the object after _WAIT_S.
     """
     deadline = time.monotonic() + _WAIT_S
