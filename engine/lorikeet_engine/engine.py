@@ -169,7 +169,7 @@ class Engine:
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and empty the scheduler, whatever state it is in.
 
-        Returns the outputs, which include those of a step that an error has interrupted.
+        Returns the outputs, including outputs of a step that an error has interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()

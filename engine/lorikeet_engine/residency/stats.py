@@ -24,7 +24,7 @@ _UNMEASURED = LoadCosts()
 class ResidencyStats:
     """Load counts, load times and the list of adapters.
 
-    The engine's thread calls the recording methods; any thread may call the others.
+    The engine's thread calls the recording methods; any thread may call the other methods.
     """
 
     def __init__(

@@ -327,8 +327,8 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        In groups with a window, also free the pages that later tokens will not attend to: neither
-        this sequence's, nor those of another sequence that continues after the last full page.
+        In groups with a window, also free the pages that no later token attends to: neither of this
+        sequence nor of another sequence that continues after its last full page.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """

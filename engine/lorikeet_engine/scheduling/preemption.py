@@ -63,8 +63,10 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key of a running sequence: those of the tenant with the largest virtual counter come
-    last, and of these the youngest at the end.
+    """Return a running sequence's sort key.
+
+    Sequences of the tenant with the largest virtual counter come last, and among these the youngest
+    comes last.
     """
     return sequence.cost.counter.value, sequence.arrival
 

@@ -65,9 +65,9 @@ class ReplicaResponse(Response):
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
     status; a later failure ends a stream with an error event. A stream that a replica has accepted
-    and that has no bytes for KEEP_ALIVE_S gets its headers and a keep-alive event (keep_alive.py);
-    from then on, the client gets a failure as an error event. When the client disconnects, `items`
-    is closed at once (client_disconnect.py).
+    and that has no bytes for KEEP_ALIVE_S seconds gets its headers and a keep-alive event
+    (keep_alive.py); from then on, the client gets a failure as an error event. When the client
+    disconnects, `items` is closed at once (client_disconnect.py).
 
     items: the replica's answer.
     observers: observers of the call, entered in order and left in reverse.

@@ -275,8 +275,8 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if no item of the answer arrives for
-    _LATE_S.
+    """Wait for the end of a call, then fail its answer if no item of the answer arrives for _LATE_S
+    seconds.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """

@@ -97,7 +97,7 @@ class NoWebSocketMiddleware:
 
 
 class KeyPacingMiddleware:
-    """Middleware that starts requests with the same API key START_INTERVAL_S apart.
+    """Middleware that starts requests with the same API key START_INTERVAL_S seconds apart.
 
     Without pacing, a thousand simultaneous requests of one client would all start before the event
     loop turns to other clients, and fill Serve's queue for a gateway. With pacing, at most one

@@ -95,7 +95,7 @@ class LimitShare:
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
-        """Whether no request runs in this gateway, and none has arrived for _IDLE_S."""
+        """Whether no request runs in this gateway, and none has arrived for _IDLE_S seconds."""
         return not self.running and now - self.at > _IDLE_S
 
     def _left(self, now: float) -> float:
@@ -169,7 +169,7 @@ class LimitShares:
         """Return the seconds for which this gateway has had its regular shares, 0 at first.
 
         The regular shares begin when this gateway first agrees on shares with the other gateways,
-        or DOUBT_S after its start, whichever is first.
+        or DOUBT_S seconds after its start, whichever is first.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
@@ -195,8 +195,8 @@ class LimitShares:
         """End a round: set this gateway's shares from the claims in the other gateways' answers.
 
         complete: whether every gateway that may exist has answered. If not, shares stay as they
-            are; but a gateway that has never agreed with the others takes the even share after
-            DOUBT_S.
+            are; but a gateway that has never agreed with the others takes an equal share after
+            DOUBT_S seconds.
         """
         for answer in answers:
             self._receive(answer, now)

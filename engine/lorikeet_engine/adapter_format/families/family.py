@@ -101,8 +101,9 @@ class Linear:
 class LayerNorms:
     """Names of the RMS norms in a decoder layer; None where the layer has no norm.
 
-    The norms of inputs apply to what attention and MLP read; those of outputs, to what they return,
-    before it is added to the hidden states.
+    attention_input, mlp_input: norms of the hidden states that attention and the MLP read.
+    attention_output, mlp_output: norms of the results of attention and the MLP, before these are
+        added to the hidden states.
     """
 
     attention_input: str | None = "input_layernorm"

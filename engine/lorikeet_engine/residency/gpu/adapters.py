@@ -208,7 +208,8 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S.
+        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S
+        seconds.
 
         The adapter need not be on the GPU.
         """
@@ -246,7 +247,7 @@ class GpuAdapters:
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
-        """Protect an adapter from eviction until it is leased, but at most for GUARD_S.
+        """Protect an adapter from eviction until it is leased, but at most for GUARD_S seconds.
 
         Returns False if the adapter is neither on the GPU nor being copied there.
         """

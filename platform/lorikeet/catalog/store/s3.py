@@ -88,7 +88,7 @@ _CONFIG = Config(
 _LONG_TIMEOUT = Config(read_timeout=12)
 """Configuration for copies, joins and uploads, which S3 answers only when they are complete.
 
-The timeout exceeds _RETRY_WINDOW_S, so these calls are tried once.
+The timeout exceeds _RETRY_WINDOW_S seconds, so these calls are tried once.
 """
 _URL_LIFETIME_S = 3600
 _LARGEST_COPY_BYTES = 5 * 2**30  # limit of one CopyObject
@@ -445,7 +445,7 @@ def _record_start(context: dict[str, Any], **_: object) -> None:
 
 
 def _stop_late_retry(request_dict: dict[str, Any], **_: object) -> Any:
-    """Return False, which forbids botocore a retry, after _RETRY_WINDOW_S; else None."""
+    """Return False, which forbids botocore a retry, after _RETRY_WINDOW_S seconds; else None."""
     elapsed_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
     return False if elapsed_s > _RETRY_WINDOW_S else None
 

@@ -224,8 +224,8 @@ class PushedVersions:
         alias.
 
         log: catalog state without pushed versions.
-        landed: digests of earlier pushes that the log contains now; moves of the alias to these
-            pushes are ignored.
+        landed: digests of pushes that the log has recorded meanwhile; moves of the alias to these
+            pushes do not count.
         """
         if version.alias is None:
             return version
