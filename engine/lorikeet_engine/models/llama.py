@@ -233,7 +233,7 @@ def rehearse_load(
     load_model does.
 
     max_context, rounding: as for load_model.
-    shard: the process whose bytes are returned; the first process has the most.
+    shard: part of the model whose bytes are returned; the first process's part is the largest.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears

@@ -63,8 +63,8 @@ class Turn(NamedTuple):
 class OwnQueue:
     """Waiting sequences of one tenant, in two orders. Both begin with preempted sequences.
 
-    by_age: the other sequences by priority, then by arrival.
-    by_cost: the other sequences by priority, then by the work to compute.
+    by_age: all other sequences, by priority, then by arrival.
+    by_cost: all other sequences, by priority, then by the work to compute.
     """
 
     def __init__(self) -> None:

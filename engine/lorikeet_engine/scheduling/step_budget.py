@@ -154,8 +154,8 @@ class PromptBudget:
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
         prompt, unless it would then be empty.
-    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far whose logits score the
-        prompt token after them.
+    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far, of which each one's
+        logits score the next prompt token.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class PromptBudget:
         """Whether a prompt can get a chunk in this step.
 
         Under an inter-token goal, False if only very few tokens would fit, unless they are the
-        prompt's last. A prompt to be scored (prompt_logprobs), in a step that already scores
-        another, can get a chunk only if the step may score all its remaining tokens.
+        prompt's last. In a step that already scores one prompt (prompt_logprobs), another prompt to
+        be scored can get a chunk only if the step may score all remaining tokens of that prompt.
 
         end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """

@@ -85,7 +85,8 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return into how many parts to cut the keys before each chunk, so that attention ends soonest.
+    """Return the number of parts into which the keys before each chunk are cut, so that attention
+    ends soonest.
 
     tiles [chunks]: number of query tiles of each chunk; each of the chunk's parts has as many.
     keys [chunks]: number of keys before each chunk.

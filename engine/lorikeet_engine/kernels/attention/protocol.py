@@ -61,8 +61,8 @@ class PageTable:
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
     kv_lengths [sequences]: tokens in each sequence's pages. For layers without a window, these are
-        all cached tokens; for layers with a window, the last cached tokens, from the first token of
-        a page on.
+        all cached tokens; for layers with a window, the last cached tokens, counted from the first
+        token of a page.
     """
 
     starts: npt.NDArray[np.int32]

@@ -26,7 +26,8 @@ from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 _CHUNK = tl.constexpr(delta_net.CHUNK)
 _EPS = tl.constexpr(delta_net.NORM_EPS)
 _PREDICTED, _READ, _LEFT, _FACTORS = (tl.constexpr(n) for n in range(4))
-"""Indices in `factors`, which holds factors of each token of a chunk, and the number of indices.
+"""Indices in `factors`, which holds several factors for each token of a chunk; _FACTORS: their
+number.
 
 _PREDICTED: factor of k Sᵀ. _READ: factor of q Sᵀ. _LEFT: factor of the token's correction in the
 state after the chunk.

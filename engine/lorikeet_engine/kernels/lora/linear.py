@@ -151,13 +151,13 @@ def add_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, whose rows are not those of the
+    """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, which reads only some tokens of a
     forward pass.
 
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA an additional launch lists the tiles of tokens for this product. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
