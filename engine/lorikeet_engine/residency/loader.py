@@ -308,9 +308,10 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load an adapter's image file to the host; return False if there is none or it is damaged.
+        """Load an adapter's image file to the host; return False if the file is missing or damaged.
 
-        A damaged file is removed. If the host has no memory, the load ends, and True is returned.
+        A damaged file is removed. If the host's memory does not suffice, this method ends the load
+        and returns True.
         """
         ref = task.ref
         try:

@@ -136,8 +136,8 @@ class Log:
                 self._held = entries
 
     def _compare(self, entries: Sequence[Entry]) -> None:
-        """Log an error for the first of these entries that differs from the entry of the same
-        number that this process read before, in another object.
+        """Log an error for the first of these entries that differs from the entry that this process
+        read earlier under the same number: the log object was overwritten.
         """
         nonces = {entry.seq: entry.nonce for entry in self._held}
         for entry in entries:

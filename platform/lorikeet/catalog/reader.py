@@ -121,10 +121,10 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state unchanged. Raise PartitionsNotRead if unread partitions have pending log
-    entries.
+    """Return the state if no unread partition has pending log entries; else raise
+    PartitionsNotRead.
 
-    The error names these partitions.
+    The error names the partitions that have pending entries.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

@@ -143,10 +143,11 @@ class ReplicaResponse(Response):
                 await stream.send(message)
 
     async def _begin(self, items: Items) -> bytes:
-        """Return the answer's first bytes; set `_header` to the last AnswerHeader before them.
+        """Return the first bytes of the answer; set `_header` to the last AnswerHeader before those
+        bytes.
 
-        A replica sends two AnswerHeaders before its first bytes. If the replica dies, the replica
-        that replaces it sends further ones.
+        A replica sends two AnswerHeaders before its first bytes. If the replica dies, another
+        replica takes over and sends further AnswerHeaders.
 
         Raises Refused or, if no bytes come, another LorikeetError.
         """

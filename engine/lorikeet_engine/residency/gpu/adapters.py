@@ -390,11 +390,11 @@ class GpuAdapters:
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return the seconds from now until the first of the guards (see `guard`) ends.
+        """Return how many seconds from now the next guard (see `guard`) ends.
 
-        None if there is no guard.
+        Returns None if no guard ends after `after_s`.
 
-        after_s: guards that end at this time or before are ignored.
+        after_s: guards that end at or before this time are ignored.
         """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]

@@ -445,7 +445,9 @@ def _record_start(context: dict[str, Any], **_: object) -> None:
 
 
 def _stop_late_retry(request_dict: dict[str, Any], **_: object) -> Any:
-    """Return False, which forbids botocore a retry, after _RETRY_WINDOW_S seconds; else None."""
+    """Return False if _RETRY_WINDOW_S seconds have passed, so that botocore does not retry; else
+    None.
+    """
     elapsed_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
     return False if elapsed_s > _RETRY_WINDOW_S else None
 

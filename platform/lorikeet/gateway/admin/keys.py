@@ -28,7 +28,7 @@ class AdminKey(NewKeyBody):
 class Rotation(Body):
     """Request to replace a key by a new one.
 
-    overlap_s: seconds for which the old key keeps working in addition to the new one.
+    overlap_s: seconds for which the old key still works beside the new one.
     """
 
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
