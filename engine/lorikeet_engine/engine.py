@@ -246,7 +246,7 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List the adapters on the GPU, and remembered ones at `tier` or nearer to the GPU.
+        """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched. Takes a few milliseconds
         for thousands of adapters; steps go on meanwhile.

@@ -84,7 +84,7 @@ class PackedLayout:
 
         world: number of tensor parallel ranks that share the model.
 
-        Raises SettingsError if the base model cannot be divided among them.
+        Raises SettingsError if the base model cannot be divided among so many ranks.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}

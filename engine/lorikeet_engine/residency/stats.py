@@ -107,8 +107,8 @@ class ResidencyStats:
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
-        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer to
-        the GPU.
+        """Return the status of the adapters on the GPU, and of the remembered adapters at `tier` or
+        nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched.
         For any thread. Takes no lock that the engine's thread needs.

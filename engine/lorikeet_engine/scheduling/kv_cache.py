@@ -458,10 +458,10 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages in an order by which pages of the same tokens are evicted
+        """Release a sequence's pages in such an order that pages of the same tokens are evicted
         together.
 
-        The order is so only if all groups have equally many pages.
+        This holds only if all groups have the same number of pages.
 
         pages: for each group of layers, pages in the order of tokens.
         """

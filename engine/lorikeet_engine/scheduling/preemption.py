@@ -80,7 +80,7 @@ def _giving_way(
 ) -> list[Sequence] | None:
     """Choose sequences to preempt until they hold `lacking` slots or pages.
 
-    Returns None if the sequences that may be preempted hold fewer.
+    Returns None if the sequences that may be preempted hold fewer than `lacking`.
 
     active: running sequences that still compute tokens.
     wanted: slots or pages that the waiting sequence needs.

@@ -120,10 +120,10 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run: from one without prompts, the base time; from one with
-        prompts, the extra time of prompts.
+        """Learn from a step that has run. A step without prompts tells the base time, and a step
+        with prompts tells the extra time of prompts.
 
-        Either time is the part of step_s that was not expected.
+        Both times are learned as step_s less the seconds in `expected`.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.

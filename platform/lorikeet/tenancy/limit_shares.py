@@ -6,7 +6,7 @@ remainder. If two gateways claim the same part at once, at least one sees the ot
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
 In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
-has a small share that the others do not know of, and a gateway that gets no answers takes the even
+has a small share that the others do not know of, and a gateway that gets no answers takes an equal
 share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
 cannot grow meanwhile.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
-"""Smallest share of a gateway, as a fraction of the even share (1/N for N gateways)."""
+"""Smallest share of a gateway, as a fraction of an equal share (1/N for N gateways)."""
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
@@ -130,8 +130,8 @@ class LimitShares:
     def share_of(self, subject: Subject, now: float) -> LimitShare:
         """Return the share of a subject's limits.
 
-        A new subject starts with the even share, 1/N. In a gateway that has not yet agreed with the
-        others, it starts with FLOOR times the even share.
+        A new subject starts with an equal share: 1/N for N gateways. In a gateway that has not yet
+        agreed with the others, a new subject starts with FLOOR / N.
         """
         own = self._own.get(subject)
         if own is None:

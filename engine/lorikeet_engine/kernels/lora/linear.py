@@ -47,8 +47,8 @@ Weight = torch.Tensor | Fp8Rows
 
 
 Inputs = torch.Tensor | Activations
-"""Input [tokens, d_in] of a linear layer; Activations, for FP8 weights, also hold it rounded to
-FP8.
+"""Input [tokens, d_in] of a linear layer: a tensor or, for FP8 weights, Activations, which hold the
+input and the input rounded to FP8.
 """
 
 

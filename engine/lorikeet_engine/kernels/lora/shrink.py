@@ -109,8 +109,8 @@ def _shrink(
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
-    block_columns: columns of a block. wide_columns: columns of a block for an adapter of more
-        ranks.
+    block_columns: columns of a block. wide_columns: columns of a block in a prefill, for an adapter
+        with more ranks than block_columns.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
