@@ -348,8 +348,8 @@ def _behind_any(name: str) -> str:
 def _behind_a_dot(name: str) -> str:
     """Return an expression that matches where PEFT before 0.15 finds a name in a config.
 
-    PEFT's expression is not grouped, so each alternative of a name stands alone, and only the last
-    one must reach the end.
+    PEFT's expression is not grouped, so each alternative in a name stands alone, and only the last
+    alternative must match up to the end of the module's name.
     """
     return rf"(?:.*\.{name}$).*"
 
