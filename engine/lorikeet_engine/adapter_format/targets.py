@@ -106,7 +106,7 @@ class _Expected:
     names: modules that the base model has whatever the kinds of its layers, in the layers up to the
         last one that has weights, and outside them.
     layers: for hybrids, the modules that only layers of one kind have: by layer, then by the kind
-        that it would have. The last of these layers are those of `beyond`.
+        that the layer would have. The last layers are the layers of `beyond`.
     beyond: for hybrids, the modules of some layers after the last one that has weights, whatever
         the kinds of these layers.
     """

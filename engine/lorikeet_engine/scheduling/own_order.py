@@ -19,7 +19,7 @@ Between prompts of one tenant and of equal priority, in work done for the tenant
     two steps
 
 Each step still computes as many tokens as its budget allows. Waits for a slot or for KV pages are
-not bounded here: once it is its turn, a sequence that lacks them holds back all others
+not bounded here: a sequence that lacks them holds back all others once its turn has come
 (admission.py).
 """
 

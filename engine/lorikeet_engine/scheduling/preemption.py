@@ -5,7 +5,7 @@ and pages to its end. With long answers, one tenant could hold all slots and pag
 while others wait. So sequences are preempted for a waiting sequence of another tenant if that
 tenant
 
-    is behind: its virtual counter is less; and
+    is behind: its virtual counter is less than the other's; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
 The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn

@@ -154,8 +154,8 @@ class PromptBudget:
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
         prompt, unless it would then be empty.
-    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far, of which each one's
-        logits score the next prompt token.
+    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
+        log probability of the next prompt token is computed.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ def _decode(
     a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns
         it.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
-    states from slot to slot.
+        states from slot to slot.
     values: number of values that the program computes. All other operands: see Heads.
     """
     head = tl.program_id(1)

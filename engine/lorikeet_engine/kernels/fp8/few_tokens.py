@@ -187,7 +187,7 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply`; x_scales and w_scales are the scales of its Fp8Rows.
+    Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
     parts: partial sums of all programs. arrived: counters, see _arrived. Both None without split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.
