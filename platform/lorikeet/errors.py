@@ -164,13 +164,15 @@ class UnsupportedParameter(InvalidInput):
 
 
 class ThreadsUnsupported(UnsupportedParameter):
-    """Field that asks to store a conversation; Anthropic's clients know the code and omit it."""
+    """Field that asks to store a conversation. Anthropic's clients recognise the code, and send the
+    request again without the field.
+    """
 
     code = "thread_unsupported_request"
 
 
 class UnknownPreviousResponse(InvalidInput):
-    """No such stored response to continue; OpenAI's clients recognise the code."""
+    """Reference to a previous response that is not stored; OpenAI's clients recognise the code."""
 
     code = "previous_response_not_found"
 

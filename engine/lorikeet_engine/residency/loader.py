@@ -106,8 +106,7 @@ class _LoadTask:
     without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     download_s: seconds of the last download; None if there was none.
-    fault: cause to report if the load fails now; a disk error is reported as the disk's in any
-        case.
+    fault: cause to report if the load fails for any reason but a disk error.
     """
 
     ref: AdapterRef
@@ -314,9 +313,10 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load an adapter's image file to the host; return False if there is none or it is damaged.
+        """Load an adapter's image file to the host; return False if the file is missing or damaged.
 
-        A damaged file is removed. If the host has no memory, the load ends, and True is returned.
+        A damaged file is removed. If the host's memory does not suffice, this method ends the load
+        and returns True.
         """
         ref = task.ref
         try:

@@ -1,8 +1,8 @@
 """Counters by tenant or adapter: the busiest names have series of their own, the others share one.
 
 A name's counter starts at 0 when the name is chosen. A name that loses its series to a busier one
-is still shown for one round of ROUND_S, so that a scrape sees its last uses, and then dropped. Uses
-of a name while it is not chosen count as OTHER.
+is still shown for one round of ROUND_S seconds, so that a scrape sees its last uses, and then
+dropped. Uses of a name while it is not chosen count as OTHER.
 
 Every use therefore counts exactly once, and the sum of all rates is the total rate. No counter
 decreases, except that of a name that is chosen again, which Prometheus treats as a restart.
@@ -110,8 +110,9 @@ class BusiestNameCounters(Collector):
 class BusiestNames:
     """Choice of up to `most` names to have series of their own. Single-threaded.
 
-    The first names that occur are chosen at first. At the end of each round of ROUND_S, clearly
-    busier names replace the least busy of the chosen ones, and all counts of uses are halved.
+    The first names that occur are chosen at first. At the end of each round of ROUND_S seconds,
+    clearly busier names replace the least busy of the chosen ones, and all counts of uses are
+    halved.
 
     drop: called with each name whose series are to be removed.
     """

@@ -101,7 +101,8 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Store a chunk's largest logit and sum of exponentials, and its groups' largest sort keys.
+    """Store the largest logit of a chunk, its sum of exponentials, and the largest sort key of each
+    of its groups.
 
     logits, wanted: operands of kernels.log_softmax.likeliest.
     parts: for each row the largest logits of its chunks, then their sums of exponentials.

@@ -105,11 +105,13 @@ def _shrink(
     all columns of most adapters, so that x is read once.
 
     x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
-    block_columns: columns of a block; wide_columns: those of a block for an adapter of more ranks.
+    block_columns: columns of a block. wide_columns: columns of a block in a prefill, for an adapter
+        with more ranks than block_columns.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()

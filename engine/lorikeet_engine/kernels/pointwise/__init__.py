@@ -203,10 +203,10 @@ def add_weighed(
 ) -> None:
     """Add a shared expert's output to y in place: y becomes y + sigmoid(weights) · x.
 
-    y [tokens, width], x [tokens, width], contiguous: output of other experts, and of the shared
-    expert
+    y [tokens, width], contiguous: summed output of the routed experts
+    x [tokens, width], contiguous: output of the shared expert
     lora: LoRA delta of x, added to x; None: no adapter
-    weights [tokens, 1]: output of a linear layer, from which each token's weight is computed
+    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight
     lora_of_weights: LoRA delta of weights, added to weights
     """
     _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)
