@@ -105,7 +105,8 @@ def _decode_with_ring(
     If the ring is full, the token and those of the ring are added to the state instead.
 
     qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
-    a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
+    a_log, dt_bias: see Decay.
+    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
     keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.
