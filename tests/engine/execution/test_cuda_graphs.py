@@ -143,7 +143,7 @@ class Twice:
         want = self.runner.forward_eager(batch)
         self._compare(got, want)
         for states, ours in zip(self._states(copy=False), after, strict=True):
-            atol = tolerance(self.runner, states.dtype) * states.abs().max().item()
+            atol = tolerance(self.runner, self.runner.model.dtype) * states.abs().max().item()
             torch.testing.assert_close(ours, states, rtol=0, atol=atol)
         segments = len(batch.segments) if batch.segments else 0
         self.compared.append((len(batch.token_ids), len(want), segments))
