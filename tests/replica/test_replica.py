@@ -655,6 +655,7 @@ def test_a_missing_adapter_is_named_in_the_error(settings):
     _, refusal = run(settings, scenario)
     assert refusal.code == "adapter_load_failed"
     assert f"{TASK.tenant}/nowhere@1" in refusal.message
+    assert refusal.retry_after_s > 60  # clients retry by themselves up to a minute
 
 
 def test_a_base_model_without_a_fast_tokenizer_is_refused_by_name(tmp_path):
