@@ -165,8 +165,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """Tokens of a step whose logits are computed in addition to the logits for sampling; on the
-    host.
+    """Tokens of a step whose logits are needed in addition to the logits for sampling; arrays on
+    the host.
 
     rows: [rows] int64, indices of these tokens in the step.
     head_segments: [3, segments] int32, slots, starts and lengths of lm_head's LoRA segments over

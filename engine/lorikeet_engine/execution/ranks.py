@@ -43,7 +43,9 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Command to allocate `pages` KV pages and capture a rank's graphs, replacing earlier ones."""
+    """Command to allocate `pages` KV pages and capture a rank's graphs, in place of the rank's
+    earlier pages and graphs.
+    """
 
     pages: int
 
@@ -66,7 +68,7 @@ class OneRank:
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks pass to this method."""
+        """Return the smallest number that any rank passes to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:

@@ -20,8 +20,8 @@ class StateRows:
     decodes: sequences of which the step has one token; None: there are none.
     prefills: sequences of which the step has several tokens; None: there are none.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
-    restores [2, copies] int64: pairs of slots, from which a state is copied and to which, before
-        the step.
+    restores [2, copies] int64: states to copy before the step: the slots to copy from, then the
+        slots to copy to.
     """
 
     decodes: Decodes | None

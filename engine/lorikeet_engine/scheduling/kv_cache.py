@@ -2,12 +2,14 @@
 
 Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Where a
 group's layers attend only to a sliding window, a growing sequence frees the pages that no later
-token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as all
-its pages are cached in the groups without a window, and the pages of its last window in the others.
+token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as the
+cache has all its pages in the groups without a window, and the pages of its last window in the
+groups with a window.
 
 In a model with delta nets, a prefix is found only up to a page behind which a state is cached
-(state_pool.py). States are saved behind the last full page of a prompt, and where a prompt parts
-from pages of others: the next prompt that begins so finds the state (as Marconi, arXiv 2411.19379).
+(state_pool.py). States are saved behind the last full page of a prompt, and behind the last page
+that a prompt shares with earlier prompts, so that the next prompt with this beginning finds the
+state (as in Marconi, arXiv 2411.19379).
 """
 
 import hashlib
@@ -82,8 +84,8 @@ class StateUse(NamedTuple):
     """Use that a step makes of a sequence's state.
 
     slot: slot of the state, which the step updates.
-    restore: slot of a cached state to copy into it before the step; None: there is none.
-    saves: states to cache.
+    restore: slot of a cached state to copy into `slot` before the step; None: nothing is copied.
+    saves: states to copy to the cache during the step.
     """
 
     slot: int
@@ -92,7 +94,7 @@ class StateUse(NamedTuple):
 
 
 class SequencePages:
-    """KV pages of one sequence, and the state of their contents.
+    """KV pages of one sequence, and the number of tokens written to them.
 
     pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
         the sequence has no pages.
@@ -103,7 +105,7 @@ class SequencePages:
     announced: number of first pages that other sequences wait for, because this sequence is about
         to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
-        are needed; None if only the last token's logits are needed.
+        are needed; None if only the last prompt token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without
         delta nets.
@@ -214,12 +216,15 @@ class KVCache(PagePool):
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """Return the pages that a sequence of `tokens` tokens needs if none of them are cached."""
+        """Return the number of pages, in all groups of layers, that a sequence of `tokens` tokens
+        needs if none of its pages is cached.
+        """
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """Return how many pages must be freed before a sequence can get `pages` pages; 0 or less:
-        none.
+        """Return the number of pages that must be freed before a sequence can get `pages` pages.
+
+        0 or less: enough pages are free.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """
@@ -324,8 +329,8 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        Groups with a window then free the pages that no later token attends to, not even one that
-        follows the last full page in another sequence.
+        In groups with a window, also free the pages that no later token attends to: neither of this
+        sequence nor of another sequence that continues after its last full page.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """
@@ -359,10 +364,12 @@ class KVCache(PagePool):
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
-        """Return what the next step does with a sequence's state, in a model with delta nets.
+        """Return the use that the next step makes of a sequence's state, in a model with delta
+        nets.
 
-        Gives slots to the states that the step is to save. A state that was to be saved within a
-        piece of the step's tokens is saved before that piece. Without free slots none is saved.
+        Reserves slots for the states that the step saves. Kernels have states only after whole
+        pieces (`state_piece`) of the step's tokens, so a state to be saved within a piece is saved
+        before that piece instead. If no slot is free, no state is saved.
 
         start, end: the tokens of the sequence that the step computes.
         """
@@ -396,8 +403,9 @@ class KVCache(PagePool):
         """Give a sequence a slot for its state, and choose where its state is to be saved.
 
         keys: keys of the pages that the sequence may take from the cache.
-        hit: number of pages behind which the sequence begins, with a cached state if not 0.
-        found: number of pages that were cached, with or without a state behind the last.
+        hit: number of cached pages that the sequence takes; if not 0, the state behind the last of
+            them is cached.
+        found: number of first pages that are cached, with or without a state behind them.
         """
         assert self.states is not None
         kv.restore = self.states.hold(keys[hit - 1]) if hit else None
@@ -450,9 +458,10 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages so that pages of the same tokens are evicted together.
+        """Release a sequence's pages in such an order that pages of the same tokens are evicted
+        together.
 
-        This order holds where the groups have equally many pages.
+        This holds only if all groups have the same number of pages.
 
         pages: for each group of layers, pages in the order of tokens.
         """

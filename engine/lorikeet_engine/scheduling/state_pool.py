@@ -1,4 +1,4 @@
-"""Slots for the states of delta nets: those of running sequences, and cached ones.
+"""Slots for the states of delta nets: states of running sequences, and cached states.
 
 A state stands for all tokens of a sequence so far, in all layers with a delta net. A running
 sequence owns a slot, in which each step updates its state. A cached state is a copy behind the last
@@ -14,7 +14,8 @@ class StatePool:
     """Pool of slots. Only the engine's thread calls it.
 
     A slot is free, owned (by a running sequence, or while a state is being copied into it), or it
-    holds a cached state. Free slots, and those of cached states that nobody holds, are given away.
+    holds a cached state. `take` gives away free slots, and slots of cached states that nobody
+    holds.
     """
 
     def __init__(self, slots: int) -> None:
@@ -27,7 +28,7 @@ class StatePool:
 
     @property
     def free(self) -> int:
-        """Number of slots that can be given away; includes those of cached states."""
+        """Number of slots that can be given away; includes slots of cached states."""
         return len(self._free)
 
     @property
@@ -36,7 +37,8 @@ class StatePool:
         return len(self._slot_of)
 
     def longest(self, keys: list[bytes]) -> int:
-        """Return the number of the first keys up to the last one whose state is cached; 0 if none.
+        """Return the number of leading keys up to and including the last one whose state is cached;
+        0 if no state is.
 
         keys: keys of a sequence's first full pages.
         """
@@ -70,7 +72,7 @@ class StatePool:
         return slot
 
     def publish(self, slot: int, key: bytes, adapter_digest: str | None) -> None:
-        """Let sequences find the state in an owned slot, and end its ownership.
+        """Let sequences find the state in an owned slot, and end the slot's ownership.
 
         If another slot has a state of this key, the slot becomes free.
 

@@ -197,7 +197,9 @@ def _saved(prefills: Prefills) -> Iterator[tuple[int, int]]:
 def _operands(
     qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute recurrent_delta_rule's q, k, v, g and β from the operands of prefill_delta_rule."""
+    """Compute the operands q, k, v, g and β of recurrent_delta_rule from those of
+    prefill_delta_rule.
+    """
     q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(-1, heads.key_heads, heads.key_dim)) for each in (q, k))
     group = heads.value_heads // heads.key_heads

@@ -159,7 +159,7 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def checked_schemas(call: Call) -> list[AnswerSchema]:
-    """Return the schemas of a call of which the grammar leaves out keywords that it cannot enforce.
+    """Return a call's schemas with keywords that the grammar cannot enforce and leaves out.
 
     The finished answer is checked against these schemas.
     """
@@ -304,7 +304,7 @@ def _parts(
 def _explains(found: str, reason: str) -> bool:
     """Return True if the problem of a subschema may explain the problem of the whole schema.
 
-    A subschema that no value matches explains nothing if some values match the whole schema.
+    False if the subschema matches no value although the whole schema matches some.
 
     found: problem of the subschema.
     reason: problem of the whole schema.
