@@ -4,7 +4,8 @@ python -m loadtest.engine.long_prompts --json long_prompts.json [--kv-dtype fp8]
 
 64 streams decode on Llama-3.1-8B's shapes while prompts of 100,000 tokens come one after another,
 without a goal and with one of 40 ms; then while 64 prompts of 32,000 tokens come at once. Another
-thread submits the prompts, as in a replica. Tokens are compared with a plain forward pass before
+thread submits the prompts, as in a replica. Then 3 prompts of 100,000 tokens come at once, without
+and with short prompts of the same tenant. Tokens are compared with a plain forward pass before
 anything is timed. Prints a row for each work and goal.
 """
 
@@ -26,6 +27,7 @@ from lorikeet_engine.scheduling.step_budget import StepBudget
 
 GOAL_S = 0.04
 SETTINGS = replace(LONG_CONTEXTS, inter_token_goal_s=GOAL_S)
+_SHORT, _EVERY_S = 20, 0.25  # tokens of a short prompt, and seconds between two of them
 _WARM_TOKENS = 8  # tokens of each stream before prompts come
 
 
@@ -76,6 +78,20 @@ class Row:
     done: int
     prompt_tokens_per_s: float
     of_no_goal: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRow:
+    """Short prompts behind long ones of their tenant.
+
+    short: number of short prompts.
+    first_token_ms: time to a short prompt's first token: p50, p99 and the longest.
+    long_tokens_per_s: rate of the long prompts.
+    """
+
+    short: int
+    first_token_ms: list[float]
+    long_tokens_per_s: float
 
 
 class Streams:
@@ -149,6 +165,37 @@ def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
     )
 
 
+def measure_short(engine: Engine, count: int, long_tokens: int, *, short: bool) -> ShortRow:
+    """Time `count` long prompts that come at once, and short prompts that come until they end.
+
+    long_tokens: tokens of a long prompt.
+    short: whether short prompts come.
+    """
+    engine._step_budget = None
+    longs, shorts = _requests(engine, count, long_tokens, 1), _requests(engine, 1024, _SHORT, 1)
+    left, began_s = {request.request_id for request in longs}, time.perf_counter()
+    for request in longs:
+        engine.submit(request)
+    sent_s, taken_s = dict[str, float](), list[float]()
+    while left:
+        now_s = time.perf_counter()
+        if short and now_s >= began_s + _EVERY_S * (1 + len(sent_s)):
+            sent_s[shorts[len(sent_s)].request_id] = now_s
+            engine.submit(shorts[len(sent_s) - 1])
+        engine.wait(1.0)
+        for output in engine.step():
+            if isinstance(output, Failed):
+                raise output.error
+            if output.request_id in sent_s:
+                taken_s.append(time.perf_counter() - sent_s[output.request_id])
+            left.discard(output.request_id)
+    rate = count * long_tokens / (time.perf_counter() - began_s)
+    while engine.status().live.running:
+        engine.step()
+    percentiles = harness.percentiles(1e3 * np.array(taken_s), 50, 99, 100) if taken_s else []
+    return ShortRow(len(taken_s), percentiles, rate)
+
+
 def measure_all(engine: Engine, works: Iterable[LongPrompts]) -> list[Row]:
     """Measure each work without and with the goal; print each row as it is measured."""
     harness.check(engine, CHECKED)
@@ -164,7 +211,10 @@ def main() -> None:
     settings = replace(SETTINGS, kv_dtype=options.kv_dtype)
     with harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=settings) as engine:
         rows = measure_all(engine, WORKS)
-    harness.write(options.json, facts, kv_dtype=options.kv_dtype, long_prompts=rows)
+        each = (measure_short(engine, 3, 100_000, short=short) for short in (False, True))
+        short_rows = harness.show(each)
+    parts = {"long_prompts": rows, "short_prompts": short_rows}
+    harness.write(options.json, facts, kv_dtype=options.kv_dtype, **parts)
 
 
 def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:

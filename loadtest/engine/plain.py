@@ -25,7 +25,9 @@ from lorikeet_engine.execution.batch_builder import (
     group_by_adapter,
     head_segments,
 )
+from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
+from lorikeet_engine.execution.warm_up import with_states
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.models.llama import LlamaModel
@@ -134,7 +136,9 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
         dtype=model.dtype,
         device=model.device,
     )
+    states = allocate_states(model.shape, len(sequences), model.dtype, model.device)
     chunks = group_by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
+    chunks = with_states(chunks, 0 if states is None else states.slots)
     step = build_step_input(chunks, PAGE, groups.windows)
     rows = [
         np.arange(start + chunk.sequence.prompt_length - 1, end)
@@ -142,7 +146,8 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     ]
     heads = head_segments(chunks, np.array([len(part) for part in rows]))
     step = replace(step, logit_rows=np.concatenate(rows), head_segments=heads)
-    runner = ModelRunner(model, SdpaAttention(model.config.attention_soft_cap), tiers.weights, kv)
+    attention = SdpaAttention(model.config.attention_soft_cap)
+    runner = ModelRunner(model, attention, tiers.weights, kv, states=states)
     logits = runner.forward(step.upload(model.device))
     for sequence in sequences:
         if sequence.lease is not None:

@@ -99,7 +99,7 @@ def random_tensors(shape: BaseShape, rank: int, linears: Sequence[str]) -> dict[
     tensors = {}
     for layer in range(shape.layers):
         for index, linear in enumerate(shape.linears):
-            if linear.name not in linears:
+            if linear.name not in linears or not shape.has(layer, index):
                 continue
             d_in, d_out = shape.dims(index)
             path = f"base_model.model.{linear.path(layer)}"
@@ -182,7 +182,7 @@ def random_layout(
     world: GPUs that share the base model.
     """
     linears = [i for i, linear in enumerate(shape.linears) if _has(on, linear.name)]
-    places = list(product(range(shape.layers), linears))
+    places = [place for place in product(range(shape.layers), linears) if shape.has(*place)]
     if on is Targets.LINEARS_AND_HEAD:
         places.append((shape.outer_layer, shape.index("lm_head")))
     return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape, world)

@@ -109,6 +109,39 @@ GEMMA_3_12B: Mapping[str, Any] = {
     "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+QWEN3_5_9B: Mapping[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+QWEN3_5_35B_A3B: Mapping[str, Any] = QWEN3_5_9B | {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+}
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
@@ -117,6 +150,8 @@ CONFIGS = {
     "phi-4": PHI_4,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gemma-3-12b": GEMMA_3_12B,
+    "qwen3.5-9b": QWEN3_5_9B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
 }
 
 
@@ -182,6 +217,11 @@ class RandomCheckpoint(Checkpoint):
     def read_plus_one(self, _name: str, cut: Cut) -> torch.Tensor:
         """Return a norm's weight after 1 is added to it: 1."""
         return torch.ones(cut.kept_shape, device=self.device)
+
+    def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
+        """Return weights of a delta net's decay, whose states remember some 15 tokens."""
+        value = -3.0 if name.endswith("A_log") else 1.0
+        return torch.full(cut.kept_shape, value, device=self.device)
 
     def __contains__(self, _name: str) -> bool:
         """Return False: no tensor holds several linears, or scales of keys and values."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 import transformers
 
 from lorikeet_engine.engine import Engine
+from lorikeet_engine.execution.batch_builder import StateInput
 from lorikeet_engine.kernels.attention.protocol import PageTable
-from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.parallel import followers
+from lorikeet_engine.scheduling.kv_cache import StateUse
 from tests.engine.blob_shelf import BlobShelf
 
 SIZES = {
@@ -328,12 +328,10 @@ class PagedTokens:
 
     def _state_rows(self, chunks: dict[str, Sequence[int]]) -> StateRows:
         """Return the places of states: each sequence has the slot of its first page."""
-        tensor = partial(torch.tensor, device=self.device, dtype=torch.int64)
-        lengths, slots = [*map(len, chunks.values())], [self.tables[name][0] for name in chunks]
+        uses = [StateUse(self.tables[name][0], None, ()) for name in chunks]
         begins = [self.lengths[name] == len(tokens) for name, tokens in chunks.items()]
-        prefills = Prefills.of(lengths, slots, torch.device(self.device))
-        fresh, restores = tensor([*compress(slots, begins)]), tensor([]).view(2, 0)
-        return StateRows(prefills, max(lengths) == 1, fresh, restores)
+        starts = np.cumsum([0, *map(len, chunks.values())])
+        return StateInput.of(uses, begins, starts).upload(torch.device(self.device))
 
     @property
     def all_pages(self) -> int:

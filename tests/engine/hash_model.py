@@ -96,7 +96,7 @@ class HashModel:
             before = len(whole) - (end - start)
             hidden[start:end, 0] = torch.tensor(_hashes(whole, before))
             if batch.states is not None and states is not None and self.started:
-                _update(states.matrices[0].flatten(), batch.states, i, whole, before)
+                _update(states.matrices[0].flatten(), batch.states, start, whole, before)
             for window, read in zip(windows[1:], others, strict=True):
                 seen = min(len(whole), end - start - 1 + window)
                 same = np.array_equal(read[-seen:], whole[-seen:])
@@ -215,29 +215,43 @@ def _read(keys: torch.Tensor, table: PageTable, sequence: int) -> npt.NDArray[np
 def _update(
     states: torch.Tensor,
     rows: StateRows,
-    sequence: int,
+    first: int,
     whole: npt.NDArray[np.generic],
     before: int,
 ) -> None:
     """Check a sequence's state before a step, and update and save it.
 
     states: [slots].
+    first: index of the sequence's first token in the step.
     whole: the sequence's entries in its pages, of which the first `before` are of earlier steps.
     """
 
     def state(tokens: int) -> float:
         return float(zlib.crc32(np.ascontiguousarray(whole[:tokens], np.float32)) % 2**24)
 
-    prefills = rows.prefills
-    slot = int(prefills.slots[sequence])
+    slot, saves = _places(rows, first)
     assert (slot in rows.fresh.tolist()) == (before == 0)
     assert before == 0 or states[slot] == state(before), "a state of other tokens"
     states[slot] = state(len(whole))
-    first, start = int(prefills.first_chunks[sequence]), int(prefills.starts[sequence])
-    chunks, saves = prefills.chunks[first:].tolist(), prefills.saves[first:].tolist()
-    for (owner, token), to in zip(chunks, saves, strict=True):
-        if owner == sequence and to >= 0:
-            states[to] = state(before + token - start + batch_builder.CHUNK)
+    for token, to in saves.items():
+        states[to] = state(before + token - first + batch_builder.CHUNK)
+
+
+def _places(rows: StateRows, first: int) -> tuple[int, dict[int, int]]:
+    """Return the slot of the sequence whose first token in the step is `first`, and its saves.
+
+    The saves are slots of states to save, by the first token of the chunk that they follow.
+    """
+    if (decodes := rows.decodes) is not None:
+        tokens = range(len(decodes.slots)) if decodes.tokens is None else decodes.tokens.tolist()
+        if (slot := dict(zip(tokens, decodes.slots.tolist(), strict=True)).get(first)) is not None:
+            return slot, {}
+    prefills = rows.prefills
+    assert prefills is not None, "a token of no sequence"
+    sequence = prefills.starts.tolist().index(first)
+    chunks = zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True)
+    saves = {token: to for (owner, token), to in chunks if owner == sequence and to >= 0}
+    return int(prefills.slots[sequence]), saves
 
 
 def _hash(read: npt.NDArray[np.generic]) -> float:

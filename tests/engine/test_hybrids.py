@@ -18,7 +18,6 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.memory_plan import plan_memory
-from lorikeet_engine.kernels.delta_net import Prefills
 from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
@@ -300,7 +299,7 @@ def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape)
     for each in tensors:
         each.copy_(torch.arange(1, 5).view(1, 4, *[1] * (each.dim() - 2)).expand_as(each))
     restores = torch.tensor([[1, 3], [3, 2]])
-    states.begin(StateRows(Prefills.of([1], [0], CPU), False, torch.tensor([0]), restores))
+    states.begin(StateRows(None, None, torch.tensor([0]), restores))
     for each in tensors:
         assert each.flatten(2)[..., 0].tolist() == [[0, 2, 4, 2]] * 3
 
@@ -315,5 +314,5 @@ def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):
     entry = net.key_heads * net.key_dim + net.value_heads * (net.value_dim + 1)  # of the ring
     counts = net.value_heads * net.value_dim  # bytes
     # float32, three layers, four running, four cached, one more
-    assert plan.states == 9 * 3 * (4 * (each + 7 * entry) + counts)
+    assert plan.states == 9 * 3 * (4 * (each + 3 * entry) + counts)
     assert plan.total == plan.slot_pool + plan.steps + plan.states + plan.kv

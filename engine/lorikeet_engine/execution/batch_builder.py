@@ -1,6 +1,7 @@
 """Input of one forward pass, built from the chunks that the scheduler planned."""
 
 from dataclasses import dataclass
+from itertools import compress
 from operator import itemgetter
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import PageTable
-from lorikeet_engine.kernels.delta_net import CHUNK, Prefills
+from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Prefills
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.batch import Batch, Int32s, StateRows
+from lorikeet_engine.scheduling.kv_cache import StateUse
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 
 Int64s = npt.NDArray[np.int64]
@@ -21,12 +23,15 @@ Int64s = npt.NDArray[np.int64]
 class StateInput:
     """States of delta nets (linear attention) that a step reads and updates; arrays on the host.
 
-    slots, starts, chunks, first_chunks, saves: as in Prefills.
+    decodes [2, sequences]: slots and tokens, as in Decodes.
+    starts, ends, slots, chunks, first_chunks, saves: as in Prefills.
     fresh, restores: as in StateRows.
     """
 
-    slots: Int64s
+    decodes: Int64s
     starts: Int64s
+    ends: Int64s
+    slots: Int64s
     chunks: Int64s
     first_chunks: Int64s
     saves: Int64s
@@ -34,44 +39,53 @@ class StateInput:
     restores: Int64s
 
     @classmethod
-    def of(cls, chunks: list[Chunk], starts: Int64s) -> "StateInput | None":
-        """Build the input for these chunks; None for a model without delta nets.
+    def of(cls, uses: list[StateUse], begins: list[bool], query_starts: Int64s) -> "StateInput":
+        """Build the input for these sequences.
 
-        starts [sequences + 1]: first token of each chunk, then the number of tokens.
+        uses: use of each sequence's state, in the order of the step's tokens.
+        begins: for each sequence, whether the step has its first token.
+        query_starts [sequences + 1]: first token of each sequence, then the number of tokens.
         """
-        uses = [chunk.state for chunk in chunks if chunk.state is not None]
-        if not uses:
-            return None
-        assert len(uses) == len(chunks), "chunks without states"
-        slots = np.array([use.slot for use in uses], np.int64)
-        counts = -(-np.diff(starts) // CHUNK)
+        slots, starts = np.array([use.slot for use in uses], np.int64), query_starts[:-1]
+        several = np.diff(query_starts) > 1
+        first, ends = starts[several], query_starts[1:][several]
+        counts = -(-(ends - first) // CHUNK)
         first_chunks = np.append(0, counts.cumsum())
-        owner = np.repeat(np.arange(len(uses)), counts)
+        owner = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(owner)) - first_chunks[owner]
         saves = np.full(len(owner), -1, np.int64)
-        for first, use in zip(first_chunks.tolist(), uses, strict=False):
+        for chunk, use in zip(first_chunks.tolist(), compress(uses, several), strict=False):
             for save in use.saves:
-                saves[first + save.tokens // CHUNK - 1] = save.slot
+                saves[chunk + save.tokens // CHUNK - 1] = save.slot
         restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
         return cls(
-            slots=slots,
-            starts=starts,
-            chunks=np.stack([owner, starts[owner] + CHUNK * within], 1),
+            decodes=np.stack([slots[~several], starts[~several]]),
+            starts=first,
+            ends=ends,
+            slots=slots[several],
+            chunks=np.stack([owner, first[owner] + CHUNK * within], 1),
             first_chunks=first_chunks,
             saves=saves,
-            fresh=slots[[chunk.start == 0 for chunk in chunks]],
+            fresh=slots[begins],
             restores=np.array(restores, np.int64).reshape(-1, 2).T,
         )
 
     def upload(self, device: torch.device) -> StateRows:
         """Copy the input to the device; the host waits for nothing."""
-        narrow = self.slots, self.starts, self.chunks.ravel(), self.first_chunks, self.saves
+        prompts = self.starts, self.ends, self.slots, self.chunks, self.first_chunks, self.saves
+        narrow = [*self.decodes, *(each.ravel() for each in prompts)]
         uploaded = upload(np.concatenate(narrow).astype(np.int32), device)
-        slots, starts, chunks, first_chunks, saves = torch.split(uploaded, [*map(len, narrow)])
-        prefills = Prefills(starts, slots, chunks.view(-1, 2), first_chunks, saves)
+        slots, tokens, starts, ends, of_prompts, chunks, *rest = torch.split(
+            uploaded, [*map(len, narrow)]
+        )
         wide = upload(np.append(self.fresh, self.restores.ravel()), device)
         fresh, restores = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
-        return StateRows(prefills, len(self.slots) == self.starts[-1], fresh, restores)
+        return StateRows(
+            Decodes(slots, tokens if len(starts) else None) if len(slots) else None,
+            Prefills(starts, ends, of_prompts, chunks.view(-1, 2), *rest) if len(starts) else None,
+            fresh,
+            restores,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +238,16 @@ def build_step_input(
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
-        states=StateInput.of(chunks, query_starts),
+        states=_state_input(chunks, query_starts),
     )
+
+
+def _state_input(chunks: list[Chunk], query_starts: Int64s) -> StateInput | None:
+    uses = [chunk.state for chunk in chunks if chunk.state is not None]
+    if not uses:
+        return None
+    assert len(uses) == len(chunks), "chunks without states"
+    return StateInput.of(uses, [chunk.start == 0 for chunk in chunks], query_starts)
 
 
 def _kv_places(

@@ -17,7 +17,8 @@ The upper bound of the ranks is fixed at the capture. Pages and lengths come thr
 
 A small step, whether it decodes, begins short prompts or both, is one graph, since attention
 computes each token independently. A larger step is one graph between every two attentions
-(piecewise_graphs.py).
+(piecewise_graphs.py). In a model with delta nets only steps of decodes are one graph, so that it
+has no launches for the delta nets of prompts.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import torch
 
 from lorikeet_engine.costs import SEEN_IN_PIECES
 from lorikeet_engine.execution.piecewise_graphs import AttentionBuffers, PiecewiseGraphs
+from lorikeet_engine.execution.state_buffers import StateBuffers
 from lorikeet_engine.kernels.attention.prefixes import seen_by_each
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
@@ -37,6 +39,7 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -52,12 +55,14 @@ class StepLimits:
     """Limits of one step.
 
     tokens: maximum number of tokens.
+    sequences: maximum number of sequences.
     adapters: maximum number of distinct adapters.
     rank: maximum LoRA rank of an adapter.
     pages: maximum number of KV pages, in one group of layers, of all sequences together.
     """
 
     tokens: int
+    sequences: int
     adapters: int
     rank: int
     pages: int
@@ -116,6 +121,7 @@ class CudaGraphs:
         weights: LoraWeights,
         kv: torch.Tensor,
         limits: StepLimits,
+        states: DeltaStates | None = None,
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
@@ -124,10 +130,13 @@ class CudaGraphs:
         weights: the adapters' weights that the ModelRunner uses.
         kv: the ModelRunner's KV pages.
         limits: largest step to capture graphs for.
+        states: the ModelRunner's states of delta nets; None for a model without delta nets.
         """
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
+        self._states = states
         self._has_experts = model.config.experts_per_token > 0
-        small, large = _sizes(_WHOLE_SIZES, limits.tokens), _sizes(_PIECEWISE_SIZES, limits.tokens)
+        most_small = limits.tokens if states is None else limits.sequences
+        small, large = _sizes(_WHOLE_SIZES, most_small), _sizes(_PIECEWISE_SIZES, limits.tokens)
         most, device = max(small[-1], large[-1]), kv.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -135,6 +144,9 @@ class CudaGraphs:
         self._kv_slots = torch.full((groups, most), _NO_KV_SLOT, dtype=torch.int64, device=device)
         counts = _segment_counts(min(limits.adapters, most))
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
+        self._state_rows: StateBuffers | None = None
+        if states is not None:
+            self._state_rows = StateBuffers(most, limits.sequences, device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._whole = self._capture_whole(small, attention)
@@ -152,6 +164,8 @@ class CudaGraphs:
 
     def fit(self, batch: Batch) -> bool:
         """Whether a captured pass is large enough for this batch."""
+        if batch.states is not None and not StateBuffers.fit(batch.states):
+            return False
         return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -177,6 +191,8 @@ class CudaGraphs:
         tokens = len(batch.token_ids)
         if tokens > max(self._whole):
             return False
+        if batch.states is not None:
+            return batch.states.prefills is None
         return _seen_by_prompts(batch) < SEEN_IN_PIECES
 
     def _fill(self, batch: Batch, rows: int, used: int) -> None:
@@ -188,6 +204,9 @@ class CudaGraphs:
             s = batch.segments
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
             self._segments[:, used:].zero_()
+        if batch.states is not None:
+            assert self._state_rows is not None, "a batch with states of a model without them"
+            self._state_rows.fill(batch.states)
 
     def _capture_whole(self, sizes: tuple[int, ...], attention: CapturableAttention) -> _Ladder:
         # While capturing, each token is a sequence of its own, with a page of its own.
@@ -197,7 +216,7 @@ class CudaGraphs:
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             captured = attention.captured(size, pages)
             ladder[size] = {
-                held: self._record(self._static_batch(size, held), captured)
+                held: self._record(self._static_batch(size, held, whole=True), captured)
                 for held in self._adapters(*_segment_counts(min(self._limits.adapters, size)))
             }
         return dict(reversed(ladder.items()))
@@ -214,7 +233,7 @@ class CudaGraphs:
             most = min(self._limits.adapters, size)
             ladder[size] = {
                 held: self._record_piecewise(
-                    self._static_batch(size, held), attention, buffers.first(size)
+                    self._static_batch(size, held, whole=False), attention, buffers.first(size)
                 )
                 for held in self._adapters(0, min(_FEW_SEGMENTS, most), most)
             }
@@ -228,11 +247,12 @@ class CudaGraphs:
         kinds = (False, True) if self._has_experts else (False,)
         return sorted({_Adapters(n, on_experts and n > 0) for n in counts for on_experts in kinds})
 
-    def _static_batch(self, size: int, held: _Adapters) -> Batch:
+    def _static_batch(self, size: int, held: _Adapters, *, whole: bool) -> Batch:
         """Return a batch over the static tensors, for capturing a pass.
 
         size: number of tokens.
         held: adapters that the pass is captured for.
+        whole: whether the pass is captured as a single graph.
         """
         segments = None
         if held.segments:
@@ -242,6 +262,9 @@ class CudaGraphs:
             )
         each, ones = np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32)
         table = PageTable(each, np.zeros(size, np.int32), ones)
+        states = None
+        if (rows := self._state_rows) is not None:
+            states = rows.of_decodes(size) if whole else rows.of_any(size)
         return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -251,6 +274,7 @@ class CudaGraphs:
             kv_lengths=ones,
             page_tables=(table,) * len(self._kv_slots),
             segments=segments,
+            states=states,
         )
 
     def _record(self, batch: Batch, attention: AttentionBackend) -> _Pass:
@@ -277,7 +301,7 @@ class CudaGraphs:
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         """Run the model's Python code; only at start, to compile kernels and to record graphs."""
-        return self._model.forward(batch, self._kv, self._weights, attention)
+        return self._model.forward(batch, self._kv, self._weights, attention, self._states)
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:

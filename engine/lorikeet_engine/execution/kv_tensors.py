@@ -10,7 +10,7 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.settings import EngineSettings
 
-_RING = 7
+_RING = 3
 """Number of tokens of a sequence that decodes keep beside its states.
 
 A decode writes the states themselves only in each (_RING + 1)-th step, so it takes less time. 0:

@@ -10,7 +10,6 @@ from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.delta_net import check_device
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
@@ -63,7 +62,6 @@ def plan_memory(
     all parts fit, or if one sequence does not fit into the KV pages. Raises ModelError if the base
     model is not served on such a device.
     """
-    check_device(config, torch.device(settings.device).type)
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))

@@ -16,6 +16,7 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.settings import EngineSettings
 
@@ -62,7 +63,7 @@ class RunnerParts:
         model = self.model
         kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
         states = allocate_states(model.shape, self.settings.state_slots, model.dtype, model.device)
-        graphs = _capture(model, self.attention, self.weights, kv, self.settings)
+        graphs = _capture(model, self.attention, self.weights, kv, states, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs, states)
 
 
@@ -71,6 +72,7 @@ def _capture(
     attention: AttentionBackend,
     weights: LoraWeights,
     kv: torch.Tensor,
+    states: DeltaStates | None,
     settings: EngineSettings,
 ) -> CudaGraphs | None:
     """Capture the CUDA graphs of steps; return None if the attention kernels cannot be captured."""
@@ -78,8 +80,9 @@ def _capture(
         return None
     limits = StepLimits(
         tokens=settings.max_batch_tokens,
+        sequences=settings.max_running,
         adapters=settings.max_batch_adapters,
         rank=settings.max_rank,
         pages=settings.max_running * -(-model.config.max_context // settings.page_size),
     )
-    return CudaGraphs(model, attention, weights, kv, limits)
+    return CudaGraphs(model, attention, weights, kv, limits, states)

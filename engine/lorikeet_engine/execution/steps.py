@@ -114,9 +114,10 @@ class ModelRunner:
         scores: reader of logits of prompt tokens, besides the returned ones; None: no prompt is
             scored.
         """
-        if self._graphs is not None and self._graphs.fit(batch):
-            return self._logits(self._graphs.forward(batch), batch, scores)
-        return self.forward_eager(batch, scores)
+        if self._graphs is None or not self._graphs.fit(batch):
+            return self.forward_eager(batch, scores)
+        self._begin_states(batch)
+        return self._logits(self._graphs.forward(batch), batch, scores)
 
     @torch.inference_mode()
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
@@ -125,10 +126,13 @@ class ModelRunner:
         scores: as for `forward`.
         """
         self._attention.plan(batch)
-        if self._states is not None and batch.states is not None:
-            self._states.begin(batch.states)
+        self._begin_states(batch)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
+
+    def _begin_states(self, batch: Batch) -> None:
+        if self._states is not None and batch.states is not None:
+            self._states.begin(batch.states)
 
     def _logits(
         self, hidden: torch.Tensor, batch: Batch, scores: LogitsReader | None

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet_engine.kernels.attention.protocol import PageTable
-from lorikeet_engine.kernels.delta_net import Prefills
+from lorikeet_engine.kernels.delta_net import Decodes, Prefills
 from lorikeet_engine.kernels.lora.types import Segments
 
 Int32s = npt.NDArray[np.int32]
@@ -17,15 +17,15 @@ Int32s = npt.NDArray[np.int32]
 class StateRows:
     """States of delta nets (linear attention) that a step reads and updates; tensors on the device.
 
-    prefills: layout of the sequences' tokens, and the slots of their states.
-    decodes: whether the step has one token of each sequence.
+    decodes: sequences of which the step has one token; None: there are none.
+    prefills: sequences of which the step has several tokens; None: there are none.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
     restores [2, copies] int64: states to copy before the step: the slots to copy from, then the
         slots to copy to.
     """
 
-    prefills: Prefills
-    decodes: bool
+    decodes: Decodes | None
+    prefills: Prefills | None
     fresh: torch.Tensor
     restores: torch.Tensor
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lorikeet_engine.adapter_format.base_config import refusal
 from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,
@@ -81,13 +80,6 @@ class DeltaStates:
         return DeltaStates(self.inputs[index], self.matrices[index], ring)
 
 
-def check_device(config: ModelConfig, device_type: str) -> None:
-    """Raise ModelError, whose `field` is model_type, for a model with delta nets on a GPU."""
-    if config.shape.delta_net is not None and device_type == "cuda":
-        family = config.shape.family
-        raise refusal("model_type", family, "a family without delta nets, or LORIKEET_DEVICE=cpu")
-
-
 class DeltaNet:
     """Gated delta net of a layer, of which each rank computes some heads.
 
@@ -136,18 +128,19 @@ class DeltaNet:
         rows: slots and layout of the batch's sequences.
         lora: LoRA work of the forward pass; None: no adapter.
         """
-        heads, prefills = self.heads, rows.prefills
+        heads = self.heads
         values, gates = heads.value_heads * heads.value_dim, 2 * heads.value_heads
         parts = columns(*self.inputs(x, lora), sum(heads.widths), values, gates)
         (qkv, lora_qkv), (z, lora_z), (ba, lora_ba) = parts
         memory, matrices, ring = states.inputs, states.matrices, states.ring
-        if rows.decodes:
-            slots = prefills.slots
-            qkv = decode_convolution(qkv, self.kernel, memory, slots, lora_qkv)
-            o = decode_delta_rule(qkv, ba, self.decay, matrices, slots, heads, lora_ba, ring)
-        else:
-            qkv = prefill_convolution(qkv, self.kernel, memory, prefills, lora_qkv)
-            o = prefill_delta_rule(qkv, ba, self.decay, matrices, prefills, heads, lora_ba, ring)
+        decay, y = self.decay, qkv.new_empty(qkv.shape)
+        o = z.new_empty(len(z), heads.value_heads, heads.value_dim)
+        if (decodes := rows.decodes) is not None:
+            decode_convolution(qkv, self.kernel, memory, decodes, lora_qkv, y)
+            decode_delta_rule(y, ba, decay, matrices, decodes, heads, lora_ba, o, ring)
+        if (prefills := rows.prefills) is not None:
+            prefill_convolution(qkv, self.kernel, memory, prefills, lora_qkv, y)
+            prefill_delta_rule(y, ba, decay, matrices, prefills, heads, lora_ba, o, ring)
         gate, lora_z = by_heads(z, lora_z, heads.value_dim)
         gated = gated_rms_norm(o, gate, self.norm, self.eps, lora_z).flatten(1)
         return summed_product(*self.out(gated, lora), None, self._ranks)

@@ -44,7 +44,7 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
-from lorikeet_engine.models.delta_net import DeltaNet, DeltaStates, check_device
+from lorikeet_engine.models.delta_net import DeltaNet, DeltaStates
 from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
@@ -209,7 +209,6 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
-    check_device(config, device.type)
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     if is_fp8:

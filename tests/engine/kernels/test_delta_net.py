@@ -1,7 +1,7 @@
 """The gated delta net in torch equals transformers', however a prompt is divided."""
 
 import inspect
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Heads, Prefills, reference
+from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, reference
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from tests.engine.kernels.delta_net_inputs import CPU, HEADS, Inputs, inputs
 
@@ -66,8 +66,8 @@ def test_both_forms_agree_at_every_length():
     heads = HEADS[0]
     lengths = range(1, 201)
     given = inputs(sum(lengths), heads, torch.float64, slots=len(lengths))
-    starts = Prefills.of(lengths, range(len(lengths)), CPU).starts
-    operands = reference._operands(given.qkv, given.ba, given.decay, heads, None)
+    starts = torch.tensor([0, *accumulate(lengths)])
+    operands = reference._operands(given.qkv, given.ba, given.decay, heads)
     for got, want in zip(
         reference.chunked_delta_rule(*operands, starts, given.states),
         reference.recurrent_delta_rule(*operands, starts, given.states),
@@ -83,7 +83,7 @@ def test_packed_sequences_compute_what_each_computes_alone(heads):
     states, alone = given.states.clone(), given.states.clone()
     prefills = Prefills.of(lengths, slots, CPU)
     o = reference.prefill_delta_rule(given.qkv, given.ba, given.decay, states, prefills, heads)
-    for slot, (start, end) in zip(slots, pairwise(prefills.starts.tolist()), strict=True):
+    for slot, (start, end) in zip(slots, pairwise([0, *accumulate(lengths)]), strict=True):
         part = given.tokens(start, end)
         want, alone[slot] = by_transformers(CHUNKED, part, heads, alone[slot], end - start)
         assert_equal(o[start:end], want)
@@ -104,11 +104,12 @@ def test_a_prompt_may_be_divided_anywhere(cuts, width, dtype):
     for bounds in ([0, 200], sorted({0, 200, *cuts})):
         states, last_inputs, parts = given.states.clone(), given.last_inputs.clone(), []
         for start, end in pairwise(bounds):
-            part, slots = given.tokens(start, end), torch.tensor([1], dtype=torch.int32)
+            part = given.tokens(start, end)
+            decodes = Decodes(torch.tensor([1], dtype=torch.int32))
             rest = (part.ba, part.decay, states)
             if end - start == 1:
-                y = delta_net.decode_convolution(part.qkv, part.weight, last_inputs, slots)
-                o = delta_net.decode_delta_rule(y, *rest, slots, heads)
+                y = delta_net.decode_convolution(part.qkv, part.weight, last_inputs, decodes)
+                o = delta_net.decode_delta_rule(y, *rest, decodes, heads)
             else:
                 prefills = Prefills.of([end - start], [1], CPU)
                 y = delta_net.prefill_convolution(part.qkv, part.weight, last_inputs, prefills)
@@ -147,8 +148,9 @@ def test_decodes_advance_each_sequence_by_one_token():
     given = inputs(4, heads, torch.float64)
     slots = torch.tensor([5, -1, 0, 2], dtype=torch.int32)
     states, last_inputs = given.states.clone(), given.last_inputs.clone()
-    y = reference.decode_convolution(given.qkv, given.weight, last_inputs, slots)
-    o = reference.decode_delta_rule(y, given.ba, given.decay, states, slots, heads)
+    decodes = Decodes(slots)
+    y = reference.decode_convolution(given.qkv, given.weight, last_inputs, decodes)
+    o = reference.decode_delta_rule(y, given.ba, given.decay, states, decodes, heads)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -168,7 +170,10 @@ def test_decodes_advance_each_sequence_by_one_token():
 def test_lora_is_added_to_the_products_before_all_else():
     heads = HEADS[1]
     given, lengths = inputs(80, heads, torch.float32), [9, 71]
-    prefills, slots = Prefills.of(lengths, [1, 4], CPU), torch.arange(80, dtype=torch.int32)
+    prefills, decodes = (
+        Prefills.of(lengths, [1, 4], CPU),
+        Decodes(torch.arange(80, dtype=torch.int32)),
+    )
     adapted, results = 37, []
     deltas = [torch.randn_like(given.qkv), torch.randn_like(given.ba)]
     for delta in deltas:
@@ -181,7 +186,7 @@ def test_lora_is_added_to_the_products_before_all_else():
             made.ba[:adapted] += deltas[1][:adapted]
             loras = [None, None]
         for convolve, rule, where in (
-            (delta_net.decode_convolution, delta_net.decode_delta_rule, slots),
+            (delta_net.decode_convolution, delta_net.decode_delta_rule, decodes),
             (delta_net.prefill_convolution, delta_net.prefill_delta_rule, prefills),
         ):
             states, last_inputs = made.states.clone(), made.last_inputs.clone()
@@ -195,7 +200,8 @@ def test_lora_is_added_to_the_products_before_all_else():
 
 def test_prefills_list_the_chunks_of_each_sequence():
     prefills = Prefills.of([1, 64, 130], [7, 0, 3], CPU)
-    assert prefills.starts.tolist() == [0, 1, 65, 195]
+    assert prefills.starts.tolist() == [0, 1, 65]
+    assert prefills.ends.tolist() == [1, 65, 195]
     assert prefills.slots.tolist() == [7, 0, 3]
     assert prefills.chunks.tolist() == [[0, 0], [1, 1], [2, 65], [2, 129], [2, 193]]
     assert prefills.first_chunks.tolist() == [0, 1, 2, 5]

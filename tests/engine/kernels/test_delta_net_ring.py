@@ -1,13 +1,11 @@
 """Decodes of the gated delta net that keep tokens in a ring equal those that write each state."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.kernels.delta_net import CHUNK, Heads, Prefills, Ring, reference
+from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Heads, Prefills, Ring, reference
 from tests.engine.kernels.delta_net_inputs import CPU, HEADS, inputs
 
 SLOTS = 5
@@ -45,13 +43,13 @@ class Pool:
         self.drawn, self.used = inputs(5000, heads, torch.float64), 0
 
     def decode(self, slots: list[int]) -> torch.Tensor:
-        padded = torch.tensor([*slots, -1], dtype=torch.int32)
-        return self.run(reference.decode_delta_rule, padded, len(padded))[:-1]
+        padded = Decodes(torch.tensor([*slots, -1], dtype=torch.int32))
+        return self.run(reference.decode_delta_rule, padded, len(slots) + 1)[:-1]
 
     def prefill(self, lengths: dict[int, int], saves: list[int] | None = None) -> torch.Tensor:
         prefills = Prefills.of([*lengths.values()], [*lengths], CPU)
         if saves is not None:
-            prefills = replace(prefills, saves=torch.tensor(saves, dtype=torch.int32))
+            prefills = prefills._replace(saves=torch.tensor(saves, dtype=torch.int32))
         return self.run(reference.prefill_delta_rule, prefills, sum(lengths.values()))
 
     def run(self, operator, where, tokens):
@@ -124,11 +122,11 @@ def test_a_strong_decay_in_the_ring_makes_no_nan():
     drawn.ba[::3] = 1e4
     results = []
     for ring in (Ring.empty([7], heads, entries, torch.float32, CPU), None):
-        states, slots = drawn.states.clone(), torch.tensor([3], dtype=torch.int32)
+        states, decodes = drawn.states.clone(), Decodes(torch.tensor([3], dtype=torch.int32))
         for token in range(12):
             part = drawn.tokens(token, token + 1)
             o = reference.decode_delta_rule(
-                part.qkv, part.ba, part.decay, states, slots, heads, ring=ring
+                part.qkv, part.ba, part.decay, states, decodes, heads, ring=ring
             )
             results.append(o)
     torch.testing.assert_close(results[:12], results[12:], rtol=1e-4, atol=1e-5)

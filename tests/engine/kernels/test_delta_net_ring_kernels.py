@@ -1,11 +1,17 @@
 """Kernels that keep tokens of the gated delta net in a ring equal the delta rule in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import CHUNK, Heads, Prefills, Ring, fused, reference
+from lorikeet_engine.kernels.delta_net import (
+    CHUNK,
+    Decodes,
+    Heads,
+    Prefills,
+    Ring,
+    fused,
+    reference,
+)
 from tests.engine.interpreter import DEVICES, KINDS, slow
 from tests.engine.kernels.delta_net_inputs import HEADS, inputs
 from tests.engine.kernels.test_delta_net_kernels import (
@@ -48,14 +54,18 @@ class Decoder:
         self.kept = self.given.states.clone()
 
     def step(self, where, tokens, adapters=False):
-        """Results of the kernel and of the reference for the next tokens."""
+        """Results of the kernel and of the reference for the next tokens, zeros where no sequence
+        has a token.
+        """
         start, end = self.used, self.used + tokens
         self.used, part, exact = end, self.given.tokens(start, end), self.exact.tokens(start, end)
         name = "prefill_delta_rule" if isinstance(where, Prefills) else "decode_delta_rule"
         ba = strided(part.ba)
         lora = adapted(ba, tokens - 1) if adapters else None
-        o = getattr(fused, name)(
-            strided(part.qkv), ba, part.decay, self.given.states, where, self.heads, lora, self.ring
+        o = part.qkv.new_zeros(tokens, self.heads.value_heads, self.heads.value_dim)
+        states = self.given.states
+        getattr(fused, name)(
+            strided(part.qkv), ba, part.decay, states, where, self.heads, lora, o, self.ring
         )
         want = getattr(reference, name)(
             exact.qkv, merged(ba.double(), lora), exact.decay, self.exact.states, where, self.heads
@@ -63,9 +73,10 @@ class Decoder:
         return o, want
 
     def decode(self, slots, adapters=False):
-        o, want = self.step(indices(slots, self.device), len(slots), adapters)
-        kept = [row for row, slot in enumerate(slots) if slot >= 0]
-        return o[kept], want[kept]
+        """Decode a token of each slot; -1: none. Tokens are in reverse, behind one of no slot."""
+        tokens = indices(range(len(slots), 0, -1), self.device)
+        decodes = Decodes(indices(slots, self.device), tokens)
+        return self.step(decodes, len(slots) + 1, adapters)
 
 
 @STATES
@@ -99,12 +110,21 @@ def test_a_prefill_begins_with_the_tokens_in_the_ring_and_empties_it(kind, heads
         decoder.decode(slots)
     decoder.ring.counts[1] = entries  # of the sequence that had the slot before
     saves = indices([1, -1, -1, -1], decoder.device)
-    prefills = replace(Prefills.of([CHUNK + 2, 1, 9], [2, 5, 0], decoder.device), saves=saves)
+    prefills = Prefills.of([CHUNK + 2, 1, 9], [2, 5, 0], decoder.device)._replace(saves=saves)
     assert_close(*decoder.step(prefills, CHUNK + 12), eps)
     assert_close(decoder.given.states, decoder.exact.states, eps)
     assert not decoder.ring.counts.any()
     assert_close(*decoder.decode([1, 2, 5]), eps)
     assert torch.equal(decoder.given.states[[3, 4, 6]], decoder.kept[[3, 4, 6]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_sequences_decode_with_several_tiles_of_a_program(device):
+    """With few sequences, each program has one tile, as in the other tests."""
+    decoder = Decoder((device, torch.float32), Heads(1, 2, 16, 64), 1)
+    for slots in ([0, 1, 2], [3, -1, 4, 1, 0, 6, -1, 5], [6, 1, -1, -1, 0, 3, 2, 4]):
+        assert_close(*decoder.decode(slots), 8 * eps_of(torch.float32))
+    assert decoder.ring.counts[:, 0, 0].tolist() == [1, 1, 0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

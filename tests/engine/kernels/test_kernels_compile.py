@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
-from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
 from lorikeet_engine.kernels.delta_net import fused as delta_net
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
@@ -224,16 +224,17 @@ def test_gated_delta_net(
     decay = Decay(floats(heads.value_heads), floats(heads.value_heads))
     states = empty(9, heads.value_heads, heads.value_dim, heads.key_dim, dtype=state_dtype)
     deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (qkv, ba)]
-    prefills = Prefills(integers(5), integers(4), integers(8, 2), integers(5), integers(8))
+    prefills = Prefills(*(integers(4) for _ in range(3)), integers(8, 2), integers(5), integers(8))
     ring = None
     if entries is not None:
         ring = Ring.empty([9], heads, entries, torch.float32, torch.device("meta"))
     for convolve, apply, where in (
-        (delta_net.decode_convolution, delta_net.decode_delta_rule, integers(300)),
+        (delta_net.decode_convolution, delta_net.decode_delta_rule, Decodes(integers(300))),
+        (delta_net.decode_convolution, delta_net.decode_delta_rule, Decodes(*integers(2, 300))),
         (delta_net.prefill_convolution, delta_net.prefill_delta_rule, prefills),
     ):
         assert convolve(qkv, weight, inputs, where, deltas[0]).shape == qkv.shape
-        o = apply(qkv, ba, decay, states, where, heads, deltas[1], ring)
+        o = apply(qkv, ba, decay, states, where, heads, deltas[1], ring=ring)
         assert o.shape == (300, heads.value_heads, heads.value_dim)
     rules = {"_decode_with_ring" if entries else "_decode", "_solve_chunks", "_scan_chunks"}
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}

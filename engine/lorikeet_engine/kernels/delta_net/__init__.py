@@ -11,9 +11,10 @@ where g = −exp(a_log) · softplus(a + dt_bias) and β = sigmoid(b). This is th
 Networks (arXiv 2412.06464, section 3.1); prompts compute it in chunks of CHUNK tokens (section
 3.3), to the same result. Each key head serves value_heads / key_heads neighbouring value heads.
 
-A decode computes one token of each sequence, a prefill several. Both update the sequences' states
-in place, in a pool that has a slot for each sequence. Before a sequence's first token, the caller
-must set its slot to zeros or to a copied state. No two sequences of a call may share a slot.
+A decode computes one token of each sequence, a prefill several; a step may have both, and calls the
+two operators with the same `out`. Both update the sequences' states in place, in a pool that has a
+slot for each sequence. Before a sequence's first token, the caller must set its slot to zeros or to
+a copied state. No two sequences of a step may share a slot.
 
 A decode with a ring reads the state, but writes it only in each (entries + 1)-th step: the tokens
 since then are in the ring. With the ring's tokens i of keys k[i], corrections u[i] = β (v − S k)
@@ -83,22 +84,37 @@ class Decay:
     dt_bias: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Prefills:
-    """Layout of a prefill's tokens: several sequences, one after the other.
+class Decodes(NamedTuple):
+    """Sequences of which a step computes one token.
 
-    starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
-    slots [sequences] int32: slot of each sequence in the pools of states
-    chunks [chunks, 2] int32: for each chunk, its sequence and its first token. A sequence's first
-      chunk begins at the sequence's first token; all its chunks but the last have CHUNK tokens
+    slots [sequences] int32: slot of each sequence in the pools of states; −1: no sequence, and
+      nothing is read or written for it
+    tokens [sequences] int32: index of each sequence's token; None: sequence i has token i
+
+    All tensors are contiguous, on the device that runs the step.
+    """
+
+    slots: torch.Tensor
+    tokens: torch.Tensor | None = None
+
+
+class Prefills(NamedTuple):
+    """Sequences of which a step computes several tokens, in chunks.
+
+    starts, ends [sequences] int32: first token of each sequence, and the token after its last
+    slots [sequences] int32: slot of each sequence in the pools of states; −1: no sequence
+    chunks [chunks, 2] int32: for each chunk, its sequence and its first token; sequence −1: no
+      chunk. A sequence's first chunk begins at the sequence's first token; all its chunks but the
+      last have CHUNK tokens
     first_chunks [sequences + 1] int32: first chunk of each sequence, and the number of all chunks
     saves [chunks] int32: slot to which the state after each chunk is copied; −1: none. Only chunks
-      of CHUNK tokens may have such a slot, and no sequence of the prefill may use it
+      of CHUNK tokens may have such a slot, and no sequence of the step may use it
 
     All tensors are contiguous, on the device that runs the step.
     """
 
     starts: torch.Tensor
+    ends: torch.Tensor
     slots: torch.Tensor
     chunks: torch.Tensor
     first_chunks: torch.Tensor
@@ -106,12 +122,12 @@ class Prefills:
 
     @staticmethod
     def of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> "Prefills":
-        """Return the layout of these sequences; no state is copied after a chunk.
+        """Return the layout of sequences one after the other; no state is copied after a chunk.
 
         lengths: number of tokens of each sequence, at least 1.
         slots: slot of each sequence's state.
         """
-        starts = list(accumulate(lengths, initial=0))
+        *starts, end = accumulate(lengths, initial=0)
         counts = [-(-length // CHUNK) for length in lengths]
         chunks = [
             (sequence, starts[sequence] + chunk * CHUNK)
@@ -119,7 +135,7 @@ class Prefills:
             for chunk in range(count)
         ]
         first_chunks, saves = list(accumulate(counts, initial=0)), [-1] * len(chunks)
-        lists = (starts, list(slots), chunks, first_chunks, saves)
+        lists = (starts, [*starts[1:], end], list(slots), chunks, first_chunks, saves)
         return Prefills(*(torch.tensor(each, dtype=torch.int32, device=device) for each in lists))
 
 
@@ -168,23 +184,24 @@ def decode_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the convolution of one token of each sequence, and update its state in place.
 
-    x [sequences, channels], each token contiguous: output of a linear layer
+    x [tokens, channels], each token contiguous: output of a linear layer
     weight [channels, width], contiguous: w
     states [slots, width − 1, channels] like x, each slot contiguous: the sequence's last inputs, in
       order; zeros before its first token
-    slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
     lora: LoRA delta of x, whose rows have x's strides; added to x, and the sum rounded to x's dtype
-    → [sequences, channels] like x, contiguous
+    out [tokens, channels] like x, contiguous: tensor to write the result to; None: a new tensor
+    → out; rows of tokens that belong to no sequence of the call are not written
 
     Sums are float32, rounded once.
     """
     operator = _operators(x.device.type).decode_convolution
-    y: torch.Tensor = operator(x, weight, states, slots, lora)
+    y: torch.Tensor = operator(x, weight, states, decodes, lora, out)
     return y
 
 
@@ -194,18 +211,17 @@ def prefill_convolution(
     states: torch.Tensor,
     prefills: Prefills,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the convolution of several tokens of each sequence, and update states in place.
 
     The result equals that of decode_convolution called token by token, even if a sequence's tokens
     are divided among several calls.
 
-    x [tokens, channels], each token contiguous
-    weight, states, lora: as for decode_convolution
-    → [tokens, channels] like x, contiguous
+    All arguments and the result: as for decode_convolution
     """
     operator = _operators(x.device.type).prefill_convolution
-    y: torch.Tensor = operator(x, weight, states, prefills, lora)
+    y: torch.Tensor = operator(x, weight, states, prefills, lora, out)
     return y
 
 
@@ -214,29 +230,31 @@ def decode_delta_rule(
     ba: torch.Tensor,
     decay: Decay,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule of one token of each sequence, and update its state in place.
 
-    qkv [sequences, sum(heads.widths)], each token contiguous: queries, keys and values, as the
+    qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values, as the
       convolution returns them
-    ba [sequences, 2 · value_heads], each token contiguous: b of each value head, then a of each
+    ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a of each
     states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
       each value head, the transpose of the state that transformers and flash-linear-attention keep;
       zeros before the first token
-    slots [sequences] int32: slot of each sequence; −1: a padded row, whose result is undefined
     lora: LoRA delta of ba, whose rows have ba's strides; added to ba
+    out [tokens, value_heads, value_dim] like qkv, contiguous: tensor to write the result to; None:
+      a new tensor
     ring: last tokens of each slot, to which the token is added; a full ring's tokens are added to
       the state instead. None: each token is added to the state
-    → [sequences, value_heads, value_dim] like qkv, contiguous
+    → out; rows of tokens that belong to no sequence of the call are not written
 
     Computed in float32, and rounded once.
     """
     operator = _operators(qkv.device.type).decode_delta_rule
-    o: torch.Tensor = operator(qkv, ba, decay, states, slots, heads, lora, ring)
+    o: torch.Tensor = operator(qkv, ba, decay, states, decodes, heads, lora, out, ring)
     return o
 
 
@@ -248,6 +266,7 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule of several tokens of each sequence; update states in place.
@@ -256,14 +275,11 @@ def prefill_delta_rule(
     float32. On CUDA, factors of matrix products are rounded to qkv's dtype; so is the copy of the
     states that they read.
 
-    qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values
-    ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a
-    decay, states, heads, lora: as for decode_delta_rule
     ring: tokens of each slot that decode_delta_rule has not added to the state; the prefill adds
       them first, and leaves no tokens in the rings of its sequences and copied states. None: the
       states know all tokens
-    → [tokens, value_heads, value_dim] like qkv, contiguous
+    All other arguments and the result: as for decode_delta_rule
     """
     operator = _operators(qkv.device.type).prefill_delta_rule
-    o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora, ring)
+    o: torch.Tensor = operator(qkv, ba, decay, states, prefills, heads, lora, out, ring)
     return o

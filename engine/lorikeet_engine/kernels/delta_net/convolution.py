@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Prefills
+from lorikeet_engine.kernels.delta_net import Decodes, Prefills
 from lorikeet_engine.kernels.lora.expand_act import activated
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
@@ -22,17 +22,18 @@ def decode_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    sequences, channels = x.shape
+    channels = x.shape[1]
     _check(x, states, lora)
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if out is None else out
     block = min(_CHANNELS_OF_DECODE, triton.next_power_of_2(channels))
-    _decode_convolution[(sequences, triton.cdiv(channels, block))](
-        x, *operands(lora), weight, states, slots, y, x.stride(0), states.stride(0),
-        channels, weight.shape[1], block,
+    _decode_convolution[(len(decodes.slots), triton.cdiv(channels, block))](
+        x, *operands(lora), weight, states, decodes.slots, decodes.tokens, y, x.stride(0),
+        states.stride(0), channels, weight.shape[1], block,
     )  # fmt: skip
     return y
 
@@ -43,15 +44,17 @@ def prefill_convolution(
     states: torch.Tensor,
     prefills: Prefills,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     channels = x.shape[1]
     _check(x, states, lora)
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if out is None else out
     block = min(_CHANNELS_OF_PREFILL, triton.next_power_of_2(channels))
     _prefill_convolution[(len(prefills.chunks), triton.cdiv(channels, block))](
-        x, *operands(lora), weight, states, prefills.slots, prefills.starts, prefills.chunks,
-        prefills.saves, y, x.stride(0), states.stride(0), channels, weight.shape[1], block,
+        x, *operands(lora), weight, states, prefills.slots, prefills.starts, prefills.ends,
+        prefills.chunks, prefills.saves, y, x.stride(0), states.stride(0), channels,
+        weight.shape[1], block,
     )  # fmt: skip
     return y
 
@@ -96,6 +99,7 @@ def _decode_convolution(
     weight: tl.tensor,
     states: tl.tensor,
     slots: tl.tensor,
+    tokens: tl.tensor,
     y: tl.tensor,
     stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -105,7 +109,8 @@ def _decode_convolution(
 ) -> None:
     """Compute the convolution of one sequence's token for a block of channels, and shift the state.
 
-    x, weight, states, slots: see kernels.delta_net.decode_convolution. y: its result.
+    x, weight, states: see kernels.delta_net.decode_convolution. y: its result.
+    slots, tokens: see Decodes.
     lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
     block: number of channels of a block.
@@ -113,6 +118,8 @@ def _decode_convolution(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
+        if tokens is not None:
+            row = tl.load(tokens + row).to(tl.int64)
         channel = tl.program_id(1) * block + tl.arange(0, block)
         inside = channel < channels
         state = states + slot * slot_stride + channel
@@ -139,6 +146,7 @@ def _prefill_convolution(
     states: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
+    ends: tl.tensor,
     chunks: tl.tensor,
     saves: tl.tensor,
     y: tl.tensor,
@@ -153,12 +161,14 @@ def _prefill_convolution(
     The program of a sequence's first chunk also replaces the sequence's state by the new one: no
     other program reads these channels of the state.
 
-    starts, chunks, saves: see Prefills. All other operands: see _decode_convolution.
+    slots, starts, ends, chunks, saves: see Prefills. All other operands: see _decode_convolution.
     """
     sequence = tl.load(chunks + 2 * tl.program_id(0))
+    if sequence < 0:
+        return
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64)
     start = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1).to(tl.int64)
+    end = tl.load(ends + sequence).to(tl.int64)
     state = states + tl.load(slots + sequence).to(tl.int64) * slot_stride
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Decay, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
 from lorikeet_engine.kernels.delta_net.gates import gates
 from lorikeet_engine.kernels.delta_net.ring import add_tokens, decode_with_ring
 from lorikeet_engine.kernels.lora.types import LoraDelta
@@ -43,21 +43,22 @@ def decode_delta_rule(
     ba: torch.Tensor,
     decay: Decay,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     _check(qkv, ba, states, heads, lora)
-    o = qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
+    o = _output(qkv, heads) if out is None else out
     if ring is not None:
-        decode_with_ring(qkv, ba, decay, states, slots, heads, lora, ring, o)
+        decode_with_ring(qkv, ba, decay, states, decodes, heads, lora, ring, o)
         return o
     values = min(_VALUES, heads.value_dim)
-    _decode[(heads.value_dim // values, heads.value_heads, len(qkv))](
-        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, slots, o,
-        qkv.stride(0), ba.stride(0), states.stride(0), *_sizes(heads), values,
+    _decode[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
+        decodes.tokens, o, qkv.stride(0), ba.stride(0), states.stride(0), *_sizes(heads), values,
     )  # fmt: skip
     return o
 
@@ -70,11 +71,12 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     _check(qkv, ba, states, heads, lora)
-    o = qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
+    o = _output(qkv, heads) if out is None else out
     tiles = (len(prefills.chunks), heads.value_heads)
     solved, mixed = (qkv.new_empty((*tiles, *2 * (delta_net.CHUNK,))) for _ in range(2))
     factors = qkv.new_empty((*tiles, _FACTORS.value, delta_net.CHUNK), dtype=torch.float32)
@@ -82,16 +84,21 @@ def prefill_delta_rule(
     wide = qkv.dtype == torch.float32
     precision = "tf32x3" if wide else "tf32"  # of float32 factors
     _solve_chunks[tiles](
-        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, prefills.starts, prefills.chunks,
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, prefills.ends, prefills.chunks,
         solved, mixed, factors, faded, qkv.stride(0), ba.stride(0), *_sizes(heads)[:3], precision,
     )  # fmt: skip
     values, entries = min(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     _scan_chunks[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         qkv, solved, mixed, factors, faded, states, prefills.slots, prefills.starts,
-        prefills.first_chunks, prefills.saves, *(ring or _NO_RING), o, qkv.stride(0),
-        states.stride(0), *_sizes(heads), entries, values, 1 if wide else 2, precision,
+        prefills.ends, prefills.first_chunks, prefills.saves, *(ring or _NO_RING), o,
+        qkv.stride(0), states.stride(0), *_sizes(heads), entries, values, 1 if wide else 2,
+        precision,
     )  # fmt: skip
     return o
+
+
+def _output(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    return qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
 
 
 def _check(
@@ -120,6 +127,7 @@ def _decode(
     dt_bias: tl.tensor,
     states: tl.tensor,
     slots: tl.tensor,
+    tokens: tl.tensor,
     o: tl.tensor,
     stride: tl.tensor,
     ba_stride: tl.tensor,
@@ -132,7 +140,8 @@ def _decode(
 ) -> None:
     """Compute some values of one value head for one sequence's token, and update their state.
 
-    qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
+    qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
+    slots, tokens: see Decodes.
     a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns
         it.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
@@ -143,6 +152,8 @@ def _decode(
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
+        if tokens is not None:
+            row = tl.load(tokens + row).to(tl.int64)
         column = tl.arange(0, key_dim)
         value = tl.program_id(0) * values + tl.arange(0, values)
         places = slot * slot_stride + (head * value_dim + value)[:, None] * key_dim
@@ -197,7 +208,7 @@ def _solve_chunks(
     adapted: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
-    starts: tl.tensor,
+    ends: tl.tensor,
     chunks: tl.tensor,
     solved: tl.tensor,
     mixed: tl.tensor,
@@ -215,15 +226,17 @@ def _solve_chunks(
     See the module's docstring. Nothing that this kernel computes depends on the state.
 
     solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
-    starts, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
+    ends, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
     All other operands: see _decode.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(chunks + 2 * chunk)
+    if sequence < 0:
+        return
     first = tl.load(chunks + 2 * chunk + 1).to(tl.int64)
     place = tl.arange(0, _CHUNK)
     token = first + place
-    inside = token < tl.load(starts + sequence + 1)
+    inside = token < tl.load(ends + sequence)
     column = tl.arange(0, key_dim)
     key_head = head // (value_heads // key_heads)
     query = qkv + token[:, None] * stride + key_head * key_dim + column[None, :]
@@ -269,6 +282,7 @@ def _scan_chunks(
     states: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
+    ends: tl.tensor,
     first_chunks: tl.tensor,
     saves: tl.tensor,
     keys: tl.tensor,
@@ -290,7 +304,7 @@ def _scan_chunks(
     """Compute some values of one value head for one sequence, chunk after chunk; update the state.
 
     solved, mixed, factors, faded: results of _solve_chunks.
-    slots, starts, first_chunks, saves: see Prefills.
+    slots, starts, ends, first_chunks, saves: see Prefills.
     keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors.
@@ -298,8 +312,10 @@ def _scan_chunks(
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + sequence).to(tl.int64)
+    if slot < 0:
+        return
     start = tl.load(starts + sequence).to(tl.int64)
-    end = tl.load(starts + sequence + 1)
+    end = tl.load(ends + sequence)
     first_chunk = tl.load(first_chunks + sequence)
     chunks = tl.load(first_chunks + sequence + 1) - first_chunk
     first_tile = first_chunk.to(tl.int64) * value_heads + head

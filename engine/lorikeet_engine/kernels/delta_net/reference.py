@@ -4,12 +4,21 @@ See kernels.delta_net for the operators' definitions. `recurrent_delta_rule` and
 `chunked_delta_rule` compute the same delta rule token by token and chunk by chunk.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.delta_net import CHUNK, NORM_EPS, Decay, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net import (
+    CHUNK,
+    NORM_EPS,
+    Decay,
+    Decodes,
+    Heads,
+    Prefills,
+    Ring,
+)
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
@@ -18,16 +27,16 @@ def decode_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    add_lora_delta(x, lora)
-    y, kept = torch.zeros_like(x), slots >= 0
-    at = slots[kept].long()
-    inputs = torch.cat([states[at], x[kept].unsqueeze(1)], dim=1)  # [sequences, width, channels]
-    y[kept] = _convolved(inputs, weight).squeeze(1)
-    states[at] = inputs[:, 1:]
+    tokens, slots = _decoded(decodes)
+    y = x.new_zeros(x.shape) if out is None else out
+    inputs = torch.cat([states[slots], _summed(x, lora)[tokens].unsqueeze(1)], dim=1)
+    y[tokens] = _convolved(inputs, weight).squeeze(1)
+    states[slots] = inputs[:, 1:]
     return y
 
 
@@ -37,18 +46,17 @@ def prefill_convolution(
     states: torch.Tensor,
     prefills: Prefills,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    add_lora_delta(x, lora)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    bounds = pairwise(prefills.starts.tolist())
-    for slot, (start, end) in zip(prefills.slots.tolist(), bounds, strict=True):
+    x = _summed(x, lora)
+    y = x.new_zeros(x.shape) if out is None else out
+    for slot, start, end in _prefilled(prefills):
         inputs = torch.cat([states[slot], x[start:end]])  # [width - 1 + tokens, channels]
         y[start:end] = _convolved(inputs.unsqueeze(0), weight).squeeze(0)
         states[slot] = inputs[end - start :]
-    for (_, first), slot in zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True):
-        if slot >= 0:
-            states[slot] = x[first + CHUNK - states.shape[1] : first + CHUNK]
+    for first, slot in _saved(prefills):
+        states[slot] = x[first + CHUNK - states.shape[1] : first + CHUNK]
     return y
 
 
@@ -57,23 +65,23 @@ def decode_delta_rule(
     ba: torch.Tensor,
     decay: Decay,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    kept = slots >= 0
-    at = slots[kept].long()
-    operands = (each[kept] for each in _operands(qkv, ba, decay, heads, lora))
+    tokens, slots = _decoded(decodes)
+    o = _output(qkv, heads) if out is None else out
+    operands = _operands(qkv[tokens], _summed(ba, lora)[tokens], decay, heads)
     if ring is None:
-        after, o = _next_state(_wide(states[at]), *operands)
-        states[at] = after.to(states.dtype)
+        after, mixed = _next_state(_wide(states[slots]), *operands)
+        states[slots] = after.to(states.dtype)
     else:
-        o = _next_in_ring(states, ring, at, *operands)
-    out = qkv.new_zeros(len(qkv), heads.value_heads, heads.value_dim)
-    out[kept] = o.to(out.dtype)
-    return out
+        mixed = _next_in_ring(states, ring, slots, *operands)
+    o[tokens] = mixed.to(o.dtype)
+    return o
 
 
 def prefill_delta_rule(
@@ -84,21 +92,26 @@ def prefill_delta_rule(
     prefills: Prefills,
     heads: Heads,
     lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    at = prefills.slots.long()
+    o = _output(qkv, heads) if out is None else out
     if ring is not None:
-        _empty_ring(states, ring, at)
+        _empty_ring(states, ring, prefills.slots[prefills.slots >= 0].long())
         ring.counts[prefills.saves[prefills.saves >= 0].long()] = 0
-    operands = _operands(qkv, ba, decay, heads, lora)
-    saved = dict[int, torch.Tensor]()
-    o, after = chunked_delta_rule(*operands, prefills.starts, _wide(states[at]), saved)
-    states[at] = after.to(states.dtype)
-    for (_, first), slot in zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True):
-        if slot >= 0:
-            states[slot] = saved[first].to(states.dtype)
-    return o.to(qkv.dtype)
+    operands = _operands(qkv, _summed(ba, lora), decay, heads)
+    behind = dict[int, torch.Tensor]()
+    for slot, start, end in _prefilled(prefills):
+        starts, state = torch.tensor([0, end - start]), _wide(states[slot : slot + 1])
+        q, k, v, g, beta = (each[start:end] for each in operands)
+        mine = dict[int, torch.Tensor]()
+        mixed, after = chunked_delta_rule(q, k, v, g, beta, starts, state, mine)
+        states[slot], o[start:end] = after[0].to(states.dtype), mixed.to(o.dtype)
+        behind |= {start + first: each for first, each in mine.items()}
+    for first, slot in _saved(prefills):
+        states[slot] = behind[first].to(states.dtype)
+    return o
 
 
 def recurrent_delta_rule(
@@ -166,22 +179,51 @@ def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.silu((windows * weight).sum(-1)).to(inputs.dtype)
 
 
+def _output(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    return qkv.new_zeros(len(qkv), heads.value_heads, heads.value_dim)
+
+
+def _summed(x: torch.Tensor, lora: LoraDelta | None) -> torch.Tensor:
+    """Return x plus its LoRA delta; x itself without one."""
+    if lora is not None:
+        x = x.clone()
+        add_lora_delta(x, lora)
+    return x
+
+
+def _decoded(decodes: Decodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and the slots of the sequences, int64."""
+    kept = decodes.slots >= 0
+    tokens = kept.nonzero().squeeze(1) if decodes.tokens is None else decodes.tokens[kept].long()
+    return tokens, decodes.slots[kept].long()
+
+
+def _prefilled(prefills: Prefills) -> Iterator[tuple[int, int, int]]:
+    """Yield the slot of each sequence, its first token and the token after its last."""
+    columns = prefills.slots.tolist(), prefills.starts.tolist(), prefills.ends.tolist()
+    rows = zip(*columns, strict=True)
+    return (row for row in rows if row[0] >= 0)
+
+
+def _saved(prefills: Prefills) -> Iterator[tuple[int, int]]:
+    """Yield the first token of each chunk after which the state is copied, and the copy's slot."""
+    rows = zip(prefills.chunks.tolist(), prefills.saves.tolist(), strict=True)
+    return ((first, slot) for (_, first), slot in rows if slot >= 0)
+
+
 def _operands(
-    qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads, lora: LoraDelta | None
+    qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the operands q, k, v, g and β of recurrent_delta_rule from those of
     prefill_delta_rule.
-
-    lora: LoRA delta of ba; None: no adapter.
     """
-    add_lora_delta(ba, lora)
     q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
-    q, k = (_unit(each.view(len(qkv), -1, heads.key_dim)) for each in (q, k))
+    q, k = (_unit(each.view(-1, heads.key_heads, heads.key_dim)) for each in (q, k))
     group = heads.value_heads // heads.key_heads
     q, k = (each.repeat_interleave(group, dim=1) for each in (q / heads.key_dim**0.5, k))
     b, a = _wide(ba).chunk(2, dim=1)
     g = -decay.a_log.exp() * F.softplus(a + decay.dt_bias)
-    return q, k, v.view(len(qkv), -1, heads.value_dim), g, b.sigmoid()
+    return q, k, v.view(-1, heads.value_heads, heads.value_dim), g, b.sigmoid()
 
 
 def _next_state(

@@ -8,14 +8,15 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Decay, Heads, Ring
+from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Ring
 from lorikeet_engine.kernels.delta_net.gates import gates
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.lora_operands import operands
 
 _EPS = tl.constexpr(delta_net.NORM_EPS)
-_VALUES, _WARPS = 32, 4  # of one program, which has these rows of a state
+_VALUES = 32  # of a tile: rows of a state that a program holds at a time
 _PARTS = 4  # of a row, of each of which a thread has some columns: fewer threads share a sum
+_FEW = 8  # sequences: with fewer, a program has one tile, and more warps, as many SMs have nothing
 
 
 def decode_with_ring(
@@ -23,7 +24,7 @@ def decode_with_ring(
     ba: torch.Tensor,
     decay: Decay,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    decodes: Decodes,
     heads: Heads,
     lora: LoraDelta | None,
     ring: Ring,
@@ -32,11 +33,13 @@ def decode_with_ring(
     """Compute kernels.delta_net.decode_delta_rule with a ring into o, its result."""
     assert all(each.is_contiguous() for each in ring), [each.stride() for each in ring]
     values, entries = min(_VALUES, heads.value_dim), ring.decays.shape[2]
-    _decode_with_ring[(heads.value_dim // values, heads.value_heads, len(slots))](
-        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, slots, *ring, o,
-        qkv.stride(0), ba.stride(0), states.stride(0), heads.key_heads, heads.value_heads,
-        heads.key_dim, heads.value_dim, entries, values, min(_PARTS, heads.key_dim // 8),
-        num_warps=_WARPS,
+    tiles, sequences = heads.value_dim // values, len(decodes.slots)
+    each = 1 if sequences < _FEW else tiles
+    _decode_with_ring[(tiles // each, heads.value_heads, sequences)](
+        qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
+        decodes.tokens, *ring, o, qkv.stride(0), ba.stride(0), states.stride(0),
+        heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, entries, values, each,
+        min(_PARTS, heads.key_dim // 8), num_warps=8 if sequences < _FEW else 4,
     )  # fmt: skip
 
 
@@ -84,6 +87,7 @@ def _decode_with_ring(
     dt_bias: tl.tensor,
     states: tl.tensor,
     slots: tl.tensor,
+    tokens: tl.tensor,
     keys: tl.tensor,
     corrections: tl.tensor,
     decays: tl.tensor,
@@ -98,52 +102,53 @@ def _decode_with_ring(
     value_dim: tl.constexpr,
     entries: tl.constexpr,
     values: tl.constexpr,
+    tiles: tl.constexpr,
     parts: tl.constexpr,
 ) -> None:
     """Compute some values of one value head for one sequence's token, and add it to the ring.
 
     If the ring is full, the token and those of the ring are added to the state instead.
 
-    qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
+    qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
+    slots, tokens: see Decodes.
     a_log, dt_bias: see Decay.
     lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
     keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.
-    values: number of values that the program computes. parts: parts of a row of the state, see
-    _PARTS. All other operands: see Heads.
+    values: number of values of a tile. tiles: number of tiles that the program computes, one after
+    the other. parts: parts of a row of the state, see _PARTS. All other operands: see Heads.
     """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
+        if tokens is not None:
+            row = tl.load(tokens + row).to(tl.int64)
         group: tl.constexpr = value_heads // key_heads
         width: tl.constexpr = key_dim // parts
-        first = tl.program_id(0) * values
+        first = tl.program_id(0) * (values * tiles)
         value, column = first + tl.arange(0, values), tl.arange(0, key_dim)
         places = tl.arange(0, parts)[:, None, None] * width + tl.arange(0, width)[None, None, :]
         state = states + slot * slot_stride + head * value_dim * key_dim
         state += value[None, :, None] * key_dim + places
-        s = tl.load(state).to(tl.float32)
+        following = tl.load(state).to(tl.float32)
 
         index = slot * value_heads + head
         count_at = counts + index * value_dim
         count = tl.load(count_at + first).to(tl.int32)
         past_keys = keys + (slot * key_heads + head // group) * entries * key_dim + column
-        past_corrections = corrections + index * entries * value_dim + value
+        past_corrections = corrections + index * entries * value_dim
         past_decays = decays + index * entries
-        entry = tl.arange(0, entries + 1)[:, None]
+        entry, other = tl.arange(0, entries + 1)[:, None], tl.arange(0, entries + 1)[None, :]
         held = entry < count
         k_held = tl.load(past_keys[None, :] + entry * key_dim, mask=held, other=0.0)
-        u_held = tl.load(past_corrections[None, :] + entry * value_dim, mask=held, other=0.0)
-        other = tl.arange(0, entries + 1)[None, :]
         g_held = tl.load(past_decays + other, mask=other < count, other=0.0)
 
         query = qkv + row * stride + head // group * key_dim + column
         q = tl.load(query).to(tl.float32)
         k = tl.load(query + key_heads * key_dim).to(tl.float32)
-        values_at = qkv + row * stride + 2 * key_heads * key_dim
-        v = tl.load(values_at + head * value_dim + value).to(tl.float32)
+        values_at = qkv + row * stride + 2 * key_heads * key_dim + head * value_dim
         q = q / (tl.sqrt(tl.sum(q * q, 0) + _EPS) * (key_dim**0.5))
         k = k / tl.sqrt(tl.sum(k * k, 0) + _EPS)
         g, beta = gates(
@@ -153,29 +158,41 @@ def _decode_with_ring(
         faded = tl.exp(g + tl.sum(tl.sum(g_held, 1), 0))  # of the state
         of_k = fades * tl.sum(k_held * k[None, :], 1)
         of_q = fades * tl.sum(k_held * q[None, :], 1)
+        similar = tl.sum(k * q, 0)
         wide_k, wide_q = _in_parts(k, parts), _in_parts(q, parts)
-        u = beta * (v - faded * _times(s, wide_k) - tl.sum(u_held * of_k[:, None], 0))
-        out = faded * _times(s, wide_q) + tl.sum(u_held * of_q[:, None], 0) + u * tl.sum(k * q, 0)
-        tl.store(o + (row * value_heads + head) * value_dim + value, out.to(o.dtype.element_ty))
-
+        after = tl.zeros((values,), tl.int32) + tl.where(count < entries, count + 1, 0)
+        tl.debug_barrier()  # no thread of the program writes a count that another has not read
+        for _ in tl.range(0, tiles, num_stages=1):
+            s = following
+            if tiles > 1:
+                more = (value + values < first + values * tiles)[None, :, None]
+                following = tl.load(state + values * key_dim, mask=more, other=0.0).to(tl.float32)
+            v = tl.load(values_at + value).to(tl.float32)
+            u_at = past_corrections + value
+            u_held = tl.load(u_at[None, :] + entry * value_dim, mask=held, other=0.0)
+            u = beta * (v - faded * _times(s, wide_k) - tl.sum(u_held * of_k[:, None], 0))
+            out = faded * _times(s, wide_q) + tl.sum(u_held * of_q[:, None], 0) + u * similar
+            out = out.to(o.dtype.element_ty)
+            tl.store(o + (row * value_heads + head) * value_dim + value, out)
+            if count < entries:
+                tl.store(u_at + count * value_dim, u)
+            else:
+                s = faded * s + u[None, :, None] * wide_k
+                since = g
+                for i in tl.static_range(entries - 1, -1, -1):
+                    k_i = _in_parts(tl.load(past_keys + i * key_dim), parts)
+                    u_i = tl.load(u_at + i * value_dim) * tl.exp(since)
+                    s += u_i[None, :, None] * k_i
+                    since += tl.load(past_decays + i)
+                tl.store(state, s.to(states.dtype.element_ty))
+            tl.store(count_at + value, after.to(tl.int8))
+            value += values
+            state += values * key_dim
         if count < entries:
             # all value heads of a key head have the same key
             once = (first == 0) & (head % group == 0)
             tl.store(past_keys + count * key_dim, k, mask=once & (column >= 0))
-            tl.store(past_corrections + count * value_dim, u)
             tl.store(past_decays + count, g, mask=first == 0)
-        else:
-            s = faded * s + u[None, :, None] * wide_k
-            since = g
-            for i in tl.static_range(entries - 1, -1, -1):
-                k_i = _in_parts(tl.load(past_keys + i * key_dim), parts)
-                u_i = tl.load(past_corrections + i * value_dim) * tl.exp(since)
-                s += u_i[None, :, None] * k_i
-                since += tl.load(past_decays + i)
-            tl.store(state, s.to(states.dtype.element_ty))
-        tl.debug_barrier()  # no thread of the program writes a count that another has not read
-        after = tl.where(count < entries, count + 1, 0)
-        tl.store(count_at + value, tl.zeros((values,), tl.int8) + after.to(tl.int8))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
