@@ -151,7 +151,7 @@ class Twice:
 
     def _states(self, copy=True):
         states = self.runner._states
-        tensors = [] if states is None else [states.inputs, states.matrices]
+        tensors = [] if states is None else states.tensors
         return [each.clone() for each in tensors] if copy else tensors
 
     def _compare(self, got, want):
