@@ -632,8 +632,11 @@ def test_a_tenant_with_many_new_schemas_delays_itself_alone(settings, impatient)
 def test_a_replica_loads_no_torch(settings):
     code = (
         "import asyncio, os, sys\n"
+        "from lorikeet.replica import replica\n"
         "from lorikeet.serving.deployments import Replica\n"
         "from lorikeet.settings import Settings\n"
+        "from tests.replica.quick_engine import quick_engine\n"
+        "replica.build_engine = quick_engine\n"
         "async def main():\n"
         f"    Replica('r0', '{BASE}', Settings.from_env()).close()\n"
         "    sys.exit('torch' in sys.modules)\n"

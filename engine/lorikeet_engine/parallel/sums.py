@@ -86,8 +86,8 @@ class RankSums:
     def exchange_for(self, rows: torch.Tensor) -> "RowExchange | None":
         """Return the exchange through which a norm's kernel sums these rows over ranks itself.
 
-        Returns None if none supports their shape and dtype. Then `all_reduce` must sum the rows
-        before the norm.
+        Returns None if no exchange supports the rows' shape and dtype. Then `all_reduce` must sum
+        the rows before the norm.
 
         rows [tokens, width]: only shape and dtype are read.
         """
@@ -238,7 +238,7 @@ class RowExchange:
     kernel that is launched before the preceding one has ended.)
 
     No rank takes an old word for a new one: until the word of epoch e arrives, memory holds the
-    word of e - 2, or 0 before epochs 1 and 2. Their 16 bits of the epoch differ from those of e.
+    word of e - 2, or 0 before epochs 1 and 2. The 16 epoch bits of these words differ from e's.
     All rows have one width, so every word is written in every epoch.
 
     rank: index of this rank.

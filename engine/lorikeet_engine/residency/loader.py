@@ -56,7 +56,7 @@ _SOURCE_RETRY_S = 10.0
 """Seconds until a client should retry after a failed load."""
 _REPAIR_S = 300.0
 """Seconds until a client should retry an adapter whose blob is missing, damaged or not acceptable:
-each load fails until an admin has repaired it.
+each load fails until an admin has replaced or repaired the blob.
 """
 
 

@@ -43,7 +43,7 @@ def sequences_to_preempt(
 ) -> list[Sequence]:
     """Return the running sequences to preempt for a waiting sequence.
 
-    Returns [] if preemption.py's two conditions do not allow to preempt enough of them.
+    Returns [] if too few sequences may be preempted under preemption.py's two conditions.
 
     waiting: sequence that lacks a slot or KV pages; None if there is none.
     active: running sequences that still compute tokens.

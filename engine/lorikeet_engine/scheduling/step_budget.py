@@ -13,10 +13,10 @@ the other two terms. So
 
 Wrong coefficients only slow the convergence to the right sum.
 
-In a step with decodes, prompt tokens get the time that the decodes leave of the goal. They cost the
-time of more rows in a step, and the time of attention, which dominates deep in a long prompt. The
-time that steps with prompts took beyond these costs is learned as well. Where steps with prompts
-are padded to certain sizes, they take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. These cost
+the time of more rows in a step, and the time of attention, which dominates deep in a long prompt.
+The time that steps with prompts took beyond these costs is learned as well. Where steps with
+prompts are padded to certain sizes, they take as long as the next larger size.
 """
 
 from bisect import bisect_left, bisect_right

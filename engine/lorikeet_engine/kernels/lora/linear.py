@@ -227,7 +227,8 @@ def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
 
     Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
     with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
-    gets the multiprocessors that LoRA leaves: its many small programs leave gaps for LoRA's.
+    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
+    gaps for LoRA's programs.
 
     rows: input of the product.
     """

@@ -32,7 +32,7 @@ def shrink(
     x [tokens, d_in]
     A(t, s) [rank, d_in]
     → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens without an adapter,
-      and from an adapter's own rank on
+      and for k from the adapter's rank on
 
     Products of 16-bit operands are exact, sums are float32. Raises ShapeError.
     """

@@ -164,7 +164,7 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def checked_schemas(call: Call) -> list[AnswerSchema]:
-    """Return the schemas of a call of which the grammar leaves out keywords that it cannot enforce.
+    """Return a call's schemas with keywords that the grammar cannot enforce and leaves out.
 
     The finished answer is checked against these schemas.
     """
