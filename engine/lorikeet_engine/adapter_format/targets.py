@@ -56,10 +56,10 @@ def check_targets(
 ) -> TargetedBases:
     """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
-    Returns the base models in which each target has weights, since PEFT skips targets that the base
-    model lacks: all of them if the config has neither target_modules nor target_parameters. Layers
-    after the last one with weights are not checked, except of hybrids: only the base model knows
-    the number of layers.
+    PEFT skips targets that the base model lacks. So this function returns the base models in which
+    each target has weights: all base models if the config has neither target_modules nor
+    target_parameters. Layers after the last layer with weights are checked for hybrids only, since
+    only the base model knows the number of layers.
 
     raw: PEFT's config.
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
@@ -106,7 +106,7 @@ class _Expected:
     names: modules that the base model has whatever the kinds of its layers, in the layers up to the
         last one that has weights, and outside them.
     layers: for hybrids, the modules that only layers of one kind have: by layer, then by the kind
-        that it would have. The last of these layers are those of `beyond`.
+        that the layer would have. The last layers are the layers of `beyond`.
     beyond: for hybrids, the modules of some layers after the last one that has weights, whatever
         the kinds of these layers.
     """
@@ -348,8 +348,8 @@ def _behind_any(name: str) -> str:
 def _behind_a_dot(name: str) -> str:
     """Return an expression that matches where PEFT before 0.15 finds a name in a config.
 
-    PEFT's expression is not grouped, so each alternative of a name stands alone, and only the last
-    one must reach the end.
+    PEFT's expression is not grouped, so each alternative in a name stands alone, and only the last
+    alternative must match up to the end of the module's name.
     """
     return rf"(?:.*\.{name}$).*"
 

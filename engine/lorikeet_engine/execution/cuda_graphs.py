@@ -101,7 +101,7 @@ class _Adapters(NamedTuple):
 _Ladder = dict[int, dict[_Adapters, _Pass]]
 """Captured passes by number of tokens, then by adapters.
 
-A pass computes batches of up to this many tokens and adapters. Both keys ascend.
+A pass computes batches of up to this many tokens and adapters. Both mappings ascend.
 """
 
 

@@ -54,6 +54,10 @@ A download that fails sooner, or while other downloads succeed, says nothing abo
 """
 _SOURCE_RETRY_S = 10.0
 """Seconds until a client should retry after a failed load."""
+_REPAIR_S = 300.0
+"""Seconds until a client should retry an adapter whose blob is missing, damaged or not acceptable:
+each load fails until an admin has replaced or repaired the blob.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,7 @@ class Loader:
         except AdapterError as error:
             kept = isinstance(error, AdapterTooLarge | AdapterMissing)
             kind = type(error) if kept else AdapterLoadFailed
+            error.fields.setdefault("retry_after_s", _REPAIR_S)
             self._finish(task, error=_error_about(task.ref, error, kind))
         except Exception as error:  # its text stays in the log: it may name folders
             if self._closed:  # closing made it fail, and no request waits for it

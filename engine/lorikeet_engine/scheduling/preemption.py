@@ -5,7 +5,7 @@ and pages to its end. With long answers, one tenant could hold all slots and pag
 while others wait. So sequences are preempted for a waiting sequence of another tenant if that
 tenant
 
-    is behind: its virtual counter is less; and
+    is behind: its virtual counter is less than the other's; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
 The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn
@@ -43,7 +43,7 @@ def sequences_to_preempt(
 ) -> list[Sequence]:
     """Return the running sequences to preempt for a waiting sequence.
 
-    Returns [] if preemption.py's two conditions do not allow to preempt enough of them.
+    Returns [] if too few sequences may be preempted under preemption.py's two conditions.
 
     waiting: sequence that lacks a slot or KV pages; None if there is none.
     active: running sequences that still compute tokens.

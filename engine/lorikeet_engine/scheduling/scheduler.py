@@ -63,8 +63,8 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: for prompt_logprobs, the chunks' prompt tokens of which each one's logits score the next
-        prompt token.
+    scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
+        probability of the next prompt token is computed.
     """
 
     chunks: list[Chunk]

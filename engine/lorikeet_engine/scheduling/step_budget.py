@@ -13,10 +13,10 @@ the other two terms. So
 
 Wrong coefficients only slow the convergence to the right sum.
 
-In a step with decodes, prompt tokens get the time that the decodes leave of the goal. They cost the
-time of more rows in a step, and the time of attention, which dominates deep in a long prompt. The
-time that steps with prompts took beyond these costs is learned as well. Where steps with prompts
-are padded to certain sizes, they take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. These cost
+the time of more rows in a step, and the time of attention, which dominates deep in a long prompt.
+The time that steps with prompts took beyond these costs is learned as well. Where steps with
+prompts are padded to certain sizes, they take as long as the next larger size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -154,8 +154,8 @@ class PromptBudget:
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
         prompt, unless it would then be empty.
-    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far, of which each one's
-        logits score the next prompt token.
+    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
+        log probability of the next prompt token is computed.
     """
 
     def __init__(

@@ -315,7 +315,7 @@ class AdapterCatalog:
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """End an alias's share, or else point the alias to its previous version that is usable.
+        """End an alias's share; without a share, point the alias to its previous usable version.
 
         A repeated rollback goes back further.
         Raises UnknownModel, NotFound, and Conflict if there is no version to go back to or another

@@ -31,8 +31,8 @@ Names with nearly equal uses therefore do not swap.
 _SHOWN_FACTOR = 1.25
 """Maximum number of names with a series in the metrics, as a multiple of `most`.
 
-At the end of a round, up to a quarter of the chosen names give way to busier ones. Their series are
-shown for one more round, beside those of the newly chosen names.
+At the end of a round, up to a quarter of the chosen names give way to busier names. The series
+of names that give way are shown for one more round, beside those of the newly chosen names.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.

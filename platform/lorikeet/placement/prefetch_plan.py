@@ -233,10 +233,10 @@ class _Draft:
     ) -> bool:
         """Plan a copy of an adapter if one fits; return whether it does.
 
-        Replicas that hold the adapter at a nearer tier come first, then replicas in the order in
-        which routing prefers them for the adapter.
+        Tries replicas that hold the adapter nearer to the GPU first, and among equals in the order
+        in which routing prefers them for the adapter.
 
-        uses: decayed uses that the copy will draw.
+        uses: decayed uses of the adapter that the copy is expected to serve.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """
         order = [

@@ -246,9 +246,9 @@ class Fleet:
     ) -> None:
         """Assign a tracked request to a replica, the best of the candidates.
 
-        Assigning a request for a second time means that no replica had a free request slot yet. Its
-        adapter is then listed in `take_waiting_adapters`, so that the replica can load it in
-        advance.
+        Assigning a request for a second time means that no replica had a free request slot yet. The
+        request's adapter is then listed in `take_waiting_adapters`, so that the replica can load it
+        in advance.
 
         candidates: ranked replicas, best first.
         """

@@ -213,7 +213,7 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     - they decode slowly while this prompt is computed;
     - each of their steps takes longer, by the time to read the tokens that this request attends to,
       and the adapter's weights if no request in the batch uses the adapter yet;
-    - adapters that are evicted for it must be loaded again.
+    - adapters that are evicted for this request must be loaded again.
     """
     costs, status = option.costs, option.status
     steps = costs.steps

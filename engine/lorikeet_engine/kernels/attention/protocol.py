@@ -18,7 +18,7 @@ def kv_head_dim(head_dim: int, device: str) -> int:
     """Return the width of a key's or value's head in KV pages.
 
     On CUDA, head_dim is padded to the next width that attention kernels support. On CPUs, and if no
-    kernel is wide enough, it is returned unchanged.
+    kernel is wide enough, head_dim is returned unchanged.
 
     head_dim: width of a head in the model.
     """

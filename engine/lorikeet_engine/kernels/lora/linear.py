@@ -225,9 +225,10 @@ def linear_and_lora(
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     """Return the number of multiprocessors that the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves. This is so
-        for products by our own kernels, whose many small programs leave gaps for LoRA's programs: a
-        single token (kernels/gemv.py), or few tokens by FP8 (kernels/fp8/few_tokens.py).
+    Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
+    with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
+    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
+    gaps for LoRA's programs.
 
     rows: input of the product.
     """

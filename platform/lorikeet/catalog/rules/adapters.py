@@ -117,7 +117,7 @@ def give_share(
 def rollback(
     state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
 ) -> Changes:
-    """End an alias's share, or else point the alias to its previous version that is usable.
+    """End an alias's share; without a share, point the alias to its previous usable version.
 
     expect: version that the alias must point to; None: any.
 

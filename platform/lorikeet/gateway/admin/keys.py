@@ -80,7 +80,7 @@ def create_key(
 
     tenant: owner of the key; None for an admin's key.
     scopes: names of the scopes, which decide the routes that the key may call.
-    wanted: limits, label and expiry of the key.
+    wanted: limits, name and expiry of the key.
     actor: id of the admin's key that creates it.
     """
     record, secret = catalog.create_key(

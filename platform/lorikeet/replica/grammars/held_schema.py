@@ -340,7 +340,7 @@ class _Translation:
     def _target(self, ref: str) -> Any:
         """Return the translation of the subschema to which a `$ref` refers.
 
-        ref: `$ref` of the translated schema, from `_reference`.
+        ref: `$ref` in the translated schema, as `_reference` returned it.
 
         Raises LookupError if the `$ref` leads out of the schema or its target is being translated.
         """
