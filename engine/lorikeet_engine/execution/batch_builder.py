@@ -25,7 +25,7 @@ class StateInput:
 
     decodes [2, sequences]: slots and tokens, as in Decodes.
     starts, ends, slots, chunks, first_chunks, saves: as in Prefills.
-    fresh, restores: as in StateRows.
+    fresh, copies: as in StateRows.
     """
 
     decodes: Int64s
@@ -36,7 +36,7 @@ class StateInput:
     first_chunks: Int64s
     saves: Int64s
     fresh: Int64s
-    restores: Int64s
+    copies: Int64s
 
     @classmethod
     def of(cls, uses: list[StateUse], begins: list[bool], query_starts: Int64s) -> "StateInput":
@@ -58,6 +58,7 @@ class StateInput:
             for save in use.saves:
                 saves[chunk + save.tokens // CHUNK - 1] = save.slot
         restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
+        copies = [(use.slot, use.copy) for use in uses if use.copy is not None]
         return cls(
             decodes=np.stack([slots[~several], starts[~several]]),
             starts=first,
@@ -67,7 +68,7 @@ class StateInput:
             first_chunks=first_chunks,
             saves=saves,
             fresh=slots[begins],
-            restores=np.array(restores, np.int64).reshape(-1, 2).T,
+            copies=np.array(restores + copies, np.int64).reshape(-1, 2).T,
         )
 
     def upload(self, device: torch.device) -> StateRows:
@@ -78,13 +79,13 @@ class StateInput:
         slots, tokens, starts, ends, of_prompts, chunks, *rest = torch.split(
             uploaded, [*map(len, narrow)]
         )
-        wide = upload(np.append(self.fresh, self.restores.ravel()), device)
-        fresh, restores = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
+        wide = upload(np.append(self.fresh, self.copies.ravel()), device)
+        fresh, copies = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
         return StateRows(
             Decodes(slots, tokens if len(starts) else None) if len(slots) else None,
             Prefills(starts, ends, of_prompts, chunks.view(-1, 2), *rest) if len(starts) else None,
             fresh,
-            restores,
+            copies,
         )
 
 

@@ -20,14 +20,14 @@ class StateRows:
     decodes: sequences of which the step has one token; None: there are none.
     prefills: sequences of which the step has several tokens; None: there are none.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
-    restores [2, copies] int64: states to copy before the step: the slots to copy from, then the
-        slots to copy to.
+    copies [2, copies] int64: states to copy before the step, from the cache or to the cache: the
+        slots to copy from, then the slots to copy to.
     """
 
     decodes: Decodes | None
     prefills: Prefills | None
     fresh: torch.Tensor
-    restores: torch.Tensor
+    copies: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
