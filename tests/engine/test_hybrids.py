@@ -16,12 +16,11 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.device.memory import MemoryShare
-from lorikeet_engine.errors import AdapterRejected, ModelError, SettingsError
+from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.engine_driver import (
@@ -286,16 +285,6 @@ def test_an_adapter_of_a_model_without_delta_nets_is_refused(shape, tiny_checkpo
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "llama", target_modules=ATTENTION)
     with pytest.raises(AdapterRejected, match="layer 0 of the base model is a gated delta net"):
         checked(folder, tmp_path / "blob", replace(shape, head_dim=8))
-
-
-def test_a_gpu_is_refused_until_its_kernels_are_measured(tiny_checkpoints, tmp_path):
-    folder = tiny_checkpoints[HYBRID]
-    with pytest.raises(ModelError, match="model_type") as caught:
-        load_model(folder, torch.device("cuda"), torch.bfloat16)
-    assert caught.value.field == "model_type"
-    settings = EngineSettings(folder, tmp_path, device="cuda", dtype="bfloat16")
-    with pytest.raises(ModelError, match="LORIKEET_DEVICE=cpu"):
-        plan_memory(ModelConfig.from_folder(folder), 0, settings, 80 << 30)
 
 
 def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape):
