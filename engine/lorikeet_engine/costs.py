@@ -15,8 +15,8 @@ SEEN_IN_PIECES = 1 << 16
 several CUDA graphs.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Lower limit on the tokens that a step's prompts attend to (Σ seen_tokens) for decodes to cost
-more on CUDA.
+"""Number of tokens that a step's prompts attend to (Σ seen_tokens) from which the step's decodes
+cost more on CUDA.
 
 The decodes of such a step have attention kernels of their own.
 """

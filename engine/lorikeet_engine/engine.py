@@ -169,7 +169,7 @@ class Engine:
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and empty the scheduler, whatever state it is in.
 
-        Returns the outputs, which include those of a step that an error has interrupted.
+        Returns the outputs, including outputs of a step that an error has interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -246,7 +246,7 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List the adapters on the GPU, and remembered ones at `tier` or nearer to the GPU.
+        """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched. Takes a few milliseconds
         for thousands of adapters; steps go on meanwhile.

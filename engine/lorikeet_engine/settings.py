@@ -100,7 +100,9 @@ class EngineSettings:
 
     @property
     def state_slots(self) -> int:
-        """Number of states of delta nets: those of running sequences, and as many cached ones."""
+        """Number of slots for states of delta nets: one for each running sequence, and as many for
+        cached states.
+        """
         return 2 * self.max_running + 1
 
     @property

@@ -12,7 +12,7 @@ _QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", r
 def last_part(name: str) -> str:
     """Return the name without owner or folder: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
 
-    The name may be a path, even of Windows, and a path in the cache of Hugging Face's Hub or of
+    The name may be a path, also a Windows path, or a path in the cache of Hugging Face's Hub or of
     ModelScope, which writes ___ for each dot.
     """
     name = name.replace("\\", "/").rstrip("/")

@@ -82,7 +82,7 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
     """Parse an FP8 config: one scale per block, as in DeepSeek's models, or one per matrix.
 
-    The keys for blocks are those of transformers' FineGrainedFP8Config.
+    The config's keys for blocks are named as in transformers' FineGrainedFP8Config.
     """
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:

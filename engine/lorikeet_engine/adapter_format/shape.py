@@ -209,8 +209,8 @@ class BaseShape:
         return shared.get(width, width)
 
     def parts(self, width: Width) -> tuple[range, ...]:
-        """Return the parts of a width's pieces whose order in checkpoints and adapters is not that
-        of products.
+        """Return the parts of each piece of a width, if checkpoints and adapters store the parts in
+        another order than products have.
 
         Checkpoints and adapters store all parts of the first piece, then all parts of the next
         piece. Products have the first part of all pieces, then the second part of all pieces. Each

@@ -359,7 +359,7 @@ def _check_family(config: LoraConfig, shape: BaseShape) -> None:
 def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
     """Raise AdapterRejected if targeted linears of the base model's layers have no weights.
 
-    For base models with several kinds of layers.
+    Only base models with several kinds of layers can fail this check.
 
     config: tells the kinds that each layer may have.
     """

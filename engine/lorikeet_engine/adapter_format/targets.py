@@ -106,7 +106,7 @@ class _Expected:
     names: modules that the base model has whatever the kinds of its layers, in the layers up to the
         last one that has weights, and outside them.
     layers: for hybrids, the modules that only layers of one kind have: by layer, then by the kind
-        that it would have. The last of these layers are those of `beyond`.
+        that the layer would have. The last layers are the layers of `beyond`.
     beyond: for hybrids, the modules of some layers after the last one that has weights, whatever
         the kinds of these layers.
     """
@@ -171,6 +171,7 @@ def _expected(
 
     The result has only families that have the linears with weights. The family that the weights
     resemble most comes first.
+
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
@@ -347,8 +348,8 @@ def _behind_any(name: str) -> str:
 def _behind_a_dot(name: str) -> str:
     """Return an expression that matches where PEFT before 0.15 finds a name in a config.
 
-    PEFT's expression is not grouped, so each alternative of a name stands alone, and only the last
-    one must reach the end.
+    PEFT's expression is not grouped, so each alternative in a name stands alone, and only the last
+    alternative must match up to the end of the module's name.
     """
     return rf"(?:.*\.{name}$).*"
 

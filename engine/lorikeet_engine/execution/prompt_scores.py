@@ -112,7 +112,7 @@ class PromptScores:
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:
-        """Wait for the scores; return those of sequences that have not finished."""
+        """Wait for the scores; return the scores of sequences that have not finished."""
         scores = (score for piece in self._pieces for score in piece.read().values())
         outputs, errors = list[PromptLogprobs](), dict[str, NotFinite]()
         for each in self._scored:

@@ -43,7 +43,9 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Command to allocate `pages` KV pages and capture a rank's graphs, replacing earlier ones."""
+    """Command to allocate `pages` KV pages and capture a rank's graphs, in place of the rank's
+    earlier pages and graphs.
+    """
 
     pages: int
 

@@ -81,8 +81,8 @@ def check_device(config: ModelConfig, device_type: str) -> None:
 class DeltaNet:
     """Gated delta net of a layer, of which each rank computes some heads.
 
-    y = out_proj(norm(o) · silu(z)), where o is the output of the delta rule. Its queries, keys and
-    values are in_proj_qkv(x) after a causal convolution over the last tokens.
+    y = out_proj(norm(o) · silu(z)), where o is the output of the delta rule. The rule's queries,
+    keys and values are in_proj_qkv(x) after a causal convolution over the last tokens.
     """
 
     def __init__(

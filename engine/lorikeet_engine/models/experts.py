@@ -123,8 +123,8 @@ class SharedExpert:
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
-    Every rank has the whole router. All ranks compute it from the same bits, the result of the
-    all-reduce before it, so they choose the same experts. Each rank computes its part of every
+    Every rank has the whole router. All ranks compute its logits from bitwise equal inputs, the
+    result of an all-reduce, so they choose the same experts. Each rank computes its part of every
     expert.
     """
 

@@ -190,7 +190,7 @@ class Tiers:
         """Begin to load an adapter to the GPU.
 
         If it is there already, protect it from eviction until it is leased, but not longer than
-        GUARD_S.
+        GUARD_S seconds.
 
         A second call for the same adapter changes nothing.
 

@@ -2,12 +2,14 @@
 
 Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Where a
 group's layers attend only to a sliding window, a growing sequence frees the pages that no later
-token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as all
-its pages are cached in the groups without a window, and the pages of its last window in the others.
+token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as the
+cache has all its pages in the groups without a window, and the pages of its last window in the
+groups with a window.
 
 In a model with delta nets, a prefix is found only up to a page behind which a state is cached
-(state_pool.py). States are saved behind the last full page of a prompt, and where a prompt parts
-from pages of others: the next prompt that begins so finds the state (as Marconi, arXiv 2411.19379).
+(state_pool.py). States are saved behind the last full page of a prompt, and behind the last page
+that a prompt shares with earlier prompts, so that the next prompt with this beginning finds the
+state (as in Marconi, arXiv 2411.19379).
 """
 
 import hashlib
@@ -327,8 +329,8 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        In groups with a window, also free the pages that later tokens will not attend to: neither
-        this sequence's, nor those of another sequence that continues after the last full page.
+        In groups with a window, also free the pages that no later token attends to: neither of this
+        sequence nor of another sequence that continues after its last full page.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """
@@ -456,9 +458,10 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages so that pages of the same tokens are evicted together.
+        """Release a sequence's pages in such an order that pages of the same tokens are evicted
+        together.
 
-        This order holds where the groups have equally many pages.
+        This holds only if all groups have the same number of pages.
 
         pages: for each group of layers, pages in the order of tokens.
         """

@@ -63,8 +63,8 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: for prompt_logprobs, the prompt tokens of the chunks whose logits score the prompt token
-        after them.
+    scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
+        probability of the next prompt token is computed.
     """
 
     chunks: list[Chunk]

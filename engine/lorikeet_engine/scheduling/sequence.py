@@ -270,10 +270,10 @@ class Sequence:
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk; return the chunk's prompt tokens whose logits
-        score the token after them.
+        """Record that a step computes this chunk; return its prompt tokens, of which each one's
+        logits score the next token.
 
-        Leaves out tokens whose logits were used for that before a preemption.
+        Leaves out tokens whose logits were used to score before a preemption.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
@@ -370,8 +370,8 @@ class Chunk(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Prompt tokens `start` to `end` of one chunk, whose logits score the prompt token after each
-    of them.
+    """Prompt tokens `start` to `end` of one chunk; the logits of each score the prompt token after
+    it.
 
     A score is a log probability that prompt_logprobs asks for.
     """

@@ -1,4 +1,4 @@
-"""Slots for the states of delta nets: those of running sequences, and cached ones.
+"""Slots for the states of delta nets: states of running sequences, and cached states.
 
 A state stands for all tokens of a sequence so far, in all layers with a delta net. A running
 sequence owns a slot, in which each step updates its state. A cached state is a copy behind the last
@@ -14,7 +14,8 @@ class StatePool:
     """Pool of slots. Only the engine's thread calls it.
 
     A slot is free, owned (by a running sequence, or while a state is being copied into it), or it
-    holds a cached state. Free slots, and those of cached states that nobody holds, are given away.
+    holds a cached state. `take` gives away free slots, and slots of cached states that nobody
+    holds.
     """
 
     def __init__(self, slots: int) -> None:
@@ -27,7 +28,7 @@ class StatePool:
 
     @property
     def free(self) -> int:
-        """Number of slots that can be given away; includes those of cached states."""
+        """Number of slots that can be given away; includes slots of cached states."""
         return len(self._free)
 
     @property

@@ -46,7 +46,7 @@ class StepCounters:
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count the prompt tokens of a choice that begins, and those that the KV cache had."""
+        """Count the prompt tokens of a choice that begins, and how many the KV cache had."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 

@@ -105,7 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer: the client has HEAD_S for the headers of its first request.
+        """Start the timer: the client has HEAD_S seconds for the headers of its first request.
 
         If the listener has more than max_connections connections, the one that has been idle
         longest is closed, or the new one refused if none is idle.
@@ -272,7 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the connection when the client has read its answer, or after LINGER_S.
+        """Close the connection when the client has read its answer, or after LINGER_S seconds.
 
         Until then, data from the client is dropped.
         """

@@ -34,7 +34,9 @@ class PrefetchList:
 
 
 class Prefetcher:
-    """Prefetcher of one base model: knows the demand, and repeats no prefetch within _SETTLES_S."""
+    """Prefetcher of one base model: knows the demand, and repeats no prefetch within _SETTLES_S
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._demand = Demand()

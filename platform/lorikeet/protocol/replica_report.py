@@ -16,7 +16,7 @@ class ReplicaReport:
     status: the engine's last status.
     rows: for each adapter that the report covers, the fields of an AdapterStatus as a plain tuple.
     quantization: format to which the base model's linears are rounded, in words; None if they are
-    not.
+        not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
     """
 

@@ -231,7 +231,7 @@ class Replica:
         """Prefetch to the GPU the adapters of requests in Serve's pending queue.
 
         wanted: number of waiting requests, by replica name and adapter. An adapter with more
-            requests may evict one with fewer.
+            requests may evict an adapter with fewer.
         """
         for ref, requests in wanted.get(self.name, {}).items():
             self._engine.prefetch(ref, uses=requests)

@@ -78,8 +78,9 @@ class EncodedCall:
 class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
-    Long prompts take seconds to tokenise and schemas seconds to compile. Threads tokenise the
-    prompts, and a child process compiles each grammar once as a trial, before the engine does.
+    A long prompt takes seconds to tokenise, and a schema may take seconds to compile. So threads
+    tokenise the prompts, and a child process compiles each grammar once as a trial, before the
+    engine compiles it.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
@@ -272,7 +273,7 @@ def check_begun_answer(call: Call, thinking: Thinking) -> None:
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return the limit on each choice's tokens: the context without the longest prompt, at least 1.
+    """Return the limit on each choice's tokens: context limit less longest prompt, at least 1.
 
     Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the context limit set for the
     tenant or key. The engine itself refuses a request that exceeds its own context.

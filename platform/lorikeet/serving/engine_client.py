@@ -195,6 +195,7 @@ class ServeEngineClient:
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
         call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
         if the replica's code failed.
+
         run_call: handle of the replicas' method `run_call`.
         """
         request_id = call.request_id
@@ -274,8 +275,8 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if no item of the answer arrives for
-    _LATE_S.
+    """Wait for the end of a call, then fail its answer if no item of the answer arrives for _LATE_S
+    seconds.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """

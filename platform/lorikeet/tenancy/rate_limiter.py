@@ -426,6 +426,7 @@ def _changed(
     """Return `bucket` changed to these values, or a new TokenBucket with them if `bucket` is None.
 
     Returns None if `per_min` is None: no limit.
+
     kind, per_min, burst_s, share: as in TokenBucket.
     """
     if per_min is None:

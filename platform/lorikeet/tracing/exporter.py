@@ -49,7 +49,7 @@ class TraceExporter:
                 self._queue.on_end(span)
 
     async def close(self) -> None:
-        """Send the remaining spans; wait at most _CLOSE_S for the collector."""
+        """Send the remaining spans; wait at most _CLOSE_S seconds for the collector."""
         # daemon thread: the queue waits half a minute for an unreachable collector
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()

@@ -135,7 +135,7 @@ def _is_old(
     raw: Mapping[str, Any],
     warn: Callable[[str], object],
 ) -> bool:
-    """Whether PEFT before 0.19.1 wrote a pair that is the only one of a layer's experts.
+    """Whether PEFT before 0.19.1 wrote a pair, if a layer's experts have only this pair.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     pair: A and B.

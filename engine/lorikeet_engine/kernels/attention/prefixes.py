@@ -37,8 +37,8 @@ class PlannedSequences:
 class PrefixParts:
     """A step's prompt chunks, with the full KV pages before each chunk cut into parts.
 
-    parts: each part as a sequence, whose queries are those of the chunk; they attend to all keys of
-        the part.
+    parts: each part as a sequence. Its queries are the queries of the chunk, each of which attends
+        to all keys of the part.
     tokens: for each query token of the parts, the token's index in the step. In a part, each of the
         query heads that share a key head is a query row of its own.
     places [tokens, 3] int32: operand of `merge` for each token of the step.
@@ -85,7 +85,8 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return into how many parts to cut the keys before each chunk, so that attention ends soonest.
+    """Return the number of parts into which the keys before each chunk are cut, so that attention
+    ends soonest.
 
     tiles [chunks]: number of query tiles of each chunk; each of the chunk's parts has as many.
     keys [chunks]: number of keys before each chunk.

@@ -46,7 +46,7 @@ class Heads:
     key_heads: number of key heads, and of query heads.
     value_heads: number of value heads, a multiple of key_heads; each value head has a state.
     key_dim, value_dim: size of a key (and query) head and of a value head; on CUDA powers of two,
-    at least 16.
+        at least 16.
     """
 
     key_heads: int

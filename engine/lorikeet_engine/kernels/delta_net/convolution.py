@@ -79,7 +79,7 @@ def _input(
     lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     token, channel: indices of the inputs. stride: elements of x from token to token.
     inside: mask of the inputs to load; the result is 0 elsewhere. token, channel and inside must
-    broadcast to one shape.
+        broadcast to one shape.
     """
     at = token * stride + channel
     value = tl.load(x + at, mask=inside, other=0.0)
@@ -211,8 +211,8 @@ def _input_or_state(
     """Load inputs [tokens, channels]; inputs before the sequence are read from its state.
 
     state: pointer to the sequence's state.
-    token, channel: indices of the inputs. start, end: first token of the sequence, and its end; the
-    result is 0 from `end` on.
+    token, channel: indices of the inputs.
+    start, end: first token of the sequence, and its end; the result is 0 from `end` on.
     width: width of the convolution. All other operands: see _input.
     """
     inside = (channel < channels)[None, :]

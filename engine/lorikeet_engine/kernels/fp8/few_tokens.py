@@ -8,7 +8,7 @@ H200, these kernels take 72 µs a layer (3.0 TB/s), and cuBLASLt takes 106 µs. 
 product has at least 64 rows, while 16 columns are enough: so the weight's outputs are the rows
 here, and tokens the columns. If a weight has few outputs for its columns, several programs share
 the columns (split-K): each writes its partial sums, and the program that ends last adds all of
-them. They are added in the order of the columns, whichever program is last.
+these sums, in the order of the columns whichever program it is.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
 `loadtest/engine/tune_fp8.py` writes that GPU's entry. Weights without an entry are multiplied by
@@ -127,7 +127,7 @@ def multiply(
     → [tokens, d_out] of dtype
 
     The tensor cores add up a program's sums with about 14 bits of precision (see fused.linear). If
-    blocks have scales, they do so within one step of block_in columns; steps are added in float32.
+    blocks have scales, each sum has only block_in columns, and these sums are added in float32.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)
@@ -187,7 +187,7 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply`; x_scales and w_scales are the scales of its Fp8Rows.
+    Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
     parts: partial sums of all programs. arrived: counters, see _arrived. Both None without split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.

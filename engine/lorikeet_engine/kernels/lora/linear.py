@@ -51,8 +51,8 @@ FusedWeight = Weight | PartlyFp8
 
 
 Inputs = torch.Tensor | Activations
-"""Input [tokens, d_in] of a linear layer; Activations, for FP8 weights, also hold it rounded to
-FP8.
+"""Input [tokens, d_in] of a linear layer: a tensor or, for FP8 weights, Activations, which hold the
+input and the input rounded to FP8.
 """
 
 
@@ -158,13 +158,13 @@ def add_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, whose rows are not those of the
+    """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, which reads only some tokens of a
     forward pass.
 
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA an additional launch lists the tiles of tokens for this product. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
@@ -233,9 +233,10 @@ def linear_and_lora(
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     """Return the number of multiprocessors that the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves. This is so
-        for products by our own kernels, whose many small programs leave gaps for LoRA's programs: a
-        single token (kernels/gemv.py), or few tokens by FP8 (kernels/fp8/few_tokens.py).
+    Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
+    with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
+    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
+    gaps for LoRA's programs.
 
     rows: input of the product.
     """

@@ -107,10 +107,11 @@ def _list_tiles(
 ) -> None:
     """List the tiles of one segment.
 
-    The program after those of all segments lists the tiles of tokens without an adapter, then the
-    unused tiles.
+    One more program, after the programs of all segments, lists the tiles of tokens without an
+    adapter, then the unused tiles.
 
-    slots, starts, lengths: see Segments. segments, tokens: numbers of these in the step.
+    slots, starts, lengths: see Segments.
+    segments, tokens: number of segments and of tokens in the step.
     rows, total: Tiles.rows and Tiles.tokens, written here.
     capacity: number of tiles to list. tile_tokens: maximum number of tokens of a tile.
     block: number of segments or tiles computed at once.

@@ -14,8 +14,8 @@ class LoraWeights:
     """Weights of all adapters on the device.
 
     arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
-        [rank, d_out]; rows of both are as long for any rank. A of the embeddings is transposed,
-        [vocabulary, rank]. LoRA's scaling is already inside B.
+        [rank, d_out]. A of the embeddings is transposed, [vocabulary, rank]. LoRA's scaling is
+        already inside B.
     table [slots, layers + 1, modules, 3] int64: for each slot, layer and linear, where A begins in
         the arena, where B begins, and the rank. A and B begin at multiples of 16 elements. Rank 0:
         the adapter does not change this linear. BaseShape defines the order of layers and modules.

@@ -128,7 +128,7 @@ def mean_squares(
     processes: number of processes, all with equally many heads
     lora: LoRA delta of qkv, added to qkv
     → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
-    bytes, which all ways to sum over ranks support
+      bytes, which all ways to sum over ranks support
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)

@@ -112,7 +112,7 @@ def _add_weighed(
 
     y, x, weights: see `add_weighed`. block: number of columns.
     lora, adapted, lora_of_weights, adapted_weights: LoRA deltas of x and of weights, as
-    lora_operands.operands returns them.
+        lora_operands.operands returns them.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

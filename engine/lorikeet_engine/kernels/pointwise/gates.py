@@ -1,6 +1,6 @@
 """Gates in Triton: the outputs of attention or of a delta net times an activation, in one launch.
 
-The activation, SiLU or sigmoid, is that of a linear layer's output, the gate.
+The activation is SiLU or sigmoid of a gate, which is the output of a linear layer.
 
 kernels/pointwise/__init__.py defines shapes and dtypes.
 """

@@ -59,7 +59,8 @@ class Fp8:
 
         weight: name of the weight.
         shape: shape of the weight: a matrix; or several, each with its own blocks.
-        block: height and width of the blocks that get scales, from `block`; None: rows get scales.
+        block: height and width of the blocks that get scales, as the method `block` returns them;
+            None: rows get scales.
         parts: reader of the stored tensors.
         """
         *matrices, d_out, d_in = shape

@@ -208,7 +208,8 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S.
+        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S
+        seconds.
 
         The adapter need not be on the GPU.
         """
@@ -246,7 +247,7 @@ class GpuAdapters:
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
-        """Protect an adapter from eviction until it is leased, but at most for GUARD_S.
+        """Protect an adapter from eviction until it is leased, but at most for GUARD_S seconds.
 
         Returns False if the adapter is neither on the GPU nor being copied there.
         """
@@ -389,11 +390,11 @@ class GpuAdapters:
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return the seconds from now until the first of the guards (see `guard`) ends.
+        """Return how many seconds from now the next guard (see `guard`) ends.
 
-        None if there is no guard.
+        Returns None if no guard ends after `after_s`.
 
-        after_s: guards that end at this time or before are ignored.
+        after_s: guards that end at or before this time are ignored.
         """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]

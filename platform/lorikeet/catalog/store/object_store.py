@@ -128,7 +128,7 @@ class ObjectStore(Protocol):
     def modified(self, key: str) -> float:
         """Return the time of the last write or touch, in Unix seconds by the store's clock.
 
-        S3 has whole seconds. Raises ObjectNotFound.
+        S3 gives whole seconds. Raises ObjectNotFound.
         """
         ...
 

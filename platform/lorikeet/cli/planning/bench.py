@@ -215,6 +215,7 @@ def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: boo
     """Measure each tenant alone, then all together, with progress on the terminal.
 
     Returns False if Ctrl-C ended the measurement early.
+
     rows: comparisons to fill.
     """
     whole_s = (len(rows) + 1) * run.seconds

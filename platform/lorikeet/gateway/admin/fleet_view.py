@@ -122,7 +122,7 @@ class FleetView:
 
     async def _pin_statuses(self) -> Json | None:
         """Return the pins' states as last read, and begin a new read if they are older than
-        PINS_FRESH_S.
+        PINS_FRESH_S seconds.
 
         If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
         read has succeeded yet, or the last one failed.

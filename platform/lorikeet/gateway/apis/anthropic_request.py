@@ -158,7 +158,7 @@ class MessageMetadata(Body):
     """Metadata of a request.
 
     user_id: name of a session. If an alias splits its requests between two versions, all requests
-    of a session get the same version.
+        of a session get the same version.
     """
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None

@@ -103,7 +103,7 @@ class OpenAIRequest(ApiRequest):
 
     metadata: accepted, without effect.
     user: name of a session. If an alias splits its requests between two versions, all requests of a
-    session get the same version.
+        session get the same version.
     """
 
     temperature: Temperature = 1.0

@@ -202,6 +202,6 @@ def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:
 
 def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool):
-        head = tool.model_dump(exclude_none=True, exclude={"tools"})
+        head = {"description": ""} | tool.model_dump(exclude_none=True, exclude={"tools"})
         return head | {"tools": [_repeated(inner) for inner in tool.tools]}
     return {"parameters": None, "strict": False} | tool.model_dump(exclude_none=True)

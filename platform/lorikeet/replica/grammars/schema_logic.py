@@ -91,7 +91,7 @@ class SchemaLogic:
         )
 
     def _all_parts(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Return the schemas of allOf and `$ref`, which values of `schema` must match as well."""
+        """Return the schemas in allOf and `$ref` that a value of `schema` must match too."""
         parts = [*schema.get("allOf", ())]
         if "$ref" in schema:
             parts.append(self._target(schema["$ref"]))
