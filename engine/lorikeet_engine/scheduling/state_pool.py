@@ -102,7 +102,7 @@ class StatePool:
         return slot
 
     def take_to_save(self) -> int | None:
-        """Give a slot as `take` does, into which a state is copied before `publish` or `release`.
+        """Give a slot as `take` does, to copy a state into before `publish` or `release`.
 
         Returns None if sequences that begin may need all other slots.
         """
