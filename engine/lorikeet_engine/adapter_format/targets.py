@@ -56,10 +56,10 @@ def check_targets(
 ) -> TargetedBases:
     """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
-    Returns the base models in which each target has weights, since PEFT skips targets that the base
-    model lacks: all of them if the config has neither target_modules nor target_parameters. Layers
-    after the last one with weights are not checked, except of hybrids: only the base model knows
-    the number of layers.
+    PEFT skips targets that the base model lacks. So this function returns the base models in which
+    each target has weights: all base models if the config has neither target_modules nor
+    target_parameters. Layers after the last layer with weights are checked for hybrids only, since
+    only the base model knows the number of layers.
 
     raw: PEFT's config.
     modules: modules that have weights, in the trainer's naming, to which the config's expressions

@@ -72,7 +72,7 @@ class StepTimer:
         """Make the chunks of a step of decodes: the last token of each of `sequences` sequences.
 
         context: number of tokens of each sequence.
-        adapters: number of sequences with an adapter. The first sequences have one, all different.
+        adapters: number of sequences with an adapter: the first sequences, each with another.
         rank: rank of these adapters.
 
         Each sequence has KV pages of its own if there are enough.

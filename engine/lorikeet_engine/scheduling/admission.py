@@ -7,8 +7,8 @@ adapter is not on the GPU         none: later sequences overtake.
 another sequence computes the     none: later sequences overtake until the pages can be shared.
 same prefix
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
-number of adapters, Σ of ranks,   Then, once it is next of its tenant, capacity is reserved for the
-or GPU memory                     sequence: no other sequence with an adapter begins before it.
+number of adapters, Σ of ranks,   Then, once the sequence is its tenant's next, capacity is reserved
+or GPU memory                     for it: no other sequence with an adapter begins before it.
 no slot, or too few KV pages      all: the next slot and pages that come free are for this
                                   sequence. preemption.py may free some.
 """

@@ -270,10 +270,10 @@ class Sequence:
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk; return its prompt tokens, of which each one's
-        logits score the next token.
+        """Record that a step computes this chunk; return the prompt tokens of the chunk from whose
+        logits the log probability of the next token is computed.
 
-        Leaves out tokens whose logits were used to score before a preemption.
+        Leaves out tokens whose logits were used for this before a preemption.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1

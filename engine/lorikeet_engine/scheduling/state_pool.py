@@ -72,7 +72,7 @@ class StatePool:
         return slot
 
     def publish(self, slot: int, key: bytes, adapter_digest: str | None) -> None:
-        """Let sequences find the state in an owned slot, and end its ownership.
+        """Let sequences find the state in an owned slot, and end the slot's ownership.
 
         If another slot has a state of this key, the slot becomes free.
 

@@ -108,7 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Start the timer: the client has HEAD_S seconds for the headers of its first request.
 
         If the listener has more than max_connections connections, the one that has been idle
-        longest is closed, or the new one refused if none is idle.
+        longest is closed or, if none is idle, the new connection is refused.
         """
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:

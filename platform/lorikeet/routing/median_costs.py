@@ -27,7 +27,8 @@ def median_costs(
     fastest by a hair would get every adapter that no replica holds, and rendezvous hashing would
     have no effect.
 
-    `copy_s` scales with the time of a step, since waits on a slower engine are longer by as much.
+    `copy_s` scales with the time of a step, since waits on a slower engine are longer in the same
+    proportion.
 
     measured: costs that each replica has measured.
     usual: coefficients whose values are used for all fields that are not measured.

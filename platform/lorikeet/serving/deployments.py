@@ -158,7 +158,7 @@ def gateway(
 
 
 class EngineReplica(Replica):
-    """Replica with the name that Serve gave it, which ends its process when its engine is broken.
+    """Replica named by Serve. It ends its process when its engine is broken.
 
     Ending the process sends waiting requests to other replicas at once; Serve would leave them
     waiting.

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""Seconds without a new item, once its call has ended, after which an answer counts as lost."""
+"""Seconds without a new item of an answer, after its call has ended, until it counts as lost."""
 _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 

@@ -88,7 +88,7 @@ def count_parts(
     """Return the number of parts into which the keys before each chunk are cut, so that attention
     ends soonest.
 
-    tiles [chunks]: number of query tiles of each chunk; each of the chunk's parts has as many.
+    tiles [chunks]: number of query tiles of each chunk, and of each of the chunk's parts.
     keys [chunks]: number of keys before each chunk.
     programs: number of GPU programs that run at the same time.
     """

@@ -77,7 +77,7 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
 def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
     """Return a config whose block_in divides the width of a weight's blocks with scales.
 
-    More stages make up for a smaller block_in, so that as many bytes are in flight.
+    More stages make up for a smaller block_in, so that the same number of bytes is in flight.
 
     block: height and width of the weight's blocks.
     """

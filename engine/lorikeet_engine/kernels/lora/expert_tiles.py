@@ -79,7 +79,7 @@ def _run_at(
     Returns (adapter slot, expert, mask of the run's rows in the tile).
 
     owners [rows, 2]: adapter slot and expert of each row.
-    row: the tile's rows.
+    row: indices of the tile's rows.
     real: mask of the tile's rows that exist.
     place: index of each row in the tile.
     done: number of the tile's rows in earlier runs.

@@ -79,7 +79,7 @@ class _Failed(Exception):
 
 
 async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """Choose the model of each tenant: an adapter of its own, else any that it may use.
+    """Choose the model of each tenant: an adapter of the tenant, else any model that it may use.
 
     Raises LorikeetError if the server does not answer or does not accept a key.
     """

@@ -171,8 +171,8 @@ class SchemaLogic:
     def _none_match(self, values: list[Any], pattern: object) -> bool:
         """Return True if all values are texts that certainly do not match a pattern.
 
-        The result is False if a text has other than ASCII characters: languages differ in their
-        classes.
+        The result is False if a text has characters beyond ASCII, on which dialects of patterns
+        disagree.
         """
         if not isinstance(pattern, str):
             return False
