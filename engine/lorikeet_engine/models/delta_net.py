@@ -52,11 +52,11 @@ class DeltaStates:
         return self.inputs.shape[1]
 
     def begin(self, rows: StateRows) -> None:
-        """Set the states of sequences that begin to zeros, or to copies of cached states.
+        """Set the states of sequences that begin, to zeros or cached states; copy those to cache.
 
         rows: states that the next step reads and updates.
         """
-        source, slot = rows.restores.unbind(0)
+        source, slot = rows.copies.unbind(0)
         for states in (self.inputs, self.matrices):
             if len(source):
                 states[:, slot] = states[:, source]  # all are read before one is written
