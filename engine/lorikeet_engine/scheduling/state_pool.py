@@ -60,6 +60,11 @@ class StatePool:
         return len(self._free)
 
     @property
+    def owned(self) -> int:
+        """Number of slots with an owner."""
+        return self.slots - len(self._free) - len(self._holds)
+
+    @property
     def cached(self) -> int:
         """Number of cached states."""
         return len(self._slot_of)
