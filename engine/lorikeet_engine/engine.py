@@ -30,6 +30,7 @@ from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.state_pool import StatePool
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.status import (
@@ -38,6 +39,7 @@ from lorikeet_engine.telemetry.status import (
     EngineStatus,
     LiveStats,
     SlotUse,
+    StateUsage,
     TierStatus,
 )
 
@@ -79,6 +81,7 @@ class Engine:
         self._wake = threading.Event()
         parts = self._parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
+        self._state_bytes = parts.runner.state_bytes
         self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
         self._reported: EngineStatus | None = None
         self.info = parts.info
@@ -169,7 +172,7 @@ class Engine:
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and empty the scheduler, whatever state it is in.
 
-        Returns the outputs, which include those of a step that an error has interrupted.
+        Returns the outputs, including outputs of a step that an error has interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -231,6 +234,7 @@ class Engine:
             step_adapters=counters.adapters.read(),
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
+            states=_state_usage(cache.states, self._state_bytes),
         )
 
     def changed_status(self) -> EngineStatus | None:
@@ -246,7 +250,7 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List the adapters on the GPU, and remembered ones at `tier` or nearer to the GPU.
+        """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched. Takes a few milliseconds
         for thousands of adapters; steps go on meanwhile.
@@ -275,9 +279,9 @@ class Engine:
     def _reset(self) -> None:
         s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
-        self._cache = KVCache(
-            self._kv_pages, s.page_size, windows, s.max_batch_tokens, self._runner.state_slots
-        )
+        slots, counts = self._runner.state_slots, self._counters.states
+        states = StatePool(slots, s.max_running, counts) if slots else None
+        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens, states)
         costs, counters = self.info.step_costs, self._counters
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True
@@ -390,6 +394,14 @@ class Engine:
             self._scheduler.drop(lambda s: s.request.request_id in errors)
         for request_id, error in errors.items():
             self._requests.fail(request_id, error)
+
+
+def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None:
+    if states is None:
+        return None
+    counts = states.counts
+    used = states.owned, states.cached, states.slots, slot_bytes
+    return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
 
 
 def _live_stats(

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorikeet.errors import StoreError
 from lorikeet.gateway.admin.pin_report import PinReporter
+from lorikeet.gateway.admin.serializers import states_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.pin_status import PinState, PinStatus
@@ -25,8 +26,7 @@ from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Seconds for which a collected JSON document answers all requests. Ten open pages then cost no
-more
-than a single page.
+more than a single page.
 """
 PINS_FRESH_S = 3.0
 """Seconds between reads of the pins' states. For replicas, a read of the pins' states costs more
@@ -123,7 +123,7 @@ class FleetView:
 
     async def _pin_statuses(self) -> Json | None:
         """Return the pins' states as last read, and begin a new read if they are older than
-        PINS_FRESH_S.
+        PINS_FRESH_S seconds.
 
         If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
         read has succeeded yet, or the last one failed.
@@ -177,6 +177,7 @@ def _replicas_json(replicas: Sequence[ReplicaReport]) -> Json:
             "oldest_wait_s": round(each.status.live.oldest_wait_s, 3),
             "kv_pages_used": each.status.live.kv_pages_used,
             "kv_pages_total": each.status.live.kv_pages_total,
+            "states": states_json(each),
             **{str(tier): _tier_json(held) for tier, held in each.status.tiers.items()},
             "blocks": [block_json(block) for block in each.adapters],
         }
