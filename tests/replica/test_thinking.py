@@ -95,6 +95,21 @@ def test_qwens_past_calls_are_written_as_its_syntax_has_them(tmp_path: Path, tem
     assert read == ("weather", given)
 
 
+def test_system_messages_go_first_together_for_a_template_that_takes_them_there_alone(
+    tmp_path: Path,
+) -> None:
+    brief, loud = ({"role": "system", "content": text} for text in ("Be brief.", "Be loud."))
+    said = {"role": "assistant", "content": "No."}
+    qwen = encoder(tmp_path, QWEN3_5)
+    first = "<|im_start|>system\nBe brief.\n\nBe loud.<|im_end|>\n<|im_start|>user\nIs it"
+    for messages in ((brief, loud, USER), (brief, USER, loud), (USER, brief, said, loud, USER)):
+        text = text_of(qwen, replace(CHAT, messages=messages))
+        assert text.startswith(first)
+        assert text.count("<|im_start|>system") == 1
+    kept = text_of(encoder(tmp_path, QWEN3), replace(CHAT, messages=(brief, USER, loud)))
+    assert "<|im_end|>\n<|im_start|>system\nBe loud.<|im_end|>" in kept
+
+
 def test_plain_completions_and_other_templates_have_no_thinking(tmp_path: Path) -> None:
     call = replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("<think>\n",))
     assert thinking(encoder(tmp_path, R1), call) is Thinking.NEVER
