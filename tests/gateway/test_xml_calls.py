@@ -142,6 +142,27 @@ def test_thinking_that_is_switched_off_is_closed_in_the_prompt(
     assert block == {"type": "text", "text": "It is 4."}
 
 
+@pytest.mark.parametrize(
+    ("effort", "end"), [("none", "<think>\n\n</think>\n\n"), ("low", "<think>\n")]
+)
+def test_an_effort_of_none_switches_thinking_off(
+    gateway: Gateway, qwen: ScriptedReplica, effort: Any, end: str
+) -> None:
+    gateway.engines.replay = qwen.writes("It is 4.")
+    client = gateway.openai()
+    chats = client.chat.completions.with_raw_response
+    chat = chats.create(model="tiny", messages=[TURN], reasoning_effort=effort)
+    assert qwen.prompts[0].endswith(end)
+    ignored = None if effort == "none" else "reasoning_effort"
+    assert chat.headers.get("x-lorikeet-ignored") == ignored
+    client.responses.create(model="tiny", input="2 + 2?", reasoning={"effort": effort})
+    assert qwen.prompts[0].endswith(end)
+    asked = {"enable_thinking": True}
+    body = {"model": "tiny", "messages": [TURN], "chat_template_kwargs": asked}
+    gateway.post(CHAT, {**body, "reasoning_effort": effort})
+    assert qwen.prompts[0].endswith("<think>\n")
+
+
 def test_structured_output_follows_the_thinking(gateway: Gateway, qwen: ScriptedReplica) -> None:
     gateway.engines.replay = qwen.writes('Two and two.\n</think>\n\n{"total": 4}')
     client = gateway.openai()

@@ -44,6 +44,7 @@ _HERE = "[the answer goes on here]"
 
 Besides the mark, only a client's own last message could contain this text.
 """
+_EFFORT = "reasoning_effort"
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -124,7 +125,9 @@ class PromptEncoder:
         The fields are the template_args that the chat template does not use, and the call's
         `left_out`.
         """
-        unread = (name for name in call.template_args if name not in self._variables)
+        unread = [name for name in call.template_args if name not in self._variables]
+        if call.template_args.get(_EFFORT) == "none" and "enable_thinking" in self._variables:
+            unread = [name for name in unread if name != _EFFORT]  # it has ended the thinking
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
