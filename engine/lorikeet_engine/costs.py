@@ -11,14 +11,14 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import Residency
 
 SEEN_IN_PIECES = 1 << 16
-"""Number of tokens, attended to by a step's prompts, from which several CUDA graphs run the step.
-
-The number is a sum of seen_tokens.
+"""Lower limit on the tokens that a step's prompts attend to (Σ seen_tokens) for the step to run as
+several CUDA graphs.
 """
 SEEN_TO_SPLIT = 1 << 19
-"""Number of tokens, attended to by a step's prompts, from which decodes cost more on CUDA.
+"""Number of tokens that a step's prompts attend to (Σ seen_tokens) from which the step's decodes
+cost more on CUDA.
 
-The decodes of such a step have attention kernels of their own. The number is a sum of seen_tokens.
+The decodes of such a step have attention kernels of their own.
 """
 
 

@@ -30,6 +30,7 @@ from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.state_pool import StatePool
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.status import (
@@ -169,7 +170,7 @@ class Engine:
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and empty the scheduler, whatever state it is in.
 
-        Returns the outputs, which include those of a step that an error has interrupted.
+        Returns the outputs, including outputs of a step that an error has interrupted.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             sequence.release()
@@ -246,7 +247,7 @@ class Engine:
         return replace(status, moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
-        """List the adapters on the GPU, and remembered ones at `tier` or nearer to the GPU.
+        """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched. Takes a few milliseconds
         for thousands of adapters; steps go on meanwhile.
@@ -275,9 +276,9 @@ class Engine:
     def _reset(self) -> None:
         s, windows = self._settings, self._runner.kv_windows
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
-        self._cache = KVCache(
-            self._kv_pages, s.page_size, windows, s.max_batch_tokens, self._runner.state_slots
-        )
+        slots, counts = self._runner.state_slots, self._counters.states
+        states = StatePool(slots, s.max_running, counts) if slots else None
+        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens, states)
         costs, counters = self.info.step_costs, self._counters
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
         self._in_flight, self._idle = None, True

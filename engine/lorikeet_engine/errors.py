@@ -154,6 +154,7 @@ class AdapterLoadFailed(AdapterError):
     """Adapter that was accepted, but could not be loaded to the GPU.
 
     fault: part that is at fault, a LoadFault. An error without this attribute means ADAPTER.
+    retry_after_s: seconds after which to send the request again.
     """
 
 

@@ -27,9 +27,14 @@ class EngineSettings:
         stores them in FP8, which takes half of bfloat16's bytes.
     kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, which takes half the
         bytes of 16 bits.
+    state_dtype: dtype of the states of delta nets: `float32`, as Qwen's checkpoints say, or
+        `bfloat16`, which takes half the bytes and is less exact (docs/base-models.md).
     page_size: number of tokens of a KV page.
     kv_bytes: size of the KV cache: bytes, or a MemoryShare of the memory that all other parts of
         serving leave free on the device.
+    state_bytes: size of the states of delta nets: bytes, or a MemoryShare of the memory that all
+        other parts but the KV cache leave free on the device; None divides this memory between
+        states and KV cache (execution/memory_plan.py).
     max_context: maximum number of tokens of prompt plus output; None for as many as model and KV
         cache allow.
     max_batch_tokens: maximum number of tokens in one step.
@@ -43,7 +48,8 @@ class EngineSettings:
     overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
-        it; kv_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number of processes.
+        it; kv_bytes, state_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number
+        of processes.
     """
 
     model: Path
@@ -52,9 +58,11 @@ class EngineSettings:
     dtype: str = "float32"
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
+    state_dtype: str = "float32"
     adapter_dtype: str = "float32"
     page_size: int = 16
     kv_bytes: Memory = 256 << 20
+    state_bytes: Memory | None = None
     max_context: int | None = None
     max_batch_tokens: int = 2048
     max_running: int = 256
@@ -76,6 +84,8 @@ class EngineSettings:
             raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want {', '.join(_ROUNDINGS)}")
         if self.kv_dtype not in ("auto", "fp8"):
             raise SettingsError(f"kv_dtype={self.kv_dtype!r}: want auto or fp8")
+        if self.state_dtype not in ("float32", "bfloat16"):
+            raise SettingsError(f"state_dtype={self.state_dtype!r}: want float32 or bfloat16")
         for name in ("page_size", "max_running", "max_batch_adapters", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
@@ -99,11 +109,6 @@ class EngineSettings:
         return _DTYPES[self.dtype]
 
     @property
-    def state_slots(self) -> int:
-        """Number of states of delta nets: those of running sequences, and as many cached ones."""
-        return 2 * self.max_running + 1
-
-    @property
     def rounding(self) -> Quantization | None:
         """Number format that the linears' weights are rounded to; None for no rounding."""
         return _ROUNDINGS[self.weight_dtype]
@@ -112,6 +117,11 @@ class EngineSettings:
     def torch_kv_dtype(self) -> torch.dtype:
         """torch.dtype of the KV cache."""
         return FP8_KV if self.kv_dtype == "fp8" else self.torch_dtype
+
+    @property
+    def torch_state_dtype(self) -> torch.dtype:
+        """torch.dtype of the states of delta nets, which `state_dtype` names."""
+        return _DTYPES[self.state_dtype]
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:

@@ -50,10 +50,10 @@ def host_load(kind: HostLoad, pinned_bytes: int) -> Iterator[None]:
         cannot be pinned.
     """
     with ExitStack() as stack:
+        if kind in (HostLoad.PINNING, HostLoad.BOTH):
+            stack.enter_context(_pinning(pinned_bytes))  # first: imports torch, on a free core
         if kind in (HostLoad.SPINNING, HostLoad.BOTH):
             stack.enter_context(_spinning(len(os.sched_getaffinity(0))))
-        if kind in (HostLoad.PINNING, HostLoad.BOTH):
-            stack.enter_context(_pinning(pinned_bytes))
         yield
 
 

@@ -168,6 +168,7 @@ def _read(api: httpx.Client, path: str, **params: str) -> dict[str, Any]:
     """Read an object from Kubernetes' API, or a list of objects if `params` are given.
 
     path: path of the object or list in the URL, below the API's root.
+
     Returns {} if the object does not exist.
     """
     response = api.get(path, params=params)

@@ -123,6 +123,7 @@ class Client:
         lifetime_s: seconds after which the version is deleted; such an ephemeral version never
             becomes durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
+
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
         """
@@ -166,6 +167,7 @@ class Client:
 
         fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
             value is None are left out.
+
         Raises LorikeetError with the service's code.
         """
         if fields.get("stream"):

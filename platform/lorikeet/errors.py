@@ -37,6 +37,7 @@ by replicas' Refusals, one is raised by Starlette, and one refuses WebSockets.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lorikeet.retry_after import REPAIR_S
 from lorikeet_engine import errors as engine
 
 _REQUEST, _SERVER, _API = "invalid_request_error", "server_error", "api_error"
@@ -163,13 +164,15 @@ class UnsupportedParameter(InvalidInput):
 
 
 class ThreadsUnsupported(UnsupportedParameter):
-    """Field that asks to store a conversation; Anthropic's clients know the code and omit it."""
+    """Field that asks to store a conversation. Anthropic's clients recognise the code, and send the
+    request again without the field.
+    """
 
     code = "thread_unsupported_request"
 
 
 class UnknownPreviousResponse(InvalidInput):
-    """No such stored response to continue; OpenAI's clients recognise the code."""
+    """Reference to a previous response that is not stored; OpenAI's clients recognise the code."""
 
     code = "previous_response_not_found"
 
@@ -301,6 +304,9 @@ class StoreError(LorikeetError):
 
 class StoreRefused(StoreError):
     """Refusal by a store that answers; retries fail until an operator has repaired the cause."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=REPAIR_S)
 
 
 class NoCatalog(StoreRefused):

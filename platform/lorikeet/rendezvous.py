@@ -16,6 +16,7 @@ def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
 
     Adding or removing a replica changes the first choice only of keys whose first choice is this
     replica.
+
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
     return sorted(replicas, key=lambda replica: (_weight(key, replica), replica), reverse=True)

@@ -14,6 +14,8 @@ STORE_AWAY_S = 5.0
 """Retry-After in seconds while the store is unreachable. Gateways retry the store every second, but
 outages last longer.
 """
+REPAIR_S = 300.0
+"""Retry-After in seconds if requests fail until an admin or operator has repaired something."""
 FULL_GATEWAY_S = 1.0
 """Retry-After in seconds of a gateway with too many requests: some of them end within a second."""
 FULL_PROXY_S = 5

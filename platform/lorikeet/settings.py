@@ -108,6 +108,7 @@ ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_
 WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
 GenerationConfigs = Annotated[dict[str, Literal["auto", "none"]], BeforeValidator(_by_model)]
 KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
+StateDtypes = Annotated[dict[str, Literal["float32", "bfloat16"]], BeforeValidator(_by_model)]
 
 
 class Settings(BaseModel):
@@ -181,6 +182,13 @@ class Settings(BaseModel):
         description="data type of the KV cache: auto, the base model's; or fp8 (E4M3), which holds "
         "twice as many tokens as 16 bits; a=fp8 for some base models",
     )
+    state_dtype: StateDtypes = Field(
+        "float32",
+        validate_default=True,
+        description="data type of the states of gated delta nets: float32, as Qwen's checkpoints "
+        "say; or bfloat16, half the memory and less exact (base-models.md); a=bfloat16 for some "
+        "base models",
+    )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
     )
@@ -202,6 +210,13 @@ class Settings(BaseModel):
         description="KV cache on each device: bytes, or a share such as 80% of the memory that "
         "weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, 256MiB on "
         "cpu",
+    )
+    state_memory: Memory = Field(
+        "auto",
+        description="states of gated delta nets on each device, taken before the KV cache: bytes, "
+        "or a share such as 40% of the memory that weights, slot pool, the largest step and CUDA "
+        "graphs leave; auto: LORIKEET_MAX_RUNNING states and one more, and a cached one for each "
+        "2,048 tokens of the KV cache (operations.md)",
     )
     adapter_gpu_memory: Memory = Field(
         "auto",

@@ -31,7 +31,7 @@ class Feature:
 
     says: EQUAL, or a regular expression for register's refusal.
     excludes: axes that a case with this feature must leave empty.
-    silent: the adapter leaves the base model's answers unchanged.
+    silent: the adapter may leave the base model's answers unchanged.
     """
 
     name: str

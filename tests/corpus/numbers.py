@@ -40,6 +40,13 @@ def _is_b(name: str) -> bool:
     return "lora_B" in name or "lora_embedding_B" in name
 
 
+def _large_scale(name: str) -> float:
+    """Return a tensor's factor: a large one for B, its inverse for A, one for a copied weight."""
+    if _is_b(name):
+        return 1e6
+    return 1e-6 if "lora_" in name else 1.0
+
+
 def _first_is(value: float, dtype: torch.dtype = torch.float32) -> Build:
     """Feature that stores one number that no adapter should contain."""
 
@@ -71,9 +78,7 @@ NUMBERS: tuple[Feature, ...] = (
         _everywhere(lambda name, t: t * 1e-39 if "layers.0" in name and "lora_A" in name else t),
     ),
     _numbers("B still zero", _everywhere(lambda name, t: t * 0 if _is_b(name) else t), silent=True),
-    _numbers(
-        "large numbers", _everywhere(lambda name, t: t * 1e6 if "lora_B" in name else t / 1e6)
-    ),
+    _numbers("large numbers", _everywhere(lambda name, t: t * _large_scale(name))),
     _numbers("NaN", _first_is(float("nan")), "holds NaN or Inf"),
     _numbers("infinity", _first_is(float("-inf"), torch.bfloat16), "holds NaN or Inf"),
     _numbers("NaN in float8", _first_is(float("nan"), torch.float8_e5m2), "holds NaN or Inf"),

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
-from tests.engine.ranks import FORKSERVER
+from tests.engine.forkserver import FORKSERVER
 
 _started: list["ForkedEngine"] = []
 

@@ -1,17 +1,20 @@
-"""Followers forked from a process that has imported torch, which saves 3 s of processor time each.
+"""Followers forked from a process that has imported torch, which saves 2 s of processor time each.
 
-Tests that lose ranks, or check which ones are left, start followers as `Followers` does.
+Tests of how followers start, and of their command lines, start followers as `Followers` does.
 """
 
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
 
-from tests.engine.ranks import FORKSERVER
+from tests.engine.forkserver import FORKSERVER
 
 _SPARE = 512  # above every descriptor number that a follower needs
 
@@ -57,12 +60,44 @@ def start(numbers: Sequence[int], fds: Sequence[int]) -> ForkedFollower:
     return ForkedFollower(process)
 
 
-def _follow(numbers: Sequence[int], inherited: Sequence[tuple[int, int]]) -> None:
-    from lorikeet_engine.process import follower  # imports torch
+def start_as_child(numbers: Sequence[int], fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """Start a follower, in place of `followers._start`, as a child of this process.
 
+    The kernel tells the end of the one to the other. Only processes of FORKSERVER call this: others
+    may have threads whose locks the follower would wait for.
+    """
+
+    def follow() -> None:
+        status = 1
+        try:
+            _close_all_but(fds)  # Popen waits until the pipe to its child is closed
+            Path("/proc/self/comm").write_text("follower")
+            _run(numbers)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    return subprocess.Popen(["-"], preexec_fn=follow, pass_fds=fds, stdin=subprocess.DEVNULL)
+
+
+def _close_all_but(fds: Sequence[int]) -> None:
+    ends = [2, *sorted(fds), os.sysconf("SC_OPEN_MAX")]
+    for before, after in pairwise(ends):
+        os.closerange(before + 1, after)
+
+
+def _follow(numbers: Sequence[int], inherited: Sequence[tuple[int, int]]) -> None:
     copies = [_moved(copy, _SPARE + at) for at, (_, copy) in enumerate(inherited)]
     for (number, _), copy in zip(inherited, copies, strict=True):
         _moved(copy, number)
+    _run(numbers)
+
+
+def _run(numbers: Sequence[int]) -> None:
+    from lorikeet_engine.process import follower  # imports torch
+
     sys.argv = ["follower", str(os.getppid()), *map(str, numbers)]
     follower.main()
 

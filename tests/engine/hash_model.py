@@ -22,6 +22,7 @@ from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.adapter_format.shape import DeltaNetShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import batch_builder
+from lorikeet_engine.execution.memory_plan import least_states, state_bytes
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch, StateRows
@@ -118,12 +119,14 @@ def build(
     kv_pages: int,
     windows: tuple[int | None, ...] = WHOLE,
     states: bool = False,
+    cached_states: int = 5,
     **settings: Any,
 ) -> tuple[Engine, HashModel]:
     """Build an engine over a new HashModel.
 
     windows: windows of the model's groups of layers.
     states: whether sequences have states.
+    cached_states: slots for cached states, beside those of running sequences.
     """
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
@@ -133,6 +136,9 @@ def build(
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
+    if states:
+        slots = least_states(settings) + cached_states
+        settings = replace(settings, state_bytes=slots * state_bytes(model.shape, settings))
     with given_costs():
         engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
     model.tokens = 0

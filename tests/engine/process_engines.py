@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -16,12 +16,15 @@ import torch
 from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import DeviceLost
+from lorikeet_engine.errors import DeviceLost, ModelError
 from lorikeet_engine.execution.ranks import LeadingRank
 from lorikeet_engine.execution.step_timer import StepTimer
+from lorikeet_engine.parallel import followers as followers_module
 from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.residency.gpu.rank_arenas import LeadingArena
+from lorikeet_engine.settings import EngineSettings
+from tests.engine import forked_followers
 from tests.engine.engine_driver import build, greedy, prompt
 
 
@@ -47,6 +50,25 @@ def of_two_ranks(checkpoint: Path, folder: Path) -> Engine:
     torch.set_num_threads(1)
     sizes = {"overlap": False, "max_running": 8, "max_batch_tokens": 64, "tensor_parallel": 2}
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", measured=True, **sizes)
+
+
+def of_two_forked_ranks(checkpoint: Path, folder: Path) -> Engine:
+    """Build a working engine in this process of FORKSERVER and in a copy of the process."""
+    followers_module._start = forked_followers.start_as_child  # type: ignore[assignment]
+    return of_two_ranks(checkpoint, folder)
+
+
+def of_two_refusing_ranks(checkpoint: Path, folder: Path) -> Engine:
+    """Build an engine in two processes, which both refuse its checkpoint, the first one later."""
+    followers_module._start = forked_followers.start_as_child  # type: ignore[assignment]
+    settings = EngineSettings(checkpoint, folder / "cache", tensor_parallel=2)
+    return Engine(settings, Blobs(folder), _refuse)
+
+
+def _refuse(*given: Any) -> NoReturn:
+    if given[-1].leads:
+        time.sleep(0.2)
+    raise ModelError("the checkpoint is at fault")
 
 
 def losing_a_rank(stage: str, sent: int, build: Callable[[], Engine], folder: Path) -> Engine:
@@ -150,7 +172,8 @@ def has_ended(pid: int, within_s: float = 5.0) -> bool:
 
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return f"lorikeet_engine.process.{module}" in process.cmdline()
+        name, command = process.name(), process.cmdline()
+        return name == module or f"lorikeet_engine.process.{module}" in command
     except psutil.NoSuchProcess:  # the process has just ended
         return False
 

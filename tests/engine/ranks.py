@@ -1,6 +1,5 @@
 """Real processes that form a rank group, as the GPUs of one replica do."""
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,11 @@ import torch
 
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
+from tests.engine.forkserver import FORKSERVER, PRELOADED
 
 CPU = torch.device("cpu")
-FORKSERVER = multiprocessing.get_context("forkserver")
-# Modules that each process would import by itself, in 3 s. A test run has one such list: the last.
-FORKSERVER.set_forkserver_preload(
-    [
-        "lorikeet_engine.process.server",
-        "lorikeet_engine.execution.follower",
-        "transformers",
-        "peft",
-    ]
-)
+# Modules that the ranks' work would import in each process, in 5 s. The last such list counts.
+FORKSERVER.set_forkserver_preload([*PRELOADED, "transformers", "peft"])
 
 
 def run_ranks(

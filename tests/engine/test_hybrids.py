@@ -15,7 +15,8 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected, ModelError
+from lorikeet_engine.device.memory import MemoryShare
+from lorikeet_engine.errors import AdapterRejected, ModelError, SettingsError
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
@@ -57,6 +58,9 @@ def make(tiny_checkpoints, shelf, tmp_path, close_later):
         return close_later(build(folder, shelf, tmp_path / "cache", **settings))
 
     return make
+
+
+STATE = 4 * 4032  # bytes of a sequence's state in the tiny checkpoint, in float32
 
 
 def tokens_of(engine, prompts, **options):
@@ -137,7 +141,8 @@ def test_states_are_found_under_the_same_salt_only(make):
 
 
 def test_more_prompts_than_slots_evict_the_oldest_state(make):
-    engine = make(max_running=1)  # three slots: two states are cached beside the running one
+    # three slots: two states are cached beside the running one
+    engine = make(max_running=1, state_bytes=3 * STATE)
     witness = RecordingRunner(engine)
 
     def computed(seed):
@@ -294,8 +299,95 @@ def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):
     folder = tiny_checkpoints[HYBRID]
     settings = EngineSettings(folder, tmp_path, max_running=4, kv_bytes=1 << 20)
     config = ModelConfig.from_folder(folder)
-    plan = plan_memory(config, 0, settings, 1 << 30)
+    plan = plan_memory(config, 0, replace(settings, state_bytes=9 * STATE + 5), 1 << 30)
     net = config.shape.delta_net
     each = 3 * (3 * net.convolved + net.value_heads * net.key_dim * net.value_dim)
-    assert plan.states == 9 * 4 * each  # float32, three layers, four running, four cached, one more
+    assert 4 * each == STATE  # float32, three layers
+    assert (plan.states, plan.cached_states) == (9 * STATE, 4)  # four running, one to begin with
     assert plan.total == plan.slot_pool + plan.steps + plan.states + plan.kv
+    half = replace(settings, state_dtype="bfloat16", state_bytes=9 * STATE)
+    convolved = 3 * 3 * net.convolved * 4
+    each = convolved + (STATE - convolved) // 2
+    assert plan_memory(config, 0, half, 1 << 30).cached_states == 9 * STATE // each - 5
+
+
+def test_states_and_kv_pages_share_the_memory_that_is_left(tiny_checkpoints, tmp_path):
+    """One state is cached for 2,048 tokens of KV pages, whether KV has bytes or a share."""
+    config = ModelConfig.from_folder(tiny_checkpoints[HYBRID])
+    settings = EngineSettings(tiny_checkpoints[HYBRID], tmp_path, max_running=4)
+    for kv_bytes in (64 << 20, MemoryShare(0.9), MemoryShare(0.25)):
+        for dtype in ("float32", "bfloat16"):
+            chosen = replace(settings, kv_bytes=kv_bytes, state_dtype=dtype)
+            plan = plan_memory(config, 0, chosen, 1 << 30)
+            assert plan.cached_states == pytest.approx(plan.kv_tokens / 2048, abs=1)
+            assert plan.cached_states > 10
+            left = (1 << 30) - plan.slot_pool - plan.steps - plan.states
+            if isinstance(kv_bytes, MemoryShare):
+                assert plan.kv == pytest.approx(kv_bytes.of_free * left, rel=1e-3)
+            assert plan.kv <= left
+
+
+def test_no_state_is_cached_where_the_longest_sequence_needs_the_memory(tiny_checkpoints, tmp_path):
+    config = ModelConfig.from_folder(tiny_checkpoints[HYBRID])
+    settings = EngineSettings(
+        tiny_checkpoints[HYBRID], tmp_path, max_running=4, max_context=512, kv_bytes=MemoryShare(1)
+    )
+    parts = plan_memory(config, 0, settings, 1 << 30)
+    needed = parts.slot_pool + parts.steps + 5 * STATE + parts.kv_of_longest
+    plan = plan_memory(config, 0, settings, needed)
+    assert (plan.cached_states, plan.kv) == (0, plan.kv_of_longest)
+
+
+@pytest.mark.parametrize("given", [None, 5 * STATE - 1, 1 << 40, MemoryShare(1e-6)])
+def test_states_of_too_many_sequences_are_refused_with_a_remedy(tiny_checkpoints, tmp_path, given):
+    config = ModelConfig.from_folder(tiny_checkpoints[HYBRID])
+    settings = EngineSettings(tiny_checkpoints[HYBRID], tmp_path, max_running=4, kv_bytes=1 << 20)
+    plan = plan_memory(config, 0, settings, 1 << 30)
+    free = plan.slot_pool + plan.steps + 5 * STATE - 1 if given is None else 1 << 30
+    with pytest.raises(SettingsError, match="max_running=4 needs 5") as caught:
+        plan_memory(config, 0, replace(settings, state_bytes=given), free)
+    assert caught.value.field == "max_running"
+    assert "lower max_running" in caught.value.message
+
+
+def test_as_many_sequences_as_max_running_run_where_no_state_can_be_cached(make):
+    engine = make(max_running=3, state_bytes=4 * STATE)
+    answers = Answers(engine)
+    for seed in range(3):
+        answers.submit(greedy(f"{seed}", prompt(130, seed), max_tokens=90))
+    running = []
+    while answers.pending:
+        answers.step()
+        running.append(engine.status().live.running)
+    assert max(running) == 3
+    assert engine._cache.states.cached == 0
+    assert nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_next_turn_of_a_chat_begins_near_the_end_of_the_answer(make, overlap):
+    engine = make(overlap=overlap, max_running=8, state_bytes=20 * STATE)
+    witness, ids = RecordingRunner(engine), prompt(100)
+    for turn, cached in ((1, 0), (2, 192), (3, 320)):
+        before = witness.tokens
+        (answer,) = tokens_of(engine, [ids], max_tokens=100).values()
+        computed = witness.tokens - before
+        assert computed == len(ids) - cached + 99
+        assert answer == tokens_of(make(), [ids], max_tokens=100)["0", 0]
+        ids = ids + answer + prompt(30, turn)
+
+
+def test_an_answer_of_any_length_leaves_one_state_beside_its_prompts(make):
+    engine = make(state_bytes=20 * STATE, max_running=2)
+    tokens_of(engine, [prompt(100)], max_tokens=50)
+    assert engine._cache.states.cached == 2
+    tokens_of(engine, [prompt(100, 2)], max_tokens=400)
+    assert engine._cache.states.cached == 4
+
+
+def test_states_in_bfloat16_are_as_large_as_planned_and_give_the_same_tokens_on_all_paths(make):
+    half = {"state_dtype": "bfloat16", "state_bytes": 9 * STATE, "max_running": 8}
+    engine, ids = make(**half), prompt(150)
+    assert engine._runner._states.matrices.dtype == torch.bfloat16
+    first = tokens_of(engine, [ids], max_tokens=20)
+    assert tokens_of(make(**half), [ids], max_tokens=20) == first

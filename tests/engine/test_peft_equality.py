@@ -72,7 +72,7 @@ OUTER: dict[str, dict[str, Any]] = {
 }
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 DENSE, EXPERTS = {**LINEARS, **OUTER}, {"attention": ATTENTION, **PARAMETERS}
-TOKENS = 24
+TOKENS = 12
 CHUNK = 13
 # Share of the largest logit. The matrix compares the chosen token alone, this suite all tokens of
 # the vocabulary, whose largest error is larger: 1.23 * EXACT.worst was seen.
@@ -80,7 +80,7 @@ TOLERANCE = 2 * EXACT.worst
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
     "in_chunks": {"max_batch_tokens": CHUNK, "max_running": CHUNK},
-    "preempted": {"kv_pages": 12, "max_context": 112},
+    "preempted": {"kv_pages": 9, "max_context": 112},
     "few_adapters": {"max_batch_adapters": 2},
     "churn": {"max_batch_adapters": 2, "adapter_gpu_bytes": 200 << 10},
 }

@@ -55,7 +55,7 @@ calls = st.tuples(
 
 
 class Traffic(RuleBasedStateMachine):
-    overlap, windows, states = False, WHOLE, False
+    overlap, windows, states, cached_states = False, WHOLE, False, 0
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -70,6 +70,7 @@ class Traffic(RuleBasedStateMachine):
             kv_pages=kv_pages * (2 if len(self.windows) > 1 else 1),
             windows=self.windows,
             states=self.states,
+            cached_states=self.cached_states,
             max_running=running,
             max_batch_tokens=running + spare,
             max_batch_adapters=2,
@@ -131,8 +132,10 @@ class StatefulTraffic(Traffic):
         spare=st.sampled_from((20, 7, 3, 0)),
         kv_pages=st.sampled_from((14, 8, 10, 6, 4)),
         places=st.sampled_from((1, 2, 3)),
+        cached=st.sampled_from((5, 1, 3, 0, 12)),
     )
-    def begin(self, running, spare, kv_pages, places):
+    def begin(self, running, spare, kv_pages, places, cached):
+        self.cached_states = cached
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(KVCache, "state_piece", PAGE)
         self.patch.setattr(batch_builder, "CHUNK", PAGE)

@@ -211,26 +211,31 @@ def test_a_connection_without_a_whole_head_is_closed(
     assert not answer if sent != HEAD else refusal(answer)[0] == 408
 
 
-def test_a_trickle_of_headers_after_an_answer_is_closed(
-    port: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answered", [False, True], ids=["at first", "after an answer"])
+@pytest.mark.parametrize(
+    ("begin", "dripped"), [(b"GET / HTTP/1.1\r\n", b"a"), (b"", b"\r\n")], ids=["header", "lines"]
+)
+def test_a_trickle_of_headers_is_closed(
+    begin: bytes, dripped: bytes, answered: bool, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", SHORT_S)
     with connected(port) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        answer_until(connection, b"fine")
-        connection.sendall(b"GET / HTTP/1.1\r\n")
+        if answered:
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer_until(connection, b"fine")
+        connection.sendall(begin)
         began_s = time.monotonic()
-        closed = eventually(lambda: not trickles(connection), within_s=5)
+        closed = eventually(lambda: not trickles(connection, dripped), within_s=5)
     assert closed
     assert time.monotonic() - began_s >= SHORT_S / 2
 
 
-def trickles(connection: socket.socket) -> bool:
-    """Send a byte of a header; return whether the connection is open."""
+def trickles(connection: socket.socket, dripped: bytes) -> bool:
+    """Send a few bytes of a request's head; return whether the connection is open."""
     time.sleep(0.02)
     connection.settimeout(0.01)
     try:
-        connection.sendall(b"a")
+        connection.sendall(dripped)
         connection.recv(2**16)
     except TimeoutError:
         return True

@@ -15,7 +15,8 @@ import pytest
 
 from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
-from lorikeet.errors import LimitStatus, Unavailable
+from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
+from lorikeet.gateway.error_responses import error_response
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
 from lorikeet.tenancy.rate_limiter import limit_headers
 from tests.gateway.conftest import (
@@ -115,6 +116,27 @@ def test_clients_do_not_sleep_through_a_retry_after_of_minutes(gateway: Gateway)
     with pytest.raises(anthropic.RateLimitError):
         gateway.anthropic("small", max_retries=2).messages.create(**BODY)
     assert time.monotonic() - began_s < 30
+
+
+def test_clients_do_not_retry_for_an_adapter_whose_base_model_is_not_served(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(gateway.base_models, "tiny")
+    refused = gateway.post(CHAT, chat())
+    assert "LORIKEET_BASE_MODELS" in error_of(refused, 503)["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    began_s = time.monotonic()
+    with pytest.raises(openai.InternalServerError):
+        gateway.openai().with_options(max_retries=2).chat.completions.create(**chat())
+    with pytest.raises(anthropic.InternalServerError):
+        gateway.anthropic(max_retries=2).messages.create(max_tokens=5, **chat())
+    assert time.monotonic() - began_s < 30
+
+
+def test_clients_do_not_retry_what_the_store_refuses() -> None:
+    refused = error_response(StoreRefused("renew the credentials"), {"path": CHAT, "headers": []})
+    assert refused.status_code == 503
+    assert refused.headers["x-should-retry"] == "false"
 
 
 def test_a_short_retry_after_leaves_the_decision_to_the_client(gateway: Gateway) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.conftest import Gateway
+from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
 
@@ -48,6 +49,16 @@ def test_a_function_of_a_namespace_is_called(
     turns: Any = [{"role": "user", "content": "hi"}, called, output]
     client.responses.create(model="tiny", input=turns)
     assert f"<|assistant|>{SPAWN}<|eos|>" in replica.prompts[0]
+
+
+@pytest.mark.parametrize("given", [{}, {"description": None}, {"description": "Other agents."}])
+def test_an_answer_repeats_a_namespace_in_openais_form(
+    gateway: Gateway, replica: ScriptedReplica, given: dict[str, str | None]
+) -> None:
+    agents = {name: value for name, value in AGENTS.items() if name != "description"} | given
+    answer = gateway.post(RESPONSES, {"model": "tiny", "input": "hi", "tools": [agents]}).json()
+    validate_as("Response", answer)
+    assert answer["tools"][0]["description"] == (given.get("description") or "")
 
 
 def test_functions_of_a_namespace_may_be_required(

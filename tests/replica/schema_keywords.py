@@ -38,6 +38,7 @@ def _object(**keywords: Any) -> dict[str, Any]:
 
 
 _AB = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+_HOSTS = "^([a-z]([a-z-]{0,61}[a-z])?[.])+[a-z]{2,63}$"
 _KIND = {"kind": {"enum": ["dot", "line"]}, "length": {"type": "integer"}}
 HELD = (
     Keyword("`type`", Fate.HELD, {"type": ["integer", "null"]}, (3, None), ("a", 1.5)),
@@ -272,6 +273,13 @@ WHOLE = (
         _object(patternProperties={"^a": {"type": "integer"}, "b$": True}),
         ({"ab": 1},),
         ({"ab": "x"},),
+    ),
+    Keyword(
+        "`pattern` beside lengths, if both together are too complex",
+        Fate.WHOLE,
+        {"type": "string", "pattern": _HOSTS, "maxLength": 253},
+        ("lorikeet.example",),
+        ("lorikeet", "a." * 130 + "org"),
     ),
 )
 REFUSED = (

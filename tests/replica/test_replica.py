@@ -632,8 +632,11 @@ def test_a_tenant_with_many_new_schemas_delays_itself_alone(settings, impatient)
 def test_a_replica_loads_no_torch(settings):
     code = (
         "import asyncio, os, sys\n"
+        "from lorikeet.replica import replica\n"
         "from lorikeet.serving.deployments import Replica\n"
         "from lorikeet.settings import Settings\n"
+        "from tests.replica.quick_engine import quick_engine\n"
+        "replica.build_engine = quick_engine\n"
         "async def main():\n"
         f"    Replica('r0', '{BASE}', Settings.from_env()).close()\n"
         "    sys.exit('torch' in sys.modules)\n"
@@ -652,6 +655,7 @@ def test_a_missing_adapter_is_named_in_the_error(settings):
     _, refusal = run(settings, scenario)
     assert refusal.code == "adapter_load_failed"
     assert f"{TASK.tenant}/nowhere@1" in refusal.message
+    assert refusal.retry_after_s > 60  # clients retry by themselves up to a minute
 
 
 def test_a_base_model_without_a_fast_tokenizer_is_refused_by_name(tmp_path):

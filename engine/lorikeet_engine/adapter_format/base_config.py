@@ -58,6 +58,7 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text decoder's config, which is nested in a vision-language model's config.json.
 
     raw: content of config.json; returned unchanged for a model of text alone.
+
     Raises ModelError if text_config is not an object.
     """
     if not is_vision_language(raw):

@@ -12,7 +12,7 @@ _QUANTISED = re.compile(rf"-(?:unsloth-)?bnb-4bit$|-[468]bit$|{_FP8.pattern}", r
 def last_part(name: str) -> str:
     """Return the name without owner or folder: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
 
-    The name may be a path, even of Windows, and a path in the cache of Hugging Face's Hub or of
+    The name may be a path, also a Windows path, or a path in the cache of Hugging Face's Hub or of
     ModelScope, which writes ___ for each dot.
     """
     name = name.replace("\\", "/").rstrip("/")
@@ -31,12 +31,14 @@ def unquantised_name(name: str) -> str:
 
 
 def is_nf4_copy(name: str) -> bool:
-    """Whether the name is that of a copy in bitsandbytes' NF4, in Unsloth's naming."""
+    """Whether a model's name says that it is a copy in bitsandbytes' NF4, as Unsloth names such
+    copies.
+    """
     return name.lower().endswith("bnb-4bit")
 
 
 def is_fp8_copy(name: str) -> bool:
-    """Whether the name is that of an FP8 copy, in the naming of Qwen and Red Hat."""
+    """Whether a model's name says that it is an FP8 copy, as Qwen and Red Hat name such copies."""
     return _FP8.search(last_part(name)) is not None
 
 

@@ -82,7 +82,7 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
 def _fp8(config: Mapping[str, Any]) -> QuantizedLinears:
     """Parse an FP8 config: one scale per block, as in DeepSeek's models, or one per matrix.
 
-    The keys for blocks are those of transformers' FineGrainedFP8Config.
+    The config's keys for blocks are named as in transformers' FineGrainedFP8Config.
     """
     _require(config, "fmt", "e4m3", absent="e4m3")
     if config.get("weight_block_size") is None:
@@ -98,7 +98,7 @@ def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
     """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC or FP8_BLOCK.
 
-    The config is not needed to find linears that are not quantised: their tensors show that.
+    Linears that are not quantised are found by their tensors, not by this config.
     """
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":

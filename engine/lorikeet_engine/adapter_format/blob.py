@@ -143,9 +143,10 @@ def blob_digest(blob: Path) -> str:
 
 
 def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Rename modules from the trainer's naming to that of blobs.
+    """Rename modules from the trainer's names to the names in blobs.
 
     pairs: A and B of each module.
+
     Raises AdapterRejected if two modules get the same name.
     """
     modules: dict[str, Pair] = {}

@@ -117,7 +117,7 @@ class LoraConfig:
     kinds: for hybrid base models, the kinds that each layer may have: those in which each targeted
         linear of the layer has weights. Empty for a layer that the base model must not have.
     unscaled_embeddings: whether the adapter was trained by a release of PEFT that leaves out the
-        scale of embeddings whose own module scales.
+        scale of embeddings whose own module scales them.
     lost_biases: whether biases of the linears, if the base model has any, were trained with the
         adapter but not saved.
     """
@@ -275,7 +275,8 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 
 def _is_of_vision_alone(key: str, value: Any) -> bool:
-    """Whether an option only has modules of a vision part saved, whose tensors blobs leave out.
+    """Whether an option only names modules of a vision part to save; blobs leave out the tensors of
+    that part.
 
     key, value: the option in PEFT's config.
     """

@@ -163,8 +163,8 @@ def shard_names(index: bytes) -> list[str]:
 
     index: content of the index file.
 
-    Raises AdapterRejected if the index is malformed, or names too many files or any that is not a
-    safetensors file beside it.
+    Raises AdapterRejected if the index is malformed, names too many files, or names a file that is
+    not a safetensors file in the same folder.
     """
     places = parse_json_object(index, INDEX_FILE).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

@@ -209,11 +209,13 @@ class BaseShape:
         return shared.get(width, width)
 
     def parts(self, width: Width) -> tuple[range, ...]:
-        """Return the parts of a width's pieces that are stored by piece and computed by part.
+        """Return the parts of each piece of a width, if checkpoints and adapters store the parts in
+        another order than products have.
 
-        Checkpoints and adapters have all parts of the first piece, then all of the next; products
-        have the first part of all pieces, then the next. Each part is a range of a piece's
-        elements, in the order of products; there are none if each piece is one part.
+        Checkpoints and adapters store all parts of the first piece, then all parts of the next
+        piece. Products have the first part of all pieces, then the second part of all pieces. Each
+        part is a range of a piece's elements; parts are in the order of products. Returns () for a
+        width whose pieces are not divided into parts.
         """
         head, delta = self.head_dim, self.delta_net or DeltaNetShape(1, 0, 0, 0, 0)
         key, values, group = delta.key_dim, delta.values_of_key, delta.group

@@ -161,7 +161,10 @@ class AdapterSpec:
 
 
 def _without_layer(name: str) -> str:
-    """Return the name of a linear, such as q_proj, from LinearLora's name of it."""
+    """Return the name of a linear within its layer, such as q_proj.
+
+    name: LinearLora.name.
+    """
     return name.removeprefix("layers.").lstrip("0123456789").removeprefix(".")
 
 
@@ -323,7 +326,9 @@ def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape:
 
 
 def _leaves_out_the_scale(config: LoraConfig, shape: BaseShape) -> bool:
-    """Whether the adapter was trained without the factor on the base model's embeddings."""
+    """Whether the adapter was trained without the factor by which the base model multiplies
+    embeddings.
+    """
     return config.unscaled_embeddings and FAMILIES[shape.family].scales_in_module
 
 
@@ -354,7 +359,7 @@ def _check_family(config: LoraConfig, shape: BaseShape) -> None:
 def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
     """Raise AdapterRejected if targeted linears of the base model's layers have no weights.
 
-    For base models with several kinds of layers.
+    Only base models with several kinds of layers can fail this check.
 
     config: tells the kinds that each layer may have.
     """

@@ -56,10 +56,10 @@ def check_targets(
 ) -> TargetedBases:
     """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
-    Returns the base models in which each target has weights, since PEFT skips targets that the base
-    model lacks: all of them if the config has neither target_modules nor target_parameters. Layers
-    after the last one with weights are not checked, except of hybrids: only the base model knows
-    the number of layers.
+    PEFT skips targets that the base model lacks. So this function returns the base models in which
+    each target has weights: all base models if the config has neither target_modules nor
+    target_parameters. Layers after the last layer with weights are checked for hybrids only, since
+    only the base model knows the number of layers.
 
     raw: PEFT's config.
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
@@ -105,9 +105,10 @@ class _Expected:
 
     names: modules that the base model has whatever the kinds of its layers, in the layers up to the
         last one that has weights, and outside them.
-    layers: for hybrids, the modules that only a layer of each kind has, by layer and kind; the
-        layers of `beyond` come last.
-    beyond: for hybrids, the modules that each of some further layers would have whatever its kind.
+    layers: for hybrids, the modules that only layers of one kind have: by layer, then by the kind
+        that the layer would have. The last layers are the layers of `beyond`.
+    beyond: for hybrids, the modules of some layers after the last one that has weights, whatever
+        the kinds of these layers.
     """
 
     names: set[str]
@@ -170,6 +171,7 @@ def _expected(
 
     The result has only families that have the linears with weights. The family that the weights
     resemble most comes first.
+
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
@@ -255,7 +257,9 @@ def _missing(module: str, last: int, layers: Collection[int]) -> str:
 
 
 Patterns = tuple[dict[str, Any], dict[str, Any]]
-"""Ranks and alphas by module, of the modules that a rank_pattern and an alpha_pattern match."""
+"""Two mappings by module: the ranks that a rank_pattern gives, and the alphas that an alpha_pattern
+gives.
+"""
 
 
 def resolve_patterns(
@@ -304,6 +308,9 @@ def _matched(
     """Return the values of patterns by module, as a release of PEFT reads them.
 
     patterns: rank_pattern and alpha_pattern.
+    modules: modules that have weights, in the trainer's naming.
+    run: matcher for the patterns' expressions.
+    release: the release of PEFT.
     """
     ranks, alphas = patterns
     if release < SEPARATE_PATTERNS:  # the first key of both patterns is looked up in each
@@ -322,7 +329,8 @@ def _matched(
 
 
 def _values(pattern: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a pattern's value for each module whose key the pattern has.
+    """Return, by module, the value of the pattern's key for the module; modules without a key in
+    the pattern are left out.
 
     names: for each module, the key to look up.
     """
@@ -340,8 +348,8 @@ def _behind_any(name: str) -> str:
 def _behind_a_dot(name: str) -> str:
     """Return an expression that matches where PEFT before 0.15 finds a name in a config.
 
-    PEFT's expression is not grouped, so each alternative of a name stands alone, and only the last
-    one must reach the end.
+    PEFT's expression is not grouped, so each alternative in a name stands alone, and only the last
+    alternative must match up to the end of the module's name.
     """
     return rf"(?:.*\.{name}$).*"
 
@@ -354,6 +362,7 @@ def _targeted(
     raw: PEFT's config.
     every: all names that the function will be called with.
     given: names of the modules that have weights.
+    run: matcher for the config's regular expressions.
     """
     named = _targeted_modules(raw, every, run)
 
@@ -386,8 +395,10 @@ def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expre
 def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions) -> Selects:
     """Return a function that tells whether a key of the config selects a module.
 
-    The key's value is one expression, or a list of endings of module names.
+    The key's value is one regular expression, or a list of endings of module names.
+
     modules: all modules that the function will be called with.
+    run: matcher for the expression.
     """
     value = raw.get(key)
     if isinstance(value, str) and value:
@@ -410,7 +421,9 @@ def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) ->
     """Return a function that tells whether a module is in one of the config's layers_to_transform.
 
     Layers are counted in the module lists that layers_pattern names.
+
     modules: all modules that the function will be called with.
+    run: matcher for the names in layers_pattern.
     """
     wanted = raw.get("layers_to_transform")
     wanted = [wanted] if type(wanted) is int else wanted

@@ -21,7 +21,7 @@ MAX_TOKENS = 256
 _OPTION = "trainable_token_indices"
 
 TokensByModule = Mapping[str, tuple[int, ...]]
-"""Ids of trained tokens by module, "lm_head" or "model.embed_tokens", in the order of its rows."""
+"""Token id of each trained row, by the module of the rows: "lm_head" or "model.embed_tokens"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,10 +128,10 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """Return the magnitude that a value of a blob has in an image, before rounding.
+    """Return the magnitude that a blob's value gets in an image, before rounding.
 
-    largest: the value, or its magnitude.
-    factor: scaling of the value's matrix.
+    largest: value of the blob, or its magnitude.
+    factor: scaling by which packing multiplies the value.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return abs(largest * np.float32(factor))

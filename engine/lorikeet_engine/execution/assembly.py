@@ -17,7 +17,11 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
-from lorikeet_engine.execution.memory_plan import count_pages, count_slots, page_needs
+from lorikeet_engine.execution.memory_plan import (
+    count_slots,
+    count_states_and_pages,
+    page_needs,
+)
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
 from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.steps import ModelRunner
@@ -207,10 +211,11 @@ def build_runner(
     """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
     The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
-    page runs first. Then the runner is built again, with as many pages as fit into the memory that
-    the trial left free. The trial's graphs cannot be kept, since they hold the address of its KV
-    pages. Raises SettingsError if the memory for pages is too little for one sequence, or more than
-    is free.
+    page and one state runs first. Then the runner is built again, with as many states and pages as
+    fit into the memory that the trial left free. The trial's graphs cannot be kept, since they hold
+    the address of its KV pages. Raises SettingsError if the memory for pages is too little for one
+    sequence, if the memory for states is too little for max_running sequences, or if either is more
+    than is free.
 
     weights: memory of the adapters' weights on the device.
     start: records the memory and the time that each stage takes.
@@ -219,22 +224,22 @@ def build_runner(
     device = model.device
     parts = RunnerParts.of(model, weights, settings)
 
-    def build(pages: int) -> ModelRunner:
-        ranks.announce(BuildRunner(pages))
-        return parts.build(pages, ranks.runner)
+    def build(pages: int, slots: int) -> ModelRunner:
+        ranks.announce(BuildRunner(pages, slots))
+        return parts.build(pages, slots, ranks.runner)
 
     if device.type == "cuda":
         with start.stage("steps and graphs"):
-            trial = build(1)
+            trial = build(1, 1)
             run_largest_step(trial, sampler, settings)
             run_every_kind_of_step(trial, sampler, settings)
         del trial
         gc.collect()
         torch.cuda.empty_cache()
     ranks.announce(CountPages())
-    pages = ranks.least(count_pages(model.config, model.shape, settings, start))
+    slots, pages = count_states_and_pages(model.config, model.shape, settings, start, ranks.least)
     with start.stage("KV cache"):
-        runner = build(pages)
+        runner = build(pages, slots)
         if device.type == "cuda":
             # takes the memory of steps before another allocation does
             run_largest_step(runner, sampler, settings)

@@ -22,7 +22,7 @@ class StateInput:
     """States of delta nets (linear attention) that a step reads and updates; arrays on the host.
 
     slots, starts, chunks, first_chunks, saves: as in Prefills.
-    fresh, restores: as in StateRows.
+    fresh, copies: as in StateRows.
     """
 
     slots: Int64s
@@ -31,7 +31,7 @@ class StateInput:
     first_chunks: Int64s
     saves: Int64s
     fresh: Int64s
-    restores: Int64s
+    copies: Int64s
 
     @classmethod
     def of(cls, chunks: list[Chunk], starts: Int64s) -> "StateInput | None":
@@ -53,6 +53,7 @@ class StateInput:
             for save in use.saves:
                 saves[first + save.tokens // CHUNK - 1] = save.slot
         restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
+        copies = [(use.slot, use.copy) for use in uses if use.copy is not None]
         return cls(
             slots=slots,
             starts=starts,
@@ -60,7 +61,7 @@ class StateInput:
             first_chunks=first_chunks,
             saves=saves,
             fresh=slots[[chunk.start == 0 for chunk in chunks]],
-            restores=np.array(restores, np.int64).reshape(-1, 2).T,
+            copies=np.array(restores + copies, np.int64).reshape(-1, 2).T,
         )
 
     def upload(self, device: torch.device) -> StateRows:
@@ -69,9 +70,9 @@ class StateInput:
         uploaded = upload(np.concatenate(narrow).astype(np.int32), device)
         slots, starts, chunks, first_chunks, saves = torch.split(uploaded, [*map(len, narrow)])
         prefills = Prefills(starts, slots, chunks.view(-1, 2), first_chunks, saves)
-        wide = upload(np.append(self.fresh, self.restores.ravel()), device)
-        fresh, restores = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
-        return StateRows(prefills, len(self.slots) == self.starts[-1], fresh, restores)
+        wide = upload(np.append(self.fresh, self.copies.ravel()), device)
+        fresh, copies = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
+        return StateRows(prefills, len(self.slots) == self.starts[-1], fresh, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsInput:
-    """Tokens of a step whose logits are computed in addition to the logits for sampling; on the
-    host.
+    """Tokens of a step whose logits are needed in addition to the logits for sampling; arrays on
+    the host.
 
     rows: [rows] int64, indices of these tokens in the step.
     head_segments: [3, segments] int32, slots, starts and lengths of lm_head's LoRA segments over

@@ -106,7 +106,7 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
     """Measure StepCosts.seen_token_s, the seconds for each token that a decode attends to.
 
     Two steps are timed: one decode with the longest context, and as many decodes as fit with a long
-    context. The result is the slope with the least sum of the squares of both relative errors.
+    context. The result is fitted to both times, by the least squares of the relative errors.
 
     decodes_s: measured seconds of a step of N decodes with the default context, by N.
     usual: default costs; its seen_token_s is returned if contexts are too short to measure.
@@ -139,7 +139,8 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s: how much longer piecewise graphs take than a single graph.
+    """Measure StepCosts.pieces_s: the seconds that a step takes longer as piecewise graphs than as
+    a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
     costs: costs measured so far.
@@ -156,7 +157,8 @@ def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> f
 
 
 def _split_s(steps: StepTimer, costs: StepCosts) -> float:
-    """Measure StepCosts.split_s: seconds added because decodes get attention kernels of their own.
+    """Measure StepCosts.split_s: the seconds added to a step whose decodes have attention kernels
+    of their own.
 
     costs: all other costs of a step without adapters.
     """
@@ -199,7 +201,7 @@ def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") ->
 class _DummyAdapters:
     """Dummy adapters of equal rank on all linears, one after the other from the arena's start.
 
-    They share no weights, so each is read from memory.
+    The adapters share no weights, so that a step reads each from memory.
 
     rows: [count, layers, linears, 3], the adapters' entries in LoraWeights.table, without lm_head.
     rank: rank of each adapter on each linear.

@@ -101,7 +101,7 @@ class _Adapters(NamedTuple):
 _Ladder = dict[int, dict[_Adapters, _Pass]]
 """Captured passes by number of tokens, then by adapters.
 
-A pass computes batches of up to this many tokens and adapters. Both keys ascend.
+A pass computes batches of up to this many tokens and adapters. Both mappings ascend.
 """
 
 
@@ -119,8 +119,8 @@ class CudaGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
-        attention: gives small steps a back end that their graphs contain; in larger steps, runs
-            between the graphs.
+        attention: makes the back ends that graphs of small steps contain; in larger steps, it is
+            launched between graphs.
         weights: the adapters' weights that the ModelRunner uses.
         kv: the ModelRunner's KV pages.
         limits: largest step to capture graphs for.
@@ -283,7 +283,7 @@ class CudaGraphs:
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Return the sizes to capture: the ladder's sizes below `most`, and then `most`.
 
-    The last size is the ladder's largest instead of `most` if `most` is above it.
+    If `most` is above the ladder's largest size, the last size is that one instead of `most`.
 
     ladder: numbers of tokens, ascending.
     most: maximum number of tokens of a step.
@@ -294,7 +294,7 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
 def _seen_by_prompts(batch: Batch) -> int:
     """Return the number of (prompt token, token that it attends to) pairs in the batch.
 
-    In a whole graph, each prompt token reads the keys of all tokens that it attends to.
+    If the batch runs as one graph, each prompt token reads the keys of all these tokens by itself.
     """
     lengths = np.diff(batch.query_starts)
     prompts = lengths > 1
@@ -305,8 +305,8 @@ def _segment_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is ≥ `most`.
 
     A launch has programs for every segment, padding included, and the number of segments selects
-    the Regime. A step of 256 tokens with 40 adapters loses 0.7 ms if padded to 128 segments. A step
-    with fewer adapters, padded to 32 segments, loses nothing.
+    the LoRA kernels' launch parameters (Regime). A step of 256 tokens with 40 adapters loses 0.7 ms
+    if padded to 128 segments. A step with fewer adapters, padded to 32 segments, loses nothing.
 
     most: maximum number of adapters of a step.
     """

@@ -12,7 +12,7 @@ from lorikeet_engine.device.memory import free_bytes, resolve
 from lorikeet_engine.execution.assembly import load_weights
 from lorikeet_engine.execution.batch_builder import LogitsInput
 from lorikeet_engine.execution.leading_runner import RunStep
-from lorikeet_engine.execution.memory_plan import count_pages, count_slots
+from lorikeet_engine.execution.memory_plan import count_slots, count_states_and_pages
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, StartFollower, rank_device
 from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.steps import ModelRunner
@@ -73,9 +73,9 @@ class Follower:
                 self._run(message)
             case CopyImage():
                 self._copy(message)
-            case BuildRunner(pages):
+            case BuildRunner(pages, slots):
                 self._runner = None
-                self._runner = self._parts.build(pages)
+                self._runner = self._parts.build(pages, slots)
             case CountPages():
                 self._count_pages()
             case command:
@@ -99,8 +99,14 @@ class Follower:
             self._runner = None
             gc.collect()
             torch.cuda.empty_cache()
-        model = self._model
-        self._group.minimum((count_pages(model.config, model.shape, self._settings, self._stages),))
+        model, settings = self._model, self._settings
+        count_states_and_pages(
+            model.config,
+            model.shape,
+            settings,
+            self._stages,
+            lambda number: self._group.minimum((number,))[0],
+        )
 
     def _run(self, message: RunStep) -> None:
         runner, step = self._runner, message.step

@@ -41,12 +41,17 @@ def allocate_kv(
 
 
 def allocate_states(
-    shape: BaseShape, slots: int, dtype: torch.dtype, device: torch.device
+    shape: BaseShape,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    state_dtype: torch.dtype = torch.float32,
 ) -> DeltaStates | None:
     """Allocate the states of `slots` sequences; None for a model without delta nets.
 
     shape: part of the base model that this rank computes.
-    dtype: dtype of the model.
+    dtype: dtype of the model, in which the convolution's last inputs are kept.
+    state_dtype: dtype of the delta rule's states.
     """
     net = shape.delta_net
     if net is None:
@@ -54,6 +59,6 @@ def allocate_states(
     each = shape.kinds.count(LayerKind.DELTA_NET), slots
     inputs = torch.zeros(*each, net.convolution - 1, net.convolved, dtype=dtype, device=device)
     matrices = torch.zeros(
-        *each, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32, device=device
+        *each, net.value_heads, net.value_dim, net.key_dim, dtype=state_dtype, device=device
     )
     return DeltaStates(inputs, matrices)

@@ -1,12 +1,22 @@
-"""Division of a device's memory: weights, adapters' slot pool, steps, and KV pages."""
+"""Division of a device's memory: weights, adapters' slot pool, steps, states, and KV pages.
+
+In a model with delta nets, each running sequence has a state of fixed size, and states are cached
+behind prefixes (scheduling/state_pool.py). States and KV pages share what all other parts leave.
+First come the states of max_running sequences, and one more, with which the next sequence begins.
+The rest is divided so that there is a cached state for each _TOKENS_OF_STATE tokens of KV pages: a
+prefix is found by a state and its pages, so states for more prefixes than the pages hold would be
+useless, and so would pages that no state leads to. A turn of a chat leaves two states, behind its
+prompt and near the end of its answer.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.device.memory import gib, resolve
+from lorikeet_engine.device.memory import MemoryShare, gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.models.config import ModelConfig
@@ -16,6 +26,7 @@ from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceMemory
 
+_TOKENS_OF_STATE = 2048  # tokens of KV pages for each cached state
 _CUDA_BYTES = 7 << 28  # CUDA's context, graphs, kernels, FlashInfer's and cuBLAS's workspaces
 
 
@@ -27,6 +38,7 @@ class MemoryPlan:
     slot_pool: bytes of the adapters' weights.
     steps: bytes that the largest step and the CUDA graphs take.
     states: bytes of the states of delta nets; 0 for a model without delta nets.
+    cached_states: number of these states that do not belong to running sequences.
     kv: bytes of the KV pages.
     kv_dtype: EngineSettings.kv_dtype.
     kv_tokens: tokens whose keys and values fit into the KV pages. Where layers with windows save
@@ -39,6 +51,7 @@ class MemoryPlan:
     slot_pool: int
     steps: int
     states: int
+    cached_states: int
     kv: int
     kv_dtype: str
     kv_tokens: int
@@ -69,20 +82,92 @@ def plan_memory(
     _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
     shape = shard.part_of(config.shape)
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
-    _take(memory, "states", state_bytes(shape, settings))
-    pages = count_pages(config, shape, settings, memory)
+    slots, pages = count_states_and_pages(config, shape, settings, memory, lambda number: number)
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
         steps=memory.bytes["steps and graphs"],
-        states=memory.bytes["states"],
+        states=memory.bytes.get("states", 0),
+        cached_states=max(0, slots - least_states(settings)),
         kv=pages * page_bytes,
         kv_dtype=settings.kv_dtype,
         kv_tokens=needs.tokens(pages, config.max_context),
         max_context=config.max_context,
         kv_of_longest=needs.in_steps(config.max_context) * page_bytes,
     )
+
+
+def count_states_and_pages(
+    config: ModelConfig,
+    shape: BaseShape,
+    settings: EngineSettings,
+    memory: DeviceMemory,
+    least: Callable[[int], int],
+) -> tuple[int, int]:
+    """Return the number of slots for states of delta nets, and the number of KV pages.
+
+    There are 0 slots in a model without delta nets. Raises SettingsError as count_states and
+    count_pages do.
+
+    shape: part of the base model that this process computes.
+    memory: free memory of the device after all other parts have taken theirs; the states are taken
+        from it.
+    least: returns the smallest of the numbers that the ranks pass to it.
+    """
+    slots = 0
+    if shape.delta_net is not None:
+        slots = least(count_states(config, shape, settings, memory))
+        memory.take("states", slots * state_bytes(shape, settings))
+    return slots, least(count_pages(config, shape, settings, memory))
+
+
+def count_states(
+    config: ModelConfig, shape: BaseShape, settings: EngineSettings, memory: DeviceMemory
+) -> int:
+    """Return the number of states of delta nets that fit into the memory that the settings allow.
+
+    If the settings allow no fixed size, there are least_states, and one for each _TOKENS_OF_STATE
+    tokens of the KV pages that then fit. But no states are added that take the memory of given
+    kv_bytes, or the KV pages of one sequence of max_context tokens.
+
+    shape: part of the base model that this process computes.
+    memory: free memory of the device after all parts but the KV pages have taken theirs.
+
+    Raises SettingsError, with max_running as `field`, if the allowed memory is too little for
+    least_states, or more than is free.
+    """
+    each, fewest = state_bytes(shape, settings), least_states(settings)
+    allowed = memory.free
+    if settings.state_bytes is not None:
+        allowed = resolve(settings.state_bytes, memory.free)
+    if fewest * each > allowed or allowed > memory.free:
+        raise SettingsError(
+            f"state_bytes={settings.state_bytes}: room for {allowed // each} states in "
+            f"{gib(allowed)}, and max_running={settings.max_running} needs {fewest}, "
+            f"{gib(fewest * each)}; {memory}: lower max_running, adapter_gpu_bytes or "
+            "max_batch_tokens, set state_dtype to bfloat16, or change state_bytes",
+            field="max_running",
+        )
+    if settings.state_bytes is not None:
+        return allowed // each
+    page, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
+    kv, of_state = settings.kv_bytes, needs.in_steps(_TOKENS_OF_STATE) * page
+    rest = memory.free - fewest * each
+    if isinstance(kv, MemoryShare):
+        cached = kv.of_free * rest / (of_state + kv.of_free * each)
+        kept = needs.in_steps(settings.max_context or settings.page_size) * page / kv.of_free
+    else:
+        cached, kept = kv / of_state, kv
+    return fewest + max(0, int(min(cached, (rest - kept) / each)))
+
+
+def least_states(settings: EngineSettings) -> int:
+    """Return the number of states of delta nets without which max_running sequences cannot run.
+
+    One more than these sequences have, since a sequence begins with a copy of a cached state.
+    """
+    return settings.max_running + 1
 
 
 def count_pages(
@@ -105,6 +190,7 @@ def count_pages(
         f"kv_bytes={settings.kv_bytes}: room for {needs.tokens(pages, context)} tokens in "
         f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
         f"{memory}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
+        + (" or state_bytes" if shape.delta_net else "")
     )
 
 
@@ -156,12 +242,12 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
 
 
 def state_bytes(shape: BaseShape, settings: EngineSettings) -> int:
-    """Return the bytes of the states of delta nets; 0 for a model without delta nets.
+    """Return the bytes of the state of one sequence in all delta nets; 0 without delta nets.
 
     shape: part of the base model that this process computes.
     """
     meta = torch.device("meta")
-    states = allocate_states(shape, settings.state_slots, settings.torch_dtype, meta)
+    states = allocate_states(shape, 1, settings.torch_dtype, meta, settings.torch_state_dtype)
     return 0 if states is None else states.nbytes
 
 

@@ -76,7 +76,9 @@ class PiecewiseGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """CUDA graph up to a layer's attention, and the arguments for calling that attention."""
+    """CUDA graph that ends before a layer's attention, and the arguments for calling that
+    attention.
+    """
 
     graph: torch.cuda.CUDAGraph
     layer_kv: torch.Tensor

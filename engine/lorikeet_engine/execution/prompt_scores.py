@@ -65,7 +65,7 @@ class PromptScores:
         chunks: the step's chunks in the order of the batch.
         scored: tokens to score, each range in one of the chunks.
         max_running: maximum number of rows of logits to compute at once. The largest step computes
-            as many rows, so the memory measured at start includes them.
+            this many rows, so the memory measured at start includes them.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}
@@ -112,7 +112,7 @@ class PromptScores:
             self._pieces.append(logprobs)
 
     def wait(self) -> ReadScores:
-        """Wait for the scores; return those of sequences that have not finished."""
+        """Wait for the scores; return the scores of sequences that have not finished."""
         scores = (score for piece in self._pieces for score in piece.read().values())
         outputs, errors = list[PromptLogprobs](), dict[str, NotFinite]()
         for each in self._scored:

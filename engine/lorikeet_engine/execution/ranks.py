@@ -43,14 +43,22 @@ class StartFollower:
 
 @dataclass(frozen=True, slots=True)
 class BuildRunner:
-    """Command to allocate `pages` KV pages and capture a rank's graphs, replacing earlier ones."""
+    """Command to allocate KV pages and states and capture a rank's graphs, in place of the rank's
+    earlier pages, states and graphs.
+
+    pages: number of KV pages.
+    slots: number of slots for states of delta nets; 0 for a model without delta nets.
+    """
 
     pages: int
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class CountPages:
-    """Command to count the KV pages that fit each rank's memory, and find the smallest count."""
+    """Command to count the states and KV pages that fit each rank's memory, and find the smallest
+    counts.
+    """
 
 
 class OneRank:
@@ -66,7 +74,7 @@ class OneRank:
     followers: Followers | None = None
 
     def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks pass to this method."""
+        """Return the smallest number that any rank passes to this method."""
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:

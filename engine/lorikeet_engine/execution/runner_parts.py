@@ -24,7 +24,7 @@ _LONG_CONTEXT = 16_384  # tokens; at half of them, FA3 would save a sixth of a s
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a ModelRunner that are kept when it is built again with another number of KV pages.
+    """Parts of a ModelRunner that are kept when it is built again with more KV pages and states.
 
     The graphs are not among them, since they hold the address of the KV pages.
     """
@@ -54,14 +54,18 @@ class RunnerParts:
         )
         return cls(model, choose_attention(shape, model.device), weights, settings)
 
-    def build(self, pages: int, runner: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
+    def build(
+        self, pages: int, slots: int, runner: Callable[..., ModelRunner] = ModelRunner
+    ) -> ModelRunner:
         """Build a runner: allocate `pages` KV pages and, on CUDA, capture graphs.
 
+        slots: number of slots for states; ignored for a model without delta nets.
         runner: class or function that makes the runner.
         """
         model = self.model
         kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
-        states = allocate_states(model.shape, self.settings.state_slots, model.dtype, model.device)
+        state_dtype = self.settings.torch_state_dtype
+        states = allocate_states(model.shape, slots, model.dtype, model.device, state_dtype)
         graphs = _capture(model, self.attention, self.weights, kv, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs, states)
 

@@ -72,7 +72,7 @@ class StepTimer:
         """Make the chunks of a step of decodes: the last token of each of `sequences` sequences.
 
         context: number of tokens of each sequence.
-        adapters: number of sequences with an adapter. The first sequences have one, all different.
+        adapters: number of sequences with an adapter: the first sequences, each with another.
         rank: rank of these adapters.
 
         Each sequence has KV pages of its own if there are enough.
@@ -102,10 +102,8 @@ class StepTimer:
     def sustained_s(self, chunks: list[Chunk]) -> float:
         """Return the seconds of a step with these chunks after equal steps have run for a while.
 
-        This is the time of a step in a long prompt.
-
-        A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is that of
-        shortest_s.
+        Steps of a long prompt take this time, because a GPU that attends to many tokens soon lowers
+        its clocks. On a CPU the result is that of shortest_s.
         """
         if self._runner.model.device.type != "cuda":
             return self.shortest_s(chunks)

@@ -111,8 +111,8 @@ def _run(
     """Run a dummy step.
 
     lengths: tokens of each sequence in the step.
-    adapters: number of sequences with an adapter. The first sequences have one, all different. The
-        adapters also change lm_head, and if `rank` is above 0 may replace one of its rows.
+    adapters: number of sequences with an adapter: the first sequences, each with another. These
+        adapters also change lm_head, and if `rank` is above 0 may replace one of lm_head's rows.
     rank: rank of each adapter, also on lm_head.
     samplings: sampling parameters, which the sequences use in turn.
     depth: tokens of each sequence before those in the step.

@@ -92,8 +92,8 @@ def gemv_act_and_mul(
 ) -> torch.Tensor:
     """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
-    One launch computes act_and_mul (kernels/pointwise) of gemv(x, weight, bias, config). The
-    product is rounded to x's dtype first, as if another launch computed the activation.
+    One launch computes act_and_mul(gemv(x, weight, bias, config)), see kernels/pointwise. The
+    product is rounded to x's dtype before the activation, as in two launches.
 
     gelu: GELU instead of SiLU.
     """
@@ -189,8 +189,8 @@ def _row(
 ) -> tl.tensor:
     """Return the indices of the weight's rows that form tile number `tile`.
 
-    If gated, each gate's row is followed by the row of the value that it multiplies. A tile that
-    ends beyond the weight repeats the weight's last row, whose result is then not stored.
+    If gated, each gate's row is followed by the row of the value that the gate multiplies. Beyond
+    the weight's end, a tile repeats the last row; those results are not stored.
     """
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
     if gated:
@@ -222,7 +222,8 @@ def _added_up(
 ) -> tl.tensor:
     """Add up each group of `summed` neighbouring columns of products [rows, block].
 
-    A thread holds all columns of a group, so threads need not exchange any.
+    Each group lies in the registers of a single thread, so the sums need no exchange between
+    threads.
 
     → [rows, block / summed]
     """

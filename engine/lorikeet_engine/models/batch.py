@@ -20,14 +20,14 @@ class StateRows:
     prefills: layout of the sequences' tokens, and the slots of their states.
     decodes: whether the step has one token of each sequence.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
-    restores [2, copies] int64: pairs of slots, from which a state is copied and to which, before
-        the step.
+    copies [2, copies] int64: states to copy before the step, from the cache or to the cache: the
+        slots to copy from, then the slots to copy to.
     """
 
     prefills: Prefills
     decodes: bool
     fresh: torch.Tensor
-    restores: torch.Tensor
+    copies: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

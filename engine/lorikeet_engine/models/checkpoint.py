@@ -55,8 +55,8 @@ class Checkpoint:
     ) -> None:
         """Read the headers of a checkpoint's safetensors files.
 
-        Raises ModelError, whose `field` is the file at fault; weight_dtype, if linears that are
-        already quantised would be rounded to NF4; or config.json's quantization_config, if no
+        Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
+        already quantised would be rounded to NF4, and config.json's quantization_config if no
         linear is stored in that format.
 
         quantized: format in which the files store linears; None: floats.
@@ -179,7 +179,7 @@ class Checkpoint:
             )
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
-        """Read a tensor in its stored dtype to the device; on the meta device without its values.
+        """Read a tensor in its stored dtype to the device; to the meta device without values.
 
         Raises ModelError, whose `field` is the tensor's name, if it is missing or has another dtype
         or shape.

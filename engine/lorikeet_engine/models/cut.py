@@ -34,7 +34,9 @@ class Cut:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor as one matrix, in which rows and columns are counted."""
+        """Shape of the whole tensor when seen as one matrix; `rows` and `columns` are numbered in
+        this matrix.
+        """
         return (math.prod(self.shape[:-1]), *self.shape[-1:]) if len(self.shape) > 2 else self.shape
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

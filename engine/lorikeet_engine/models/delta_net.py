@@ -52,11 +52,11 @@ class DeltaStates:
         return self.inputs.shape[1]
 
     def begin(self, rows: StateRows) -> None:
-        """Set the states of sequences that begin to zeros, or to copies of cached states.
+        """Set the states of sequences that begin, to zeros or cached states; copy those to cache.
 
         rows: states that the next step reads and updates.
         """
-        source, slot = rows.restores.unbind(0)
+        source, slot = rows.copies.unbind(0)
         for states in (self.inputs, self.matrices):
             if len(source):
                 states[:, slot] = states[:, source]  # all are read before one is written
@@ -81,8 +81,8 @@ def check_device(config: ModelConfig, device_type: str) -> None:
 class DeltaNet:
     """Gated delta net of a layer, of which each rank computes some heads.
 
-    y = out_proj(norm(o) · silu(z)), where o is the output of the delta rule. Its queries, keys and
-    values are in_proj_qkv(x) after a causal convolution over the last tokens.
+    y = out_proj(norm(o) · silu(z)), where o is the output of the delta rule. The rule's queries,
+    keys and values are in_proj_qkv(x) after a causal convolution over the last tokens.
     """
 
     def __init__(

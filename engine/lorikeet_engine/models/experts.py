@@ -123,8 +123,8 @@ class SharedExpert:
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
-    Every rank has the whole router. All ranks compute it from the same bits, the result of the
-    all-reduce before it, so they choose the same experts. Each rank computes its part of every
+    Every rank has the whole router. All ranks compute its logits from bitwise equal inputs, the
+    result of an all-reduce, so they choose the same experts. Each rank computes its part of every
     expert.
     """
 
@@ -170,13 +170,13 @@ class RoutedMlp:
 def _read(
     checkpoint: Checkpoint, path: str, parts: tuple[str, ...], count: int, cut: Cut
 ) -> Weight:
-    """Read the kept parts of all experts' linears that share an input.
+    """Read the kept part of one linear of all experts, or of several linears that share an input.
 
     The checkpoint has one tensor of all experts, gate_up_proj or down_proj, or a tensor for each
     linear of each expert.
 
     path: prefix of the tensors' names.
-    parts: names of the linears of an expert that share an input, such as gate_proj and up_proj.
+    parts: names of the linears in one expert, such as gate_proj and up_proj, which share an input.
     count: number of experts.
     cut: part of one expert's linear to keep.
     → [count, parts · rows, columns]

@@ -33,8 +33,8 @@ class KvGroups:
 
     page_layers: number of layers whose keys and values a page holds.
     windows: each group's window in tokens; None: no window. Groups without windows come first.
-    places: each layer's group, and its index in the group's pages; None for a layer without keys
-        and values.
+    places: by layer, the layer's group and its index in the group's pages; None for a layer without
+        keys and values.
     """
 
     page_layers: int

@@ -137,7 +137,7 @@ class LlamaModel:
         """Compute the last hidden states of a batch, and write its keys and values to the KV cache.
 
         kv [layers of a page, 2, pages, page_size, kv_heads, head_dim]: KV cache, in which each
-          layer's place is in config.kv_groups
+            layer's place is in config.kv_groups
         lora: weights of all adapters; may be None if batch.segments is None
         attention: back end that has planned this batch
         states: states of delta nets, which are updated; None for a model without delta nets
@@ -233,7 +233,7 @@ def rehearse_load(
     load_model does.
 
     max_context, rounding: as for load_model.
-    shard: the process whose bytes are returned; the first process has the most.
+    shard: part of the model whose bytes are returned; the first process's part is the largest.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears

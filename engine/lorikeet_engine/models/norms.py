@@ -141,7 +141,8 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
 def shared_qk_norm(
     norm: QkNorm, ranks: RankGroup, qkv: torch.Tensor, kv_heads: int, lora: LoraDelta | None
 ) -> QkNorm:
-    """Return `norm` with mean_squares set: those of each token's queries and keys in all ranks.
+    """Return `norm` with mean_squares set to the mean squares of each token's queries and keys over
+    all ranks.
 
     Computes the part of this rank's heads, and sums the parts over ranks.
 

@@ -266,8 +266,8 @@ def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
 def _longrope(
     raw: Mapping[str, Any], rope: Mapping[str, Any], plain: RopeConfig, context: int
 ) -> RopeConfig:
-    """Parse LongRoPE. LongRoPE has long factors, and short factors for contexts up to the original
-    one.
+    """Parse LongRoPE: two lists of factors, one for contexts up to the original context, one for
+    longer contexts.
 
     The long factors are used for all sequences if the engine serves more than the original context.
     transformers switches from short to long factors as a sequence grows, which leaves earlier keys

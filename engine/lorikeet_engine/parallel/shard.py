@@ -13,7 +13,8 @@ z, b and a by output, out_proj by input.
 
 A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
 them: first the gates of all its heads, then their queries, so that queries, keys and values lie
-side by side in the product. BaseShape.parts has the order, also of Qwen3-Next's fused linears.
+side by side in the product. BaseShape.parts gives this order, and the order of Qwen3-Next's fused
+linears.
 """
 
 import math
@@ -130,8 +131,7 @@ class Shard:
         """Return the inputs, or the outputs, of a linear that this process keeps.
 
         widths: kind of these inputs or outputs; several kinds, in order, for the outputs of linears
-        that
-            are stored stacked as one.
+            that are stored stacked as one.
         shape: shape of the whole base model.
         """
         parts = shape.parts(widths[0])

@@ -86,8 +86,8 @@ class RankSums:
     def exchange_for(self, rows: torch.Tensor) -> "RowExchange | None":
         """Return the exchange through which a norm's kernel sums these rows over ranks itself.
 
-        Returns None if none supports their shape and dtype. Then `all_reduce` must sum the rows
-        before the norm.
+        Returns None if no exchange supports the rows' shape and dtype. Then `all_reduce` must sum
+        the rows before the norm.
 
         rows [tokens, width]: only shape and dtype are read.
         """
@@ -104,7 +104,8 @@ class RankSums:
         return sums
 
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
-        """Allocate memory of this rank and map that of all ranks; return None if any rank fails.
+        """Allocate this rank's memory and map the memory of all ranks; return None if any rank
+        fails.
 
         allocate: allocates this rank's memory.
         """
@@ -230,14 +231,14 @@ class RowExchange:
     row's epoch, even if sums of fewer rows, or sums that use no row exchange, lie between.
 
     Even and odd epochs have separate memory. No rank overwrites a row that another has yet to read:
-    rank A writes its row of epoch e over that of e - 2 in B's memory. A's kernel of epoch e - 1 has
-    ended by then, as kernels of a stream follow one another, and it ended only after it had read
-    B's row of e - 1. B's kernel that sent this row began after B's kernel of epoch e - 2 had ended,
-    with all its reads. So A is ahead of B by one epoch at most. (This would not hold for a kernel
-    that is launched before the preceding one has ended.)
+    rank A writes its row of epoch e over its row of e - 2 in B's memory. A's kernel of epoch e - 1
+    has ended by then, as kernels of a stream follow one another, and it ended only after it had
+    read B's row of e - 1. B's kernel that sent this row began after B's kernel of epoch e - 2 had
+    ended, with all its reads. So A is ahead of B by one epoch at most. (This would not hold for a
+    kernel that is launched before the preceding one has ended.)
 
     No rank takes an old word for a new one: until the word of epoch e arrives, memory holds the
-    word of e - 2, or 0 before epochs 1 and 2. Their 16 bits of the epoch differ from those of e.
+    word of e - 2, or 0 before epochs 1 and 2. The 16 epoch bits of these words differ from e's.
     All rows have one width, so every word is written in every epoch.
 
     rank: index of this rank.

@@ -74,7 +74,7 @@ class MessageSender:
 
 
 def receive(connection: Connection) -> Iterator[Any]:
-    """Receive one write, and yield its messages.
+    """Receive the bytes of one write, and yield the messages in them.
 
     Raises EOFError once the sender has closed the pipe.
     """

@@ -227,7 +227,7 @@ class _Writer:
             self._check(run, number)
 
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
-        """Return, for each of a layer's matrices, the memory to read it into from the blob.
+        """Return, for each of a layer's matrices, the memory that it is read into.
 
         An A that the image holds unchanged is read into the image itself; all other matrices are
         read into the staging buffer.
@@ -251,10 +251,10 @@ class _Writer:
         return fits and len(self._spans) == 1 and not shared
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """Return one matrix of all layers of a run, from the staging buffer: [layers, experts,
-        rows, columns].
+        """Return one matrix of every layer of a run, as a view of the staging buffer: [layers,
+        experts, rows, columns].
 
-        matrix: the matrix of the run's first layer, which stands for the corresponding matrices of
+        matrix: the matrix in the run's first layer; the result has the corresponding matrices of
             all layers.
         """
         typed, bytes_each = self._typed[matrix.dtype], DTYPE_BYTES[matrix.dtype]
@@ -397,8 +397,8 @@ def _sum(layout: PackedLayout, span: torch.Tensor, layer: int) -> int:
 def _finite(matrix: torch.Tensor) -> bool:
     """Whether all values of a matrix are finite.
 
-    Judged by their sum, which costs a thirtieth of testing each value. Each value is tested only if
-    the sum is not finite, since the sum of finite values can overflow.
+    Tests the sum first, in a thirtieth of the time. Tests each value only if the sum is not finite,
+    since the sum of finite values can overflow.
     """
     return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
 

@@ -12,10 +12,12 @@ _MAX_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """Adapter's size and usage at the time of a use, from which its eviction score is computed.
+    """Size and use count of an adapter at one of its uses, from which the eviction score is
+    computed.
 
     elements: size of the adapter's image.
-    uses: number of uses up to and including this one; a use's weight halves every HALF_LIFE_S.
+    uses: number of uses up to and including this one; a use's weight halves every HALF_LIFE_S
+        seconds.
     at_s: time of this use.
     """
 
@@ -46,8 +48,8 @@ class LeastRecentlyUsed:
 class LeastUsedForItsSize:
     """Policy that evicts the adapter with the lowest uses / √elements.
 
-    A use's weight halves every HALF_LIFE_S, as in LRFU (Lee et al., 2001). Ordering by uses /
-    elements would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the
+    A use's weight halves every HALF_LIFE_S seconds, as in LRFU (Lee et al., 2001). Ordering by uses
+    / elements would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the
     square root is a compromise. docs/eviction.md has the numbers.
     """
 
@@ -67,7 +69,7 @@ class RecentUses:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def count(self, digest: str, now_s: float) -> float:
-        """Return an adapter's number of uses; the weight of a use halves every HALF_LIFE_S.
+        """Return an adapter's number of uses; the weight of a use halves every HALF_LIFE_S seconds.
 
         now_s: current time.
         """

@@ -208,7 +208,7 @@ class HostArena:
                 return None
 
     def _drop(self, digest: str) -> int:
-        """Remove an image; return the size of the free block that then contains its place."""
+        """Remove an image; return the size of the free block that now includes its place."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
         hole = self._blocks.release(image.offset, image.layout.image_elements)

@@ -136,8 +136,8 @@ class ImageChecks:
     def step(self) -> None:
         """Count an engine step.
 
-        After every EVERY_STEPS steps, compare the checksums begun earlier, and begin to compute
-        those of the next slices.
+        After every EVERY_STEPS steps, compare the checksums begun earlier, and begin to compute the
+        checksums of the next slices.
         """
         self._steps += 1
         if self._steps % EVERY_STEPS:

@@ -54,6 +54,10 @@ A download that fails sooner, or while other downloads succeed, says nothing abo
 """
 _SOURCE_RETRY_S = 10.0
 """Seconds until a client should retry after a failed load."""
+_REPAIR_S = 300.0
+"""Seconds until a client should retry an adapter whose blob is missing, damaged or not acceptable:
+each load fails until an admin has replaced or repaired the blob.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,7 @@ class _LoadTask:
     without_disk: whether the blob is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     download_s: seconds of the last download; None if there was none.
-    fault: cause to report if the load fails now; a disk error is reported as the disk's in any
-        case.
+    fault: cause to report if the load fails for any reason but a disk error.
     """
 
     ref: AdapterRef
@@ -215,6 +218,7 @@ class Loader:
         except AdapterError as error:
             kept = isinstance(error, AdapterTooLarge | AdapterMissing)
             kind = type(error) if kept else AdapterLoadFailed
+            error.fields.setdefault("retry_after_s", _REPAIR_S)
             self._finish(task, error=_error_about(task.ref, error, kind))
         except Exception as error:  # its text stays in the log: it may name folders
             if self._closed:  # closing made it fail, and no request waits for it
@@ -309,9 +313,10 @@ class Loader:
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
-        """Load an adapter's image file to the host; return False if there is none or it is damaged.
+        """Load an adapter's image file to the host; return False if the file is missing or damaged.
 
-        A damaged file is removed. If the host has no memory, the load ends, and True is returned.
+        A damaged file is removed. If the host's memory does not suffice, this method ends the load
+        and returns True.
         """
         ref = task.ref
         try:

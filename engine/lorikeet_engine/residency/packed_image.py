@@ -1,11 +1,11 @@
 """Layout of an adapter's image: all matrices in one run of elements, the same on host and GPU.
 
-The order: for each layer, and then for the outer layer (lm_head and embeddings); in it, for each
-fused group of linears; in that, first the A matrices of the group, then its B matrices, transposed.
-Every matrix begins at a multiple of ALIGNMENT elements and has its true rank, without padding. The
-matrices of one linear's experts follow each other without a gap. A of the embeddings is transposed,
-too, since a token reads one column. Last come the rows of trained tokens, stored as A, with their
-ids as B.
+An image holds one layer after another, and then the outer layer (lm_head and embeddings). Each
+layer holds its fused groups of linears in order. Each group holds the A matrices of its linears,
+then the B matrices, transposed. Every matrix begins at a multiple of ALIGNMENT elements and has its
+true rank, without padding. The matrices of one linear's experts follow each other without a gap. A
+of the embeddings is transposed, too, since a token reads one column. Last come the rows of trained
+tokens, stored as A, with their ids as B.
 
 Where tensor parallel ranks share the layers, an image has one span per rank, one after another. A
 rank's span has that rank's part of every matrix. All spans are laid out like rank 0's, whose parts
@@ -83,7 +83,8 @@ class PackedLayout:
         """Return the layout of a validated adapter for its base model.
 
         world: number of tensor parallel ranks that share the model.
-        Raises SettingsError if the base model cannot be divided among them.
+
+        Raises SettingsError if the base model cannot be divided among so many ranks.
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}

@@ -64,8 +64,9 @@ class Pins:
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Note a load that has ended, for a pin or not, so that the next `maintain` looks at all
-        pins.
+        """Note that a load has ended, so that the next `maintain` looks at all pins.
+
+        result: the load, for a pin or not.
         """
         digest = result.ref.digest
         self._loading.discard(digest)

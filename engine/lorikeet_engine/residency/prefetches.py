@@ -40,7 +40,8 @@ class Prefetches:
     def add(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
         """Queue an adapter to be loaded to this tier when no load for requests or pins is pending.
 
-        uses: recent uses of the adapter on other replicas that this replica could serve instead.
+        uses: number of the adapter's recent uses on other replicas that this replica could serve
+            instead.
         """
         self._waiting.append(_Prefetch(ref, tier, uses))
 

@@ -85,7 +85,7 @@ class RequestedAdapters:
         """Begin to load an adapter that is not on the GPU, for a tenant's request.
 
         Does nothing if the adapter is being loaded for a request already, or if its load failed
-        less than _FAILURE_LASTS_S ago and no request has taken the error.
+        less than _FAILURE_LASTS_S seconds ago and no request has taken the error.
         """
         digest = ref.digest
         if digest in self._waiting:

@@ -24,7 +24,7 @@ _UNMEASURED = LoadCosts()
 class ResidencyStats:
     """Load counts, load times and the list of adapters.
 
-    The engine's thread calls the recording methods; any thread may call the others.
+    The engine's thread calls the recording methods; any thread may call the other methods.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class ResidencyStats:
         """Return the total bytes of images on their way to the GPU.
 
         An image of unknown size counts with the mean size.
+
         requested: digests of adapters that requests wait for and that are not on the GPU.
         """
         usual = self._usual_bytes
@@ -106,8 +107,8 @@ class ResidencyStats:
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
-        """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer to
-        the GPU.
+        """Return the status of the adapters on the GPU, and of the remembered adapters at `tier` or
+        nearer to the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched.
         For any thread. Takes no lock that the engine's thread needs.
@@ -219,12 +220,11 @@ class Hop:
         self.size_bytes += weight * (size_bytes - self.size_bytes)
 
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
-        """Scale an assumed latency and rate so that they predict the measured mean time.
+        """Scale an assumed latency and rate so that they predict the measured mean time for a load
+        of mean size.
 
-        That is the time of a load of mean size.
-
-        Returns (latency, rate). Both are scaled by the same factor, since one mean cannot tell
-        which of the two is wrong. Both are returned unchanged while nothing was measured.
+        Returns (latency, rate). One mean cannot tell which of the two is wrong, so both are changed
+        by the same factor. While nothing was measured, both are returned unchanged.
 
         latency_s, bytes_per_s: the assumed latency and rate.
         """

@@ -131,7 +131,8 @@ class Tiers:
     def victim(self) -> EvictionCandidate | None:
         """Adapter on the GPU that would be evicted first; None if none can be evicted.
 
-        The adapter's number of uses, which decays all the time, is rounded to tenths.
+        The returned number of uses is rounded to tenths, because the exact number changes all the
+        time.
         """
         return self._gpu.victim(self.weights.arena.itemsize)
 
@@ -189,7 +190,7 @@ class Tiers:
         """Begin to load an adapter to the GPU.
 
         If it is there already, protect it from eviction until it is leased, but not longer than
-        GUARD_S.
+        GUARD_S seconds.
 
         A second call for the same adapter changes nothing.
 
@@ -242,10 +243,11 @@ class Tiers:
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
     def _excused(self, result: LoadResult) -> LoadResult:
-        """Return a load's result without its error if only a prefetch needed a blob that the store
-        does not have.
+        """Return a load's result, without the error if the store lacks the blob and only a prefetch
+        needed it.
 
-        A pushed version may end before its prefetch. Requests and pins still report lost blobs.
+        A pushed version may end before its prefetch. A blob that requests or pins need is still
+        reported as lost.
         """
         digest, error = result.ref.digest, result.error
         needed = digest in self._requests or digest in self._pins
@@ -270,7 +272,8 @@ class Tiers:
         No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
         once, and forgotten if it fails.
 
-        uses: recent uses of the adapter on other replicas that this replica could serve instead.
+        uses: number of the adapter's recent uses on other replicas that this replica could serve
+            instead.
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
@@ -332,7 +335,7 @@ class Tiers:
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU; PlaceOnGpu describes parameters and result."""
+        """Copy an image to the GPU; PlaceOnGpu describes arguments and result."""
         began_s = time.perf_counter()
         copy = self._gpu.place(ref, image, reason, uses)
         if copy is None:

@@ -52,7 +52,7 @@ class Sampler:
         logits [rows, vocab], any dtype
         rows: sampling parameters of each row
         processed: collects log probabilities of the distributions that tokens are drawn from; None:
-          nobody needs them
+            nobody needs them
         → tokens [rows] int64; NOT_FINITE if a row's largest logit is not finite
 
         The host does not wait for the device.

@@ -7,8 +7,8 @@ adapter is not on the GPU         none: later sequences overtake.
 another sequence computes the     none: later sequences overtake until the pages can be shared.
 same prefix
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
-number of adapters, Σ of ranks,   Then, once it is next of its tenant, capacity is reserved for the
-or GPU memory                     sequence: no other sequence with an adapter begins before it.
+number of adapters, Σ of ranks,   Then, once the sequence is its tenant's next, capacity is reserved
+or GPU memory                     for it: no other sequence with an adapter begins before it.
 no slot, or too few KV pages      all: the next slot and pages that come free are for this
                                   sequence. preemption.py may free some.
 """
@@ -101,8 +101,8 @@ class Admission:
             self._include(sequence)
 
     def prepare(self, sequence: Sequence, admitted: int) -> bool:
-        """Lease the adapter of a waiting sequence; return whether only a slot and pages are
-        missing.
+        """Lease the adapter of a waiting sequence; return True if the sequence now lacks nothing
+        but a slot and KV pages.
 
         admitted: number of sequences with adapters that have begun since the engine's start.
         """
@@ -113,7 +113,7 @@ class Admission:
     def is_blocked(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence cannot begin in this step because of its adapter.
 
-        True if the step has refused the adapter before, or if a sequence has capacity reserved.
+        True if this step has refused the adapter before, or if `reserved_for` is set.
         """
         ref = sequence.request.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)

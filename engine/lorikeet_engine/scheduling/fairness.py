@@ -36,9 +36,10 @@ _MIN_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class VirtualCounter:
-    """Virtual token counter of one tenant. The waiting tenant with the smallest is served next.
+    """Virtual token counter of one tenant.
 
-    value: cost of the work done for the tenant, divided by its weight.
+    value: cost of the work done for the tenant, divided by its weight. The waiting tenant with the
+        smallest value is served next.
     open: number of the tenant's sequences that have not finished.
     backlog: expected cost of the tenant's waiting sequences.
     overtaking: cost of the work that the tenant's shorter prompts may get before its oldest prompt
@@ -63,10 +64,10 @@ class SequenceCost:
 
     counter: counter of the tenant.
     expected: estimate of the cost of the prompt and the whole answer.
-    charged_tokens: prompt tokens charged so far, counted from the prompt's start, so that cached
-        tokens before them are included.
+    charged_tokens: number of prompt tokens up to the last one charged; cached tokens before it
+        count.
     to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
-        sequence an estimate, made when the sequence was queued.
+        sequence this is an estimate, made when the sequence was queued.
     next_chunk: part of to_compute that fits into one step.
     """
 
@@ -182,10 +183,10 @@ class VirtualCounters:
         )
 
     def _forget(self) -> None:
-        """Drop the counters without an open sequence whose value is at most the level.
+        """Drop the counters that have no open sequence and whose value is at most the level.
 
-        Their value would be raised to the level anyway, so they change no order. Counters above the
-        level stay; by the fairness bound the level reaches them soon.
+        Their value would be raised to the level anyway, so they do not affect the order.
+        Counters above the level stay; by the fairness bound the level reaches them soon.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

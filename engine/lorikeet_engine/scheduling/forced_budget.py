@@ -8,8 +8,8 @@ StepCosts, and limited to a mean share of the time that the other sequences' dec
     Σ more_s(forced tokens of a step) ≤ SHARE · Σ step_s(decodes of a step)
 
 Where CUDA graphs pad steps to certain sizes, the first token beyond a size costs as much as all
-tokens up to the next size. So no forced token is taken until the budget is enough to fill a size;
-then one step (in three, say) takes enough forced tokens to fill it.
+tokens up to the next size. So no forced token is taken until the budget suffices to fill a step up
+to the next size; then one step (in three, say) takes enough forced tokens to fill it.
 """
 
 from bisect import bisect_right
@@ -54,9 +54,9 @@ class ForcedBudget:
 
         decodes: number of decodes in the step.
         context: total length of the decoding sequences, in tokens.
-        beside_others: whether the step has other sequences, which cannot have forced tokens and
-            would only be delayed by them. If not, forced tokens are limited only by the size of a
-            step.
+        beside_others: whether the step has sequences that cannot have forced tokens, and that
+            forced tokens of others would delay. If False, only the size of a step limits forced
+            tokens.
         """
         self._decodes = decodes
         if not beside_others:

@@ -2,12 +2,21 @@
 
 Layers form groups (models/kv_groups.py); a sequence has its own pages in each group. Where a
 group's layers attend only to a sliding window, a growing sequence frees the pages that no later
-token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as all
-its pages are cached in the groups without a window, and the pages of its last window in the others.
+token attends to. Freed pages stay cached until they are needed. So a prefix is found as long as the
+cache has all its pages in the groups without a window, and the pages of its last window in the
+groups with a window.
 
 In a model with delta nets, a prefix is found only up to a page behind which a state is cached
-(state_pool.py). States are saved behind the last full page of a prompt, and where a prompt parts
-from pages of others: the next prompt that begins so finds the state (as Marconi, arXiv 2411.19379).
+(state_pool.py). States are saved behind the last full page of a prompt, and behind the last page
+that a prompt shares with earlier prompts, so that the next prompt with this beginning finds the
+state (as in Marconi, arXiv 2411.19379).
+
+A decoding sequence saves its state after every state_piece tokens, or a few more, and drops the
+state that it saved before in the same answer. So an answer of any length leaves one cached state,
+with which the next turn of a chat begins near the answer's end. The interval follows from costs: on
+a GPU, copying a state takes about as long as computing one prompt token. In an answer of A tokens,
+saves every I tokens cost A / I copies. If the next turn comes with probability p, it computes p · I
+/ 2 tokens again. The sum is least for I = √(2 A / p), which is 64 for A = 600 and p = 0.3.
 """
 
 import hashlib
@@ -82,17 +91,19 @@ class StateUse(NamedTuple):
     """Use that a step makes of a sequence's state.
 
     slot: slot of the state, which the step updates.
-    restore: slot of a cached state to copy into it before the step; None: there is none.
-    saves: states to cache.
+    restore: slot of a cached state to copy into `slot` before the step; None: nothing is copied.
+    saves: states to copy to the cache during the step.
+    copy: slot of the cache into which to copy `slot` before the step; None: nothing is copied.
     """
 
     slot: int
     restore: int | None
     saves: tuple[StateSave, ...]
+    copy: int | None = None
 
 
 class SequencePages:
-    """KV pages of one sequence, and the state of their contents.
+    """KV pages of one sequence, and the number of tokens written to them.
 
     pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
         the sequence has no pages.
@@ -103,13 +114,16 @@ class SequencePages:
     announced: number of first pages that other sequences wait for, because this sequence is about
         to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
-        are needed; None if only the last token's logits are needed.
+        are needed; None if only the last prompt token's logits are needed.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without
         delta nets.
     save_at: numbers of first tokens behind which the state is to be cached, ascending.
     saving: by number of first tokens, the slots into which the steps launched so far copy the state
         behind these tokens.
+    saved: number of first tokens behind which the state was last saved, or with which it began.
+    answered: number of first tokens behind which a state is cached that the sequence's next saved
+        state replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
@@ -119,12 +133,14 @@ class SequencePages:
         "_keys",
         "_prompt_keys",
         "announced",
+        "answered",
         "awaited",
         "computed",
         "first",
         "pages",
         "restore",
         "save_at",
+        "saved",
         "saving",
         "score_from",
         "state",
@@ -145,6 +161,7 @@ class SequencePages:
         self.restore: int | None = None
         self.save_at: tuple[int, ...] = ()
         self.saving: dict[int, int] = {}
+        self.saved = self.answered = 0
         self.tokens, self._prompt_keys = tokens, prompt_keys
         self._keys = prompt_keys.keys  # shared until the sequence has more keys
 
@@ -181,10 +198,9 @@ class KVCache(PagePool):
     page_size: tokens of a page.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
     step_tokens: maximum number of tokens that a step computes.
-    states: number of slots for states of delta nets, more than there are running sequences; 0 for a
-        model without delta nets.
+    states: slots for states of delta nets; None for a model without delta nets.
     state_piece: states are saved behind multiples of this many tokens of a chunk, since kernels
-        compute chunks in pieces of this size.
+        compute chunks in pieces of this size. Decodes save states so far apart.
     """
 
     state_piece = CHUNK
@@ -195,7 +211,7 @@ class KVCache(PagePool):
         page_size: int,
         windows: tuple[int | None, ...] = (None,),
         step_tokens: int = 0,
-        states: int = 0,
+        states: StatePool | None = None,
     ) -> None:
         super().__init__(pages, len(windows))
         self.page_size = page_size
@@ -203,7 +219,7 @@ class KVCache(PagePool):
         self._whole, self._windowed = self._needs.whole, self._needs.windowed
         # Key → number of sequences that are about to write such a page.
         self._unwritten: Counter[bytes] = Counter()
-        self.states = StatePool(states) if states else None
+        self.states = states
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
@@ -214,12 +230,15 @@ class KVCache(PagePool):
         return tokens * (self._whole + self._windowed) <= self.free
 
     def most_pages(self, tokens: int) -> int:
-        """Return the pages that a sequence of `tokens` tokens needs if none of them are cached."""
+        """Return the number of pages, in all groups of layers, that a sequence of `tokens` tokens
+        needs if none of its pages is cached.
+        """
         return self._needs.in_steps(tokens)
 
     def pages_lacking(self, pages: int, spare: int) -> int:
-        """Return how many pages must be freed before a sequence can get `pages` pages; 0 or less:
-        none.
+        """Return the number of pages that must be freed before a sequence can get `pages` pages.
+
+        0 or less: enough pages are free.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """
@@ -324,21 +343,19 @@ class KVCache(PagePool):
     def publish_written(self, kv: SequencePages, end: int) -> None:
         """Let other sequences share a sequence's full pages, whose contents are now written.
 
-        Groups with a window then free the pages that no later token attends to, not even one that
-        follows the last full page in another sequence.
+        In groups with a window, also free the pages that no later token attends to: neither of this
+        sequence nor of another sequence that continues after its last full page.
 
         end: number of tokens, from the sequence's start, whose keys and values are written.
         """
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
+        if kv.saving:
+            self._publish_states(kv, end)
         if first == full:
             return
         keys = kv.keys(full)
         self._no_longer_unwritten(keys[first : kv.announced])
-        if self.states is not None:
-            for tokens in [tokens for tokens in kv.saving if tokens <= end]:
-                key = keys[tokens // self.page_size - 1]
-                self.states.publish(kv.saving.pop(tokens), key, kv.adapter_digest)
         for group, pages in enumerate(kv.pages):
             before = 0 if group < self._whole else kv.first
             for page, key in zip(pages[first - before : full - before], keys[first:], strict=True):
@@ -355,29 +372,34 @@ class KVCache(PagePool):
             for slot in (kv.state, *kv.saving.values()):
                 self.states.release(slot)
             kv.state, kv.save_at, kv.saving = None, (), {}
+            kv.saved = kv.answered = 0
         kv.pages = []
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
-        """Return what the next step does with a sequence's state, in a model with delta nets.
+        """Return the use that the next step makes of a sequence's state, in a model with delta
+        nets.
 
-        Gives slots to the states that the step is to save. A state that was to be saved within a
-        piece of the step's tokens is saved before that piece. Without free slots none is saved.
+        Reserves slots for the states that the step saves. Kernels have states only after whole
+        pieces (`state_piece`) of the step's tokens, so a state to be saved within a piece is saved
+        before that piece instead. If no slot is free, no state is saved.
 
         start, end: the tokens of the sequence that the step computes.
         """
         assert self.states is not None
         assert kv.state is not None, "a step of a sequence without a state"
-        saves = list[StateSave]()
+        saves, copy = list[StateSave](), None
+        in_answer = start >= kv.announced * self.page_size
+        if in_answer and start - kv.saved >= self.state_piece and not start % self.page_size:
+            copy = self._take_to_save(kv, start)
         for tokens in kv.save_at:
             behind = tokens - (tokens - start) % self.state_piece
             if not start < behind <= end or behind % self.page_size or behind in kv.saving:
                 continue
-            slot = self.states.take()
+            slot = self._take_to_save(kv, behind)
             if slot is not None:
-                kv.saving[behind] = slot
                 saves.append(StateSave(behind - start, slot))
-        return StateUse(kv.state, self._take_restore(kv), tuple(saves))
+        return StateUse(kv.state, self._take_restore(kv), tuple(saves), copy)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
         """Remove these keys in all groups, so that no sequence finds their pages and states."""
@@ -392,15 +414,39 @@ class KVCache(PagePool):
         if self.states is not None:
             self.states.forget_adapter(digest)
 
+    def _take_to_save(self, kv: SequencePages, tokens: int) -> int | None:
+        """Give a slot for the state behind a sequence's first `tokens` tokens, if one is free."""
+        assert self.states is not None
+        slot = self.states.take_to_save()
+        if slot is not None:
+            kv.saving[tokens], kv.saved = slot, tokens
+        return slot
+
+    def _publish_states(self, kv: SequencePages, end: int) -> None:
+        """Let other sequences find the states that a sequence has saved in its first `end` tokens.
+
+        A state saved in the answer replaces the one before, but not one behind the whole prompt.
+        """
+        assert self.states is not None
+        for tokens in [tokens for tokens in kv.saving if tokens <= end]:
+            keys = kv.keys(tokens // self.page_size)
+            self.states.publish(kv.saving.pop(tokens), keys[-1], kv.adapter_digest)
+            if tokens > kv.announced * self.page_size:
+                if kv.answered:
+                    self.states.forget_keys([keys[kv.answered // self.page_size - 1]])
+                kv.answered = tokens
+
     def _begin_state(self, kv: SequencePages, keys: list[bytes], hit: int, found: int) -> None:
         """Give a sequence a slot for its state, and choose where its state is to be saved.
 
         keys: keys of the pages that the sequence may take from the cache.
-        hit: number of pages behind which the sequence begins, with a cached state if not 0.
-        found: number of pages that were cached, with or without a state behind the last.
+        hit: number of cached pages that the sequence takes; if not 0, the state behind the last of
+            them is cached.
+        found: number of first pages that are cached, with or without a state behind them.
         """
         assert self.states is not None
         kv.restore = self.states.hold(keys[hit - 1]) if hit else None
+        kv.saved = hit * self.page_size
         kv.state = self.states.take()
         assert kv.state is not None, "a sequence without a slot for its state"
         being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
@@ -450,9 +496,10 @@ class KVCache(PagePool):
             kv.first = before
 
     def _release_all(self, pages: Sequence[Sequence[int]]) -> None:
-        """Release a sequence's pages so that pages of the same tokens are evicted together.
+        """Release a sequence's pages in such an order that pages of the same tokens are evicted
+        together.
 
-        This order holds where the groups have equally many pages.
+        This holds only if all groups have the same number of pages.
 
         pages: for each group of layers, pages in the order of tokens.
         """

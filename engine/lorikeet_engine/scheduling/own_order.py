@@ -14,12 +14,12 @@ collect a long credit over time.
 
 Between prompts of one tenant and of equal priority, in work done for the tenant's prompts:
 
-    longer prompts delay a prompt by its own work, and that of shorter prompts, plus one step
+    longer prompts delay a prompt by its own work, plus the work of shorter prompts, plus one step
     a prompt ends with at most twice the work that precedes its end in the order of arrival, plus
     two steps
 
 Each step still computes as many tokens as its budget allows. Waits for a slot or for KV pages are
-not bounded here: once it is its turn, a sequence that lacks them holds back all others
+not bounded here: a sequence that lacks them holds back all others once its turn has come
 (admission.py).
 """
 
@@ -48,7 +48,8 @@ class Turn(NamedTuple):
     def computed(self, cost: float) -> None:
         """Record that the sequence got a chunk in this turn.
 
-        cost: cost of the chunk's tokens, whether or not a preempted sequence computes them again.
+        cost: cost of all tokens of the chunk, including tokens that are computed again after a
+            preemption.
         """
         counter = self.sequence.cost.counter
         if self.overtakes:
@@ -62,8 +63,8 @@ class Turn(NamedTuple):
 class OwnQueue:
     """Waiting sequences of one tenant, in two orders. Both begin with preempted sequences.
 
-    by_age: the other sequences by priority, then by arrival.
-    by_cost: the other sequences by priority, then by the work to compute.
+    by_age: all other sequences, by priority, then by arrival.
+    by_cost: all other sequences, by priority, then by the work to compute.
     """
 
     def __init__(self) -> None:

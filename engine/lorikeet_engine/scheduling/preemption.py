@@ -5,7 +5,7 @@ and pages to its end. With long answers, one tenant could hold all slots and pag
 while others wait. So sequences are preempted for a waiting sequence of another tenant if that
 tenant
 
-    is behind: its virtual counter is less; and
+    is behind: its virtual counter is less than the other's; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
 The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn
@@ -43,7 +43,7 @@ def sequences_to_preempt(
 ) -> list[Sequence]:
     """Return the running sequences to preempt for a waiting sequence.
 
-    Returns [] if preemption.py's two conditions do not allow to preempt enough of them.
+    Returns [] if too few sequences may be preempted under preemption.py's two conditions.
 
     waiting: sequence that lacks a slot or KV pages; None if there is none.
     active: running sequences that still compute tokens.
@@ -63,8 +63,10 @@ def sequences_to_preempt(
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
-    """Sort key of a running sequence: those of the tenant with the largest virtual counter come
-    last, and of these the youngest at the end.
+    """Return a running sequence's sort key.
+
+    Sequences of the tenant with the largest virtual counter come last, and among these the youngest
+    comes last.
     """
     return sequence.cost.counter.value, sequence.arrival
 
@@ -78,7 +80,7 @@ def _giving_way(
 ) -> list[Sequence] | None:
     """Choose sequences to preempt until they hold `lacking` slots or pages.
 
-    Returns None if the sequences that may be preempted hold fewer.
+    Returns None if the sequences that may be preempted hold fewer than `lacking`.
 
     active: running sequences that still compute tokens.
     wanted: slots or pages that the waiting sequence needs.

@@ -63,8 +63,8 @@ class StepPlan:
 
     chunks: tokens to compute, at most one chunk for each sequence.
     failed: sequences dropped because their adapter could not be loaded, with the error.
-    scored: for prompt_logprobs, the prompt tokens in the chunks from whose logits the following
-        prompt token is scored.
+    scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
+        probability of the next prompt token is computed.
     """
 
     chunks: list[Chunk]
@@ -223,7 +223,8 @@ class Scheduler:
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
-        """Record that a step with these chunks was launched; the next plan takes its work as done.
+        """Record that a step with these chunks was launched; the next plan counts the step's tokens
+        as computed.
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
@@ -278,8 +279,8 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Preempt sequences for the waiting sequence for which the last plan had no slot or KV
-        pages.
+        """Free the slot or the KV pages that the last plan lacked for a waiting sequence, by
+        preempting running sequences.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """

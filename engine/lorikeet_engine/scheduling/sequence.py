@@ -130,7 +130,9 @@ class SequenceTimings:
     steps: int = 0
 
     def engine_timings(self) -> EngineTimings:
-        """Return the duration of each phase until now, when the latest token has just been read."""
+        """Return the durations of all phases up to now; call it when the latest token has just been
+        read.
+        """
         now_s = time.monotonic()
         assert self.begun_s is not None, "a token of no step"
         if self.first_token_s is None:
@@ -263,15 +265,15 @@ class Sequence:
 
     @property
     def to_score(self) -> int:
-        """Number of prompt tokens whose following token remains to be scored."""
+        """Number of prompt tokens whose logits are still needed to score the token after them."""
         start = self.kv.score_from
         return 0 if start is None else self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """Record that a step computes this chunk, and return the chunk's prompt tokens from whose
-        logits the following prompt token is scored.
+        """Record that a step computes this chunk; return the prompt tokens of the chunk from whose
+        logits the log probability of the next token is computed.
 
-        Tokens whose scores were computed before a preemption are left out.
+        Leaves out tokens whose logits were used for this before a preemption.
         """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
@@ -368,9 +370,10 @@ class Chunk(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Prompt tokens `start` to `end`, from whose logits the token after each of them is scored.
+    """Prompt tokens `start` to `end` of one chunk; the logits of each score the prompt token after
+    it.
 
-    All of them belong to one chunk. Scores are the log probabilities that prompt_logprobs asks for.
+    A score is a log probability that prompt_logprobs asks for.
     """
 
     sequence: Sequence

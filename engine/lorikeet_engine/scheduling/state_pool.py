@@ -1,4 +1,4 @@
-"""Slots for the states of delta nets: those of running sequences, and cached ones.
+"""Slots for the states of delta nets: states of running sequences, and cached states.
 
 A state stands for all tokens of a sequence so far, in all layers with a delta net. A running
 sequence owns a slot, in which each step updates its state. A cached state is a copy behind the last
@@ -8,16 +8,45 @@ state behind them are cached. Cached states are evicted least recently used firs
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StateCounts:
+    """Counts of cached states since the engine's start.
+
+    restored: number of sequences that began with a cached state.
+    saved: number of states that were cached.
+    evicted: number of cached states that were evicted.
+    """
+
+    restored: int = 0
+    saved: int = 0
+    evicted: int = 0
 
 
 class StatePool:
     """Pool of slots. Only the engine's thread calls it.
 
     A slot is free, owned (by a running sequence, or while a state is being copied into it), or it
-    holds a cached state. Free slots, and those of cached states that nobody holds, are given away.
+    holds a cached state. `take` gives away free slots, and slots of cached states that nobody
+    holds.
+
+    slots: number of slots.
+    counts: counts of cached states.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, running: int, counts: StateCounts | None = None) -> None:
+        """Make a pool of free slots.
+
+        slots: number of slots, more than `running`.
+        running: maximum number of running sequences. `take_to_save` leaves a slot for each of them,
+            and one for the cached state with which the next sequence begins.
+        counts: counts that the pool increases; None: new counts.
+        """
+        self.slots, self.counts = slots, counts or StateCounts()
+        self._most_saving = slots - running - 1
+        self._saving = set[int]()  # owned slots into which states are being copied
         self._keys: list[bytes | None] = [None] * slots
         self._adapters: list[str | None] = [None] * slots  # digests; only for slots with a key
         self._slot_of: dict[bytes, int] = {}
@@ -27,7 +56,7 @@ class StatePool:
 
     @property
     def free(self) -> int:
-        """Number of slots that can be given away; includes those of cached states."""
+        """Number of slots that can be given away; includes slots of cached states."""
         return len(self._free)
 
     @property
@@ -36,7 +65,8 @@ class StatePool:
         return len(self._slot_of)
 
     def longest(self, keys: list[bytes]) -> int:
-        """Return the number of the first keys up to the last one whose state is cached; 0 if none.
+        """Return the number of leading keys up to and including the last one whose state is cached;
+        0 if no state is.
 
         keys: keys of a sequence's first full pages.
         """
@@ -45,6 +75,7 @@ class StatePool:
     def hold(self, key: bytes) -> int:
         """Return the slot of a cached state, which is kept until `drop_hold`."""
         slot = self._slot_of[key]
+        self.counts.restored += 1
         self._holds[slot] += 1
         self._free.pop(slot, None)
         return slot
@@ -66,11 +97,24 @@ class StatePool:
         if not self._free:
             return None
         slot, _ = self._free.popitem(last=False)
+        self.counts.evicted += self._keys[slot] is not None
         self._forget(slot)
         return slot
 
+    def take_to_save(self) -> int | None:
+        """Give a slot as `take` does, into which a state is copied before `publish` or `release`.
+
+        Returns None if sequences that begin may need all other slots.
+        """
+        if len(self._saving) >= self._most_saving:
+            return None
+        slot = self.take()
+        if slot is not None:
+            self._saving.add(slot)
+        return slot
+
     def publish(self, slot: int, key: bytes, adapter_digest: str | None) -> None:
-        """Let sequences find the state in an owned slot, and end its ownership.
+        """Let sequences find the state in an owned slot, and end the slot's ownership.
 
         If another slot has a state of this key, the slot becomes free.
 
@@ -79,6 +123,8 @@ class StatePool:
         if key in self._slot_of:
             self.release(slot)
             return
+        self._saving.discard(slot)
+        self.counts.saved += 1
         self._keys[slot], self._adapters[slot] = key, adapter_digest
         self._slot_of[key] = slot
         self._free[slot] = None
@@ -86,6 +132,7 @@ class StatePool:
     def release(self, slot: int) -> None:
         """Make an owned slot free."""
         assert slot not in self._free, f"state {slot} released twice"
+        self._saving.discard(slot)
         self._free[slot] = None
         self._free.move_to_end(slot, last=False)
 

@@ -13,10 +13,10 @@ the other two terms. So
 
 Wrong coefficients only slow the convergence to the right sum.
 
-In a step with decodes, prompt tokens get the time that the decodes leave of the goal. They cost the
-time of more rows in a step, and the time of attention, which dominates deep in a long prompt. The
-time that steps with prompts took beyond these costs is learned as well. Where steps with prompts
-are padded to certain sizes, they take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. These cost
+the time of more rows in a step, and the time of attention, which dominates deep in a long prompt.
+The time that steps with prompts took beyond these costs is learned as well. Where steps with
+prompts are padded to certain sizes, they take as long as the next larger size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -120,8 +120,10 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run: the time beyond the expected one is the base time, or for
-        a step with prompts the extra time of prompts.
+        """Learn from a step that has run. A step without prompts tells the base time, and a step
+        with prompts tells the extra time of prompts.
+
+        Both times are learned as step_s less the seconds in `expected`.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -152,8 +154,8 @@ class PromptBudget:
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
         prompt, unless it would then be empty.
-    scored: for prompt_logprobs, the prompt tokens in the chunks taken so far from whose logits the
-        following prompt token is scored.
+    scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
+        log probability of the next prompt token is computed.
     """
 
     def __init__(
@@ -187,8 +189,8 @@ class PromptBudget:
         """Whether a prompt can get a chunk in this step.
 
         Under an inter-token goal, False if only very few tokens would fit, unless they are the
-        prompt's last. A prompt to be scored (prompt_logprobs), in a step that already scores
-        another, can get a chunk only if the step may score all its remaining tokens.
+        prompt's last. In a step that already scores one prompt (prompt_logprobs), another prompt to
+        be scored can get a chunk only if the step may score all remaining tokens of that prompt.
 
         end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
@@ -232,9 +234,10 @@ class PromptBudget:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return how many more prompt tokens of a prompt the inter-token goal allows.
+        """Return the number of further tokens of a prompt that the inter-token goal allows in this
+        step.
 
-        depth: number of tokens that precede them in the prompt.
+        depth: number of tokens of the prompt before these tokens.
         most: upper bound of the result.
         """
         if (budget := self._budget) is None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.state_pool import StateCounts
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, TierCounter
 
@@ -36,17 +37,19 @@ class StepCounters:
     adapters: histogram of the number of distinct adapters in a step.
     inter_token_s: histograms of the time between two outputs of a choice, by the tier that held its
         adapter when the request came; None without an adapter.
+    states: counts of cached states of delta nets.
     """
 
     def __init__(self) -> None:
         self.lookups = TierCounter(Residency)
         self.seconds, self.sequences, self.adapters = map(Histogram, (STEP_S, SIZES, SIZES))
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
+        self.states = StateCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count the prompt tokens of a choice that begins, and those that the KV cache had."""
+        """Count the prompt tokens of a choice that begins, and how many the KV cache had."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
 

@@ -79,9 +79,10 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Remove tenants from the waiting tenants, since none of their sequences could be served.
+        """Remove tenants from the waiting tenants, since none of their sequences could be served in
+        this step.
 
-        Otherwise their counters would lag behind, as a credit for later.
+        If the tenants stayed, their counters would lag behind and give them a credit for later.
 
         counters: the tenants' counters.
         """

@@ -49,8 +49,8 @@ class Distribution:
 class TierStatus:
     """Contents and capacity of one tier of adapter memory, and its counts since the start.
 
-    Bytes of the GPU tier count one of the GPUs that share the model; bytes of other tiers count all
-    these GPUs together. The disk's numbers cover all processes that share the folder, except
+    Bytes of the GPU tier are those on one GPU; bytes of the other tiers are for all GPUs that share
+    the model together. The disk's numbers cover all processes that share the folder, except
     evictions and checksum_failures, which are this process's own.
 
     adapters: number of adapters; an adapter counts in every tier that holds it.

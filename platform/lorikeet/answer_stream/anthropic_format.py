@@ -39,8 +39,8 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class AnswerProgress(Protocol):
-    """Token counts and stop strings of an answer that is still growing. The answer's deltas lack
-    them.
+    """Interface to the token counts and stop strings of a growing answer, which its deltas do not
+    contain.
 
     Implemented by Answer.
     """

@@ -143,7 +143,7 @@ class LogprobsJson:
         return joined
 
     def json(self) -> bytes:
-        """Return the whole `logprobs` object."""
+        """Return the whole `logprobs` object as JSON."""
         fields = [dump(name) + b":" + self.values(name) for name in self._lists]
         refusal = [b'"refusal":null'] if self._shape is chat_logprobs else []
         return b"{%s}" % b",".join(fields + refusal)

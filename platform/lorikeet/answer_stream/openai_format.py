@@ -208,8 +208,8 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Add the prompt's token ids to one of two JSON texts of an event, unless the ids were sent
-        already; return both texts.
+        """Add the prompt's token ids to `of_choice` or, for a chat, to `close`, unless the ids were
+        sent already; return both texts.
 
         choice: index of the choice.
         of_choice: JSON members of the event's choice.

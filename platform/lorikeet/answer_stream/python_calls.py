@@ -42,8 +42,7 @@ _ITEM_SO_FAR = {
     "[": regex.compile("[wsb]?"),
 }
 """Regular expression of the valid beginnings of an item, for each kind of bracket around the item.
-An
-item is an argument, value or call that commas or brackets delimit. In the expressions, w stands
+An item is an argument, value or call that commas or brackets delimit. In the expressions, w stands
 for a word, s for a string, b for a bracket pair.
 """
 _WHOLE_ITEM = {_OUTSIDE: 2, _CALLS: 2, "(": 3, "{": 3, "[": 1}

@@ -117,7 +117,7 @@ class ResponseStreams:
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
         """Open a gateway's stream until the context ends.
 
-        If the gateway still has an older stream, which must be broken, that stream is closed.
+        An older stream that the gateway still has is closed: it must be a broken one.
         """
         if gateway in self._open:
             self._open[gateway].close()
@@ -165,9 +165,9 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    This buffer joins deltas that come faster than the gateway can send them; behind the buffer they
-    would queue up one by one. The next delta is ready `interval_s` after the previous one was
-    taken. The first and the last delta never wait.
+    Joins deltas that come faster than the gateway can send them, so that they do not queue up one
+    by one. The next delta is ready `interval_s` after the previous one was taken. The first and the
+    last delta never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.

@@ -78,6 +78,7 @@ class AdapterCatalog:
     every attempt, and StoreRefused if the store ignores conditional writes. Conditional writes are
     checked before the first change, and again before changes that come ten minutes or more after a
     check.
+
     clock: function that returns the time in Unix seconds.
     In every operation, actor: author that the log names, such as a key's id.
     """
@@ -97,6 +98,7 @@ class AdapterCatalog:
 
         actor: author that the log names.
         clock: function that returns the time in Unix seconds.
+
         Raises Conflict if the store holds a catalog already, StoreRefused if the store ignores
         conditional writes.
         """
@@ -148,6 +150,7 @@ class AdapterCatalog:
         tenant: owner of the key; None makes an admin's key.
         scopes: permissions of the key.
         options: limits and other options of the key; see KeyOptions.
+
         Raises InvalidInput if a scope or an option is not allowed, UnknownTenant if there is no
         such tenant.
         """
@@ -183,7 +186,9 @@ class AdapterCatalog:
         """Replace a key by a new one with the same owner, scopes, limits, name and lifetime.
 
         Returns the new key with its secret, which is stored nowhere.
+
         overlap_s: seconds for which the old key stays valid, 0 to LONGEST_OVERLAP_S.
+
         Raises InvalidInput if overlap_s is out of these bounds, UnknownKey, and Conflict if the old
         key is no longer valid or was rotated before.
         """
@@ -223,6 +228,7 @@ class AdapterCatalog:
 
         Returns the existing version if the blob is already a usable version of this adapter. The
         first version becomes prod.
+
         blob: file with the validated bytes.
         facts: facts about the blob that validation has found.
         shared: open the adapter to every tenant; None keeps the present setting, which is False for
@@ -230,6 +236,7 @@ class AdapterCatalog:
         promote: point prod to the version.
         alias: alias to point to the version, unless `promote` is set.
         since: number of the log entry that the caller's decision was based on; None: the newest.
+
         Raises InvalidInput for a name that is not allowed, UnknownTenant, and Conflict beyond the
         tenant's limits, or if the adapter was retired after `since`.
         """
@@ -264,6 +271,7 @@ class AdapterCatalog:
         """Point an alias to a version; creates the alias if needed.
 
         expect: version that the alias must point to now; None: any.
+
         Raises InvalidInput for an invalid alias, UnknownModel for an unknown version, and Conflict
         if the version is retired or the alias does not point to `expect`.
         """
@@ -287,8 +295,10 @@ class AdapterCatalog:
         """Route a fraction of an alias's requests to a second version.
 
         Promoting either version ends the share.
+
         fraction: 0 < fraction < 1.
         expect: version that the alias must point to now; None: any.
+
         Raises InvalidInput for an invalid alias or fraction, UnknownModel for an unknown version,
         NotFound for an unknown alias, and Conflict if the version is retired or the alias already
         points to it, or does not point to `expect`.
@@ -305,7 +315,7 @@ class AdapterCatalog:
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """End an alias's share, or else point the alias to its previous version that is usable.
+        """End an alias's share; without a share, point the alias to its previous usable version.
 
         A repeated rollback goes back further.
         Raises UnknownModel, NotFound, and Conflict if there is no version to go back to or another
@@ -325,7 +335,9 @@ class AdapterCatalog:
 
         Requests in flight finish. If a new version is registered later, the adapter is private
         until it is shared again.
+
         version: version to retire; None retires the adapter.
+
         Raises UnknownModel, and Conflict if an alias points to the version.
         """
         after = self._commit(
@@ -339,6 +351,7 @@ class AdapterCatalog:
         """Undo the retirement of one version, or of the whole adapter with its aliases and pin.
 
         version: version to restore; None restores the adapter as it was before its retirement.
+
         Raises UnknownModel, and Conflict if the adapter is not retired or a blob has been garbage
         collected since.
         """
@@ -363,6 +376,7 @@ class AdapterCatalog:
 
         name: adapter to pin; None pins all adapters of the tenant.
         options: tier and other options of the pin; see PinOptions.
+
         Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, and Conflict
         beyond the tenant's budget.
         """
@@ -383,6 +397,7 @@ class AdapterCatalog:
         """Answer a question about the states before and after a pin, without making the pin.
 
         question: called with the state now and the state that the pin would produce.
+
         Raises the errors of `pin`.
         """
         now = self._clock()

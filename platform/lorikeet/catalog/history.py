@@ -14,8 +14,8 @@ _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
 """Limit on the entries that a search reads for one page: about 160 log objects."""
 _CLOCKS_DIFFER_S = 3600.0
-"""Limit on the difference in seconds between two writers' clocks, which give entries their
-times.
+"""Limit, in seconds, on the difference between the clocks of two writers. Each writer gives its
+entries times by its own clock.
 """
 
 

@@ -41,6 +41,7 @@ class Log:
         after: number of the newest entry, on whose state the changes were decided.
         actor: author, for the audit trail.
         time: Unix seconds.
+
         Raises Conflict if another writer has taken that number, StoreError if the store failed and
         does not hold the entry, StoreRefused if an entry that this process has read was
         overwritten.
@@ -122,7 +123,7 @@ class Log:
             raise error from None
 
     def _before(self, seq: int) -> Sequence[Entry]:
-        """Return the earlier entries of entry `seq`'s block, which object `seq` is to repeat."""
+        """Return the entries before entry `seq` in its block, for log object `seq` to repeat."""
         if seq % BLOCK == 0 or seq == 1:
             return ()
         held = self._held
@@ -135,8 +136,8 @@ class Log:
                 self._held = entries
 
     def _compare(self, entries: Sequence[Entry]) -> None:
-        """Log an error for the first of these entries that differs from the entry of the same
-        number that this process read before, in another object.
+        """Log an error for the first of these entries that differs from the entry that this process
+        read earlier under the same number: the log object was overwritten.
         """
         nonces = {entry.seq: entry.nonce for entry in self._held}
         for entry in entries:

@@ -26,6 +26,7 @@ def object_from_json(data: bytes, key: str) -> tuple[Entry, ...]:
     """Parse the entries in a log object; the last entry is the object's own.
 
     key: name of the object in error messages.
+
     Raises StoreError if the object is damaged, StoreRefused if a newer release wrote it.
     """
     try:

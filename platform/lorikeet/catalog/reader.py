@@ -50,7 +50,9 @@ class CatalogReader(CatalogView):
 
         Concurrent callers share a failure: if another refresh has failed since `asked_s`, this call
         fails without asking the store.
+
         asked_s: time.monotonic() of the caller's request; None: now.
+
         Raises StoreError.
         """
         asked_s = time.monotonic() if asked_s is None else asked_s
@@ -119,10 +121,10 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state unchanged. Raise PartitionsNotRead if unread partitions have pending log
-    entries.
+    """Return the state if no unread partition has pending log entries; else raise
+    PartitionsNotRead.
 
-    The error names these partitions.
+    The error names the partitions that have pending entries.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

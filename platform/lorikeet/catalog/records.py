@@ -54,13 +54,15 @@ class TenantRecord:
     created: Unix seconds.
     weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default
         1.
-    max_adapters: limit on usable adapters of its own; None: no limit.
-    max_total_bytes: limit on the blobs of all usable versions of its adapters; None: no limit.
-    pin_budget_bytes: limit on the images of its pinned adapters on one replica; None: no limit.
-    max_rank: limit on the LoRA rank of each of its adapters; None: only the service's limit
-        applies.
-    max_adapter_bytes: limit on the size of each of its adapters; None: only the service's limit
-        applies.
+    max_adapters: limit on the tenant's usable adapters; None: no limit.
+    max_total_bytes: limit on the total size of the blobs of all usable versions of the tenant's
+        adapters; None: no limit.
+    pin_budget_bytes: limit on the total size of the images of the tenant's pinned adapters on one
+        replica; None: no limit.
+    max_rank: limit on the LoRA rank of each of the tenant's adapters; None: only the service's
+        limit applies.
+    max_adapter_bytes: limit on the size of each of the tenant's adapters; None: only the service's
+        limit applies.
     """
 
     name: str
@@ -171,6 +173,7 @@ class AdapterRecord:
     """An adapter with every version it ever had.
 
     Aliases and their shares always point to usable versions.
+
     shared: every tenant may use the adapter.
     versions: versions[i].version is i + 1.
     aliases: version number by alias.

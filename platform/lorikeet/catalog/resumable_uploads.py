@@ -82,6 +82,7 @@ class ResumableUploads:
         digest: SHA-256 of the blob, as the sender states it.
         size_bytes: size of the blob.
         owner: id of the admin's key that sends it.
+
         Raises Conflict if this key began the upload with another size.
         """
         stored = self.stored(digest)
@@ -122,6 +123,7 @@ class ResumableUploads:
         """Write one part of an upload, from a file of the part's size.
 
         number: number of the part, from 1.
+
         Raises ObjectNotFound if the parts are joined already.
         """
         if upload.token is not None:

@@ -73,6 +73,7 @@ class Snapshots:
         """Return partitions by the digest of their bytes, read in parallel.
 
         digests: SHA-256 of the bytes of each partition to read.
+
         Raises ObjectNotFound, and StoreError if a partition is damaged.
         """
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
@@ -135,6 +136,7 @@ def partition_from_bytes(data: bytes, digest: str) -> Partition:
     """Parse a partition's bytes.
 
     digest: SHA-256 of `data`, which the caller has verified.
+
     Raises StoreError if another release wrote the bytes.
     """
     first, *tenants = data.split(b"\n")

@@ -86,6 +86,7 @@ class CatalogState:
 
     Every method raises PartitionsNotRead if it needs an unread partition; `ask` of CatalogView or
     GatewayCatalogView reads the partition and asks again.
+
     time: time of entry `seq`, Unix seconds.
     """
 
@@ -101,6 +102,7 @@ class CatalogState:
         model: owner/name, owner/name@alias, owner/name@version or owner/name@digest; without @,
             the alias prod; without an owner, the tenant.
         session: key of the request's session, for aliases with a share; see AdapterRecord.select.
+
         Raises UnknownModel, with the same message for absent, retired, misspelt and other tenants'
         models.
         """
@@ -173,7 +175,7 @@ class CatalogState:
         """Return a tenant in the form in which the state holds it: JSON until it has been changed,
         then decoded.
 
-        It is the same object until an entry changes the tenant.
+        Repeated calls return the same object until an entry changes the tenant.
         """
         return self._partition(partition_of(tenant)).tenants[tenant]
 

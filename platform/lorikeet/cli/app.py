@@ -81,8 +81,8 @@ def connect(
 ) -> None:
     """Administer Lorikeet: adapters, pins, tenants and keys.
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 3 a conflict: someone else changed it first, or
-    its state does not allow it.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 a conflict: someone else changed the object
+    first, or the object's state forbids the change.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """

@@ -125,6 +125,7 @@ def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int |
 
     parse: parses a bound.
     unbounded: the word for "no bound", such as none.
+
     Raises typer.BadParameter.
     """
     if text == unbounded:

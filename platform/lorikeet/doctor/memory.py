@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _PROCESS_BYTES = {"cpu": 1 << 29, "cuda": 3 << 30}  # an engine and its replica, with torch
 _GATEWAY_BYTES = 1 << 29
 _TIGHT = 0.9
+_FIX_STATES = (
+    "lower LORIKEET_MAX_RUNNING, leave LORIKEET_STATE_MEMORY unset, set "
+    "LORIKEET_STATE_DTYPE={}=bfloat16, or give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
+)
 
 
 def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
@@ -31,12 +35,19 @@ def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
         if not isinstance(plan, EngineError):
             yield _judge(check, plan, planned.device, planned.settings.tensor_parallel[name])
         elif not is_of_base_model(plan):  # check_base_models reports those
-            yield problem(check, plan.message, _fix(planned, name))
+            lacks_states = plan.fields.get("field") == "max_running"
+            fix = _FIX_STATES.format(name) if lacks_states else _fix(planned, name)
+            yield problem(check, plan.message, fix)
 
 
 def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) -> Finding:
     together = f" of {tensor_parallel} that share it" if tensor_parallel > 1 else ""
-    states = f"states {show_size(plan.states)}, " if plan.states else ""
+    states = (
+        f"states {show_size(plan.states)} for LORIKEET_MAX_RUNNING requests and "
+        f"{plan.cached_states:,} cached ones, "
+        if plan.states
+        else ""
+    )
     in_fp8 = " in FP8" if plan.kv_dtype == "fp8" else ""
     found = (
         f"on each {device}{together}: weights {show_size(plan.weights)}, slot pool "

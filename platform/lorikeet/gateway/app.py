@@ -54,7 +54,7 @@ _LAST_FLUSH_S = 10.0
 
 
 def create_app(services: Services) -> FastAPI:
-    """Build the gateway's application. While it runs, it keeps its view of the catalog up to date.
+    """Build the gateway's application. A running application keeps the catalog's view up to date.
 
     If the store is unreachable, the application starts with the view of the catalog that a gateway
     saved on this machine. Without a saved view it answers 503 until the store is reachable.

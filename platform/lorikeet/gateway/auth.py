@@ -13,6 +13,7 @@ from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
+from lorikeet.retry_after import REPAIR_S
 from lorikeet_engine.adapter import AdapterRef
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
@@ -144,7 +145,8 @@ class RequestAuthenticator:
         if found.base_model not in self._base_models:
             raise Unavailable(
                 f"{found.adapter} needs the base model {found.base_model!r}, "
-                "which is not served now"
+                "which is not served now: have your admin add it to LORIKEET_BASE_MODELS",
+                retry_after_s=REPAIR_S,
             )
         return found
 

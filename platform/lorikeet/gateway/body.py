@@ -23,8 +23,7 @@ one more second is allowed.
 LEAST_BYTES_PER_S = 64 * 2**10
 MAX_VALUES = 2**16
 """Approximate maximum number of values and keys in a JSON body. Without this limit, parsing 8 MiB
-of
-[] would block a gateway for 3 s.
+of [] would block a gateway for 3 s.
 """
 # A string without an end matches too, else the search would start anew at each quote in it.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)

@@ -99,8 +99,8 @@ class GatewayCatalogView:
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
         """Return question(state); if the last view lacks the key or model, ask a refreshed view.
 
-        name: tenant and model to remember as missing for MISSING_S, if the refreshed view lacks the
-            model as well; None if the question asks for no model.
+        name: tenant and model to remember as missing for MISSING_S seconds, if the refreshed view
+            lacks the model as well; None if the question asks for no model.
 
         Raises InvalidKey and UnknownModel, and Unavailable if no refreshed view can be read.
         """
@@ -229,7 +229,7 @@ class GatewayCatalogView:
 
     async def _read(self) -> bool:
         """Wait for a refresh that begins after this call; return whether it succeeds within
-        LONGEST_WAIT_S.
+        LONGEST_WAIT_S seconds.
 
         Calls made before that refresh begins share the refresh.
         """
@@ -267,7 +267,7 @@ class GatewayCatalogView:
 
 
 class _NegativeCache:
-    """Cache of names that were not found, each for MISSING_S. Its size is bounded."""
+    """Cache of names that were not found, each for MISSING_S seconds. Its size is bounded."""
 
     def __init__(self) -> None:
         self._until: dict[Name, float] = {}

@@ -77,8 +77,8 @@ _PARAMS = {
         "continue_final_message": "messages",
     },
 }
-"""Field names of each endpoint, by the names that replicas and engines use in errors for the same
-fields.
+"""Names of request fields at each endpoint, by the names that replicas and engines use in errors
+for the same fields.
 """
 
 

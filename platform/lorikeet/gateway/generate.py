@@ -58,9 +58,8 @@ _LONGEST_LOAD_MS = 3_600_000
 _TYPICAL_ANSWER_TOKENS = 256
 """Number of tokens that the rate limits reserve for each choice of a request without max_tokens."""
 _BYTES_OF_READ = 16 * 2**10
-"""Number of bytes in the body of a request to count tokens that cost one read. These reads count,
-in
-addition to one for the request, in the tenant's limit of reads.
+"""Number of bytes that cost one read in the body of a request to count tokens. These reads count,
+in addition to one for the request, in the tenant's limit of reads.
 """
 
 

@@ -105,10 +105,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._outside_bytes = self._body_bytes = self._body_parts = self._small_reads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer: the client has HEAD_S for the headers of its first request.
+        """Start the timer: the client has HEAD_S seconds for the headers of its first request.
 
         If the listener has more than max_connections connections, the one that has been idle
-        longest is closed, or the new one refused if none is idle.
+        longest is closed or, if none is idle, the new connection is refused.
         """
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
@@ -156,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._rest_before_next_read()
 
     def on_message_begin(self) -> None:
-        """Reset the counters of bytes, parts and small reads for a new request.
+        """Reset the counters of a request's bytes, body parts and small reads, for a new request.
 
         Raises an error, which refuses the request, if MAX_PIPELINED requests of the connection wait
         already.
@@ -169,8 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Accept a header or trailer of a request. Raises an error, which refuses the request, if
-        the
-        request has too many headers and trailers.
+        the request has too many headers and trailers.
         """
         if len(self.headers) >= MAX_HEADERS:
             problem = f"the request has more than {MAX_HEADERS} headers, the limit here"
@@ -273,7 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the connection when the client has read its answer, or after LINGER_S.
+        """Close the connection when the client has read its answer, or after LINGER_S seconds.
 
         Until then, data from the client is dropped.
         """

@@ -19,8 +19,8 @@ _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
-    """Sender of a stream's ASGI messages; writes a keep-alive event after KEEP_ALIVE_S without a
-    message.
+    """Sender of a stream's ASGI messages; writes a keep-alive event after KEEP_ALIVE_S seconds
+    without a message.
 
     The event is a comment of server-sent events, or Anthropic's `ping`; clients skip both. A
     keep-alive event never interrupts another event. A stream that keeps sending bytes costs one

@@ -12,7 +12,8 @@ from lorikeet.tenancy.read_limiter import ReadLimiter
 
 
 class TenantReads:
-    """Check that each read of a tenant has to pass: of its key, and of the tenant's limit of reads.
+    """Checks of each read request of a tenant: of the request's key, and of the tenant's limit on
+    reads.
 
     limiter: counts the additional reads of a request that turns out to cost more than one read.
     """

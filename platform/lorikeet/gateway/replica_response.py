@@ -65,9 +65,9 @@ class ReplicaResponse(Response):
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
     status; a later failure ends a stream with an error event. A stream that a replica has accepted
-    and that has no bytes for KEEP_ALIVE_S gets its headers and a keep-alive event (keep_alive.py);
-    from then on, the client gets a failure as an error event. When the client disconnects, `items`
-    is closed at once (client_disconnect.py).
+    and that has no bytes for KEEP_ALIVE_S seconds gets its headers and a keep-alive event
+    (keep_alive.py); from then on, the client gets a failure as an error event. When the client
+    disconnects, `items` is closed at once (client_disconnect.py).
 
     items: the replica's answer.
     observers: observers of the call, entered in order and left in reverse.
@@ -143,10 +143,11 @@ class ReplicaResponse(Response):
                 await stream.send(message)
 
     async def _begin(self, items: Items) -> bytes:
-        """Return the answer's first bytes; set `_header` to the last AnswerHeader before them.
+        """Return the first bytes of the answer; set `_header` to the last AnswerHeader before those
+        bytes.
 
-        A replica sends two AnswerHeaders before its first bytes. If the replica dies, the replica
-        that replaces it sends further ones.
+        A replica sends two AnswerHeaders before its first bytes. If the replica dies, another
+        replica takes over and sends further AnswerHeaders.
 
         Raises Refused or, if no bytes come, another LorikeetError.
         """

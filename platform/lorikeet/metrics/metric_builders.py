@@ -40,7 +40,7 @@ def histogram(
 ) -> Metric:
     """Return a histogram with one label or none, without distributions that are empty.
 
-    name, documentation: name and help text in Prometheus.
+    name, documentation: name and help text of the metric.
     label: name of the label; None for a single distribution, whose key in `values` is ignored.
     values: distributions by value of the label.
     """

@@ -1,8 +1,8 @@
 """Counters by tenant or adapter: the busiest names have series of their own, the others share one.
 
 A name's counter starts at 0 when the name is chosen. A name that loses its series to a busier one
-is still shown for one round of ROUND_S, so that a scrape sees its last uses, and then dropped. Uses
-of a name while it is not chosen count as OTHER.
+is still shown for one round of ROUND_S seconds, so that a scrape sees its last uses, and then
+dropped. Uses of a name while it is not chosen count as OTHER.
 
 Every use therefore counts exactly once, and the sum of all rates is the total rate. No counter
 decreases, except that of a name that is chosen again, which Prometheus treats as a restart.
@@ -31,8 +31,8 @@ Names with nearly equal uses therefore do not swap.
 _SHOWN_FACTOR = 1.25
 """Maximum number of names with a series in the metrics, as a multiple of `most`.
 
-At the end of a round, up to a quarter of the chosen names give way to busier ones. Their series are
-shown for one more round, beside those of the newly chosen names.
+At the end of a round, up to a quarter of the chosen names give way to busier names. The series
+of names that give way are shown for one more round, beside those of the newly chosen names.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.
@@ -110,8 +110,9 @@ class BusiestNameCounters(Collector):
 class BusiestNames:
     """Choice of up to `most` names to have series of their own. Single-threaded.
 
-    The first names that occur are chosen at first. At the end of each round of ROUND_S, clearly
-    busier names replace the least busy of the chosen ones, and all counts of uses are halved.
+    The first names that occur are chosen at first. At the end of each round of ROUND_S seconds,
+    clearly busier names replace the least busy of the chosen ones, and all counts of uses are
+    halved.
 
     drop: called with each name whose series are to be removed.
     """

@@ -18,7 +18,7 @@ _FORGOTTEN = 0.01  # uses below which an adapter is dropped: one use five minute
 class AdapterDemand:
     """Demand for one adapter.
 
-    uses: uses by all replicas, halved every HALF_LIFE_S.
+    uses: uses by all replicas, halved every HALF_LIFE_S seconds.
     image_bytes: size of the adapter's image on a GPU; None while no replica reports it.
     """
 

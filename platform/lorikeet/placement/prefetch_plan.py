@@ -1,10 +1,10 @@
 """Plan of prefetches: a pure function of demand and of the adapters that replicas hold.
 
-Requests load adapters by themselves. Prefetches serve cases in which requests are slow to do so: a
-replica that has just joined, adapters whose replica has died, arenas with free space. A prefetch
-fills free space, or evicts adapters with at most half the uses of its own adapter. A steady fleet
-therefore gets no prefetches, and two equally used adapters never swap. The function takes plain
-values, so that the simulator can call it too.
+Requests load adapters by themselves. Prefetches serve cases in which requests alone would load
+adapters too slowly: a replica has just joined, the replica with some adapters has died, or arenas
+have free space. A prefetch fills free space, or evicts adapters with at most half the uses of its
+own adapter. A steady fleet therefore gets no prefetches, and two equally used adapters never swap.
+The function takes plain values, so that the simulator can call it too.
 """
 
 import math
@@ -233,9 +233,10 @@ class _Draft:
     ) -> bool:
         """Plan a copy of an adapter if one fits; return whether it does.
 
-        Replicas that hold the adapter at a nearer tier come first, then replicas in the order in
-        which routing prefers them for the adapter.
-        uses: decayed uses that the copy will draw.
+        Tries replicas that hold the adapter nearer to the GPU first, and among equals in the order
+        in which routing prefers them for the adapter.
+
+        uses: decayed uses of the adapter that the copy is expected to serve.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """
         order = [
@@ -335,7 +336,7 @@ class _TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict adapters and place an image, which this plan will not evict.
+        """Evict adapters and place an image, which later steps of this plan do not evict.
 
         size: bytes of the image.
         victims: digests of the adapters to evict, as the method `victims` returned them.

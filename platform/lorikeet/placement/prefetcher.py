@@ -14,7 +14,7 @@ from lorikeet_engine.adapter import Residency
 SURVEY_S = 3.0
 """Seconds between surveys of replicas; a report costs an engine milliseconds."""
 _SETTLES_S = 30.0
-"""Seconds after it was sent for which a prefetch counts as done in the plan.
+"""Seconds for which a prefetch that was sent counts as done when the next ones are planned.
 
 The load may still be under way. If the replica has refused it, the prefetch is planned again after
 this time.
@@ -34,7 +34,9 @@ class PrefetchList:
 
 
 class Prefetcher:
-    """Prefetcher of one base model: knows the demand, and repeats no prefetch within _SETTLES_S."""
+    """Prefetcher of one base model: knows the demand, and repeats no prefetch within _SETTLES_S
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._demand = Demand()
@@ -70,7 +72,9 @@ class Prefetcher:
         return PrefetchList(prefetches, sole_copies(demand, replicas))
 
     def _as_if_done(self, replicas: dict[str, ReplicaView], now_s: float) -> dict[str, ReplicaView]:
-        """Return the replicas as if the prefetches of the last _SETTLES_S were done."""
+        """Return the replicas as they will be once the prefetches of the last _SETTLES_S seconds
+        are done.
+        """
         late: dict[str, list[Prefetch]] = defaultdict(list)
         for (name, digest), (prefetch, sent_s) in list(self._sent.items()):
             if now_s - sent_s > _SETTLES_S:

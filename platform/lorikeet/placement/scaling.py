@@ -122,7 +122,8 @@ def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
 
 
 def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
-    """Return the highest load relative to its bound, and the reason to scale up because of it.
+    """Return the load that is highest relative to its bound: (ratio of load to bound, the load in
+    words).
 
     A ratio above 1 needs more replicas. The loads are averages over the replicas of loads that more
     replicas reduce: adapters in use, running sequences, KV pages.

@@ -16,7 +16,7 @@ class ReplicaReport:
     status: the engine's last status.
     rows: for each adapter that the report covers, the fields of an AdapterStatus as a plain tuple.
     quantization: format to which the base model's linears are rounded, in words; None if they are
-    not.
+        not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
     """
 
@@ -28,9 +28,10 @@ class ReplicaReport:
     fp8_kv: bool = False
 
     def pinnable_bytes(self, tier: Residency) -> int:
-        """Return the bytes of a tier that pins may take, counted as adapters' bytes on one GPU.
+        """Return the limit on the images of pinned adapters in a tier, in bytes of their parts on
+        one GPU.
 
-        On host and disk an adapter takes these bytes once for each GPU that shares the base model.
+        On host and disk, an image takes these bytes once for each GPU that shares the base model.
         """
         there = self.status.tiers[tier].pinnable_bytes
         return there if tier is Residency.GPU else there // self.status.tensor_parallel

@@ -1,11 +1,15 @@
 """Settings of one engine, from the service's settings and this machine's device."""
 
+from typing import TypeVar
+
 import torch
 
 from lorikeet.settings import Memory, Settings
 from lorikeet_engine.adapter_format import AdapterMemory
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.settings import EngineSettings
+
+_Default = TypeVar("_Default")
 
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_KV: dict[str, int | MemoryShare] = {"cpu": 256 << 20, "cuda": MemoryShare(0.9)}
@@ -30,8 +34,10 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         dtype=_dtype(settings, device),
         weight_dtype=settings.weight_dtype[base_model],
         kv_dtype=settings.kv_dtype[base_model],
+        state_dtype=settings.state_dtype[base_model],
         adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=_memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
+        state_bytes=_memory(settings.state_memory, None),
         max_context=settings.max_context.get(base_model),
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
@@ -71,7 +77,7 @@ def _adapter_dtype(settings: Settings, device: str) -> str:
     return given if given != "auto" else _dtype(settings, device)
 
 
-def _memory(given: Memory, default: int | MemoryShare) -> int | MemoryShare:
+def _memory(given: Memory, default: _Default) -> _Default | int | MemoryShare:
     if given == "auto":
         return default
     return MemoryShare(given) if isinstance(given, float) else given

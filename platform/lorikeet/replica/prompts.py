@@ -35,9 +35,8 @@ _UNCHECKED_BYTES = 2
 A text of this size may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Length, in characters, of the parts into which the length check cuts long texts; and maximum
-number
-of tokens by which each cut increases the text's count.
+"""Length, in characters, of the parts into which the length check cuts long texts; and the most
+tokens that each cut adds to the text's token count.
 """
 _HERE = "[the answer goes on here]"
 """Mark for the beginning of the answer in a prompt that is being rendered.

@@ -3,8 +3,9 @@
 A replica on the gateway's machine links or copies the gateway's file; other replicas receive the
 blob in parts. The blob enters the disk cache's folder like a download: complete, verified, by one
 rename. The engine then packs it into its host arena, where a pin keeps it until the gateway that
-took the push reports that the blob is in the store, or is silent for HELD_S. The packed image is
-not written to the disk: the disk has the blob already, and the next version will come soon.
+took the push reports that the blob is in the store, or is silent for HELD_S seconds. The packed
+image is not written to the disk: the disk has the blob already, and the next version will come
+soon.
 """
 
 import asyncio
@@ -57,7 +58,9 @@ _REMEMBERED_TRANSFERS = 256
 
 
 class _Held(NamedTuple):
-    """Adapter that a gateway holds in host memory until event-loop time `until_s`."""
+    """Adapter that a gateway's request keeps in host memory, until the time `until_s` of the event
+    loop.
+    """
 
     ref: AdapterRef
     until_s: float
@@ -65,8 +68,7 @@ class _Held(NamedTuple):
 
 class PushedAdapters:
     """Receiver of pushed adapters on one replica, which keeps them in host memory while their
-    gateways
-    ask for it. For one event loop.
+    gateways ask for it. For one event loop.
 
     Constructor arguments:
     folder: folder of the disk cache.

@@ -103,10 +103,9 @@ class Replica:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
         An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
-        items
-        that are missing. `_outputs` hands the engine's outputs to an AnswerSender (answer_stream/),
-        which puts the client's bytes into the gateway's stream. Closing this generator aborts an
-        unfinished request and frees its KV pages and adapter lease.
+        items that are missing. `_outputs` hands the engine's outputs to an AnswerSender
+        (answer_stream/), which puts the client's bytes into the gateway's stream. Closing this
+        generator aborts an unfinished request and frees its KV pages and adapter lease.
 
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
         call that the engine did not accept or whose answer cannot reach its gateway. The method is
@@ -232,7 +231,7 @@ class Replica:
         """Prefetch to the GPU the adapters of requests in Serve's pending queue.
 
         wanted: number of waiting requests, by replica name and adapter. An adapter with more
-            requests may evict one with fewer.
+            requests may evict an adapter with fewer.
         """
         for ref, requests in wanted.get(self.name, {}).items():
             self._engine.prefetch(ref, uses=requests)

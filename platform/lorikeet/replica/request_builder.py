@@ -38,7 +38,7 @@ body in memory.
 At this limit, they take about 40 MB.
 """
 MOST_PROMPT_IDS = 2**20
-"""Limit on the number of prompt token ids that an answer's choices repeat: 7 MB."""
+"""Limit on the number of prompt token ids that an answer's choices repeat: 7 MB of JSON."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
 _ENCODERS, _ENCODERS_PER_TENANT = 3, 2
@@ -59,8 +59,7 @@ class EncodedCall:
 
     thinking: state of the model's thinking at the end of the prompt.
     tried_grammar: grammar that the sandbox tries: the request's grammar without thinking. Thinking
-    is
-        free text, behind which a trial would not show the grammar's cost. None if the answer is
+        is free text, behind which a trial would not show the grammar's cost. None if the answer is
         unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
@@ -79,8 +78,9 @@ class EncodedCall:
 class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
-    Long prompts take seconds to tokenise and schemas seconds to compile. Threads tokenise the
-    prompts, and a child process compiles each grammar once as a trial, before the engine does.
+    A long prompt takes seconds to tokenise, and a schema may take seconds to compile. So threads
+    tokenise the prompts, and a child process compiles each grammar once as a trial, before the
+    engine compiles it.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
@@ -182,11 +182,10 @@ class RequestBuilder:
         return await asyncio.wrap_future(working)
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a call's grammar in the sandbox; return the encoded call with its queue time reduced
-        by
-        the time that the trial took.
+        """Try a call's grammar in the sandbox; return the encoded call.
 
-        Raises the errors of GrammarSandbox.check.
+        The returned call's queue time is reduced by the time that the trial took. Raises the errors
+        of GrammarSandbox.check.
         """
         began_s = time.monotonic()
         assert encoded.tried_grammar is not None
@@ -274,7 +273,7 @@ def check_begun_answer(call: Call, thinking: Thinking) -> None:
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return the limit on each choice's tokens: the context without the longest prompt, at least 1.
+    """Return the limit on each choice's tokens: context limit less longest prompt, at least 1.
 
     Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the context limit set for the
     tenant or key. The engine itself refuses a request that exceeds its own context.

@@ -79,8 +79,8 @@ class StatusFeed:
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:
         """Yield a snapshot of all adapters' tiers, then changes as they come, for `lasting_s`.
 
-        Without changes a heartbeat comes every HEARTBEAT_S. A slow subscriber gets fewer updates
-        with more changes in each.
+        Without changes a heartbeat comes every HEARTBEAT_S seconds. A slow subscriber gets fewer
+        updates with more changes in each.
         """
         subscriber = _Subscriber()
         self._subscribers.add(subscriber)

@@ -140,7 +140,7 @@ class Fleet:
                 self._locations.set_tier(replica, digest, tier)
 
     def on_replica_lost(self, replica: str | None) -> None:
-        """Mark a replica as lost: not usable until its next status, or for LOST_S."""
+        """Mark a replica as lost: not usable until its next status, or for LOST_S seconds."""
         with self._lock:
             if replica in self._replicas:
                 self._lost_s[replica] = self._clock()
@@ -149,7 +149,7 @@ class Fleet:
     def take_silent(self) -> dict[str, list[str]]:
         """Mark silent replicas as lost; return the ids of their requests without a first byte.
 
-        A replica is silent if it sent a status before, but none for SILENT_S, while another
+        A replica is silent if it sent a status before, but none for SILENT_S seconds, while another
         replica's is recent. If no replica's status is recent, the fault is in this gateway, and no
         replica counts as silent.
         """
@@ -171,10 +171,10 @@ class Fleet:
         """Pause fetches after a failed load of an adapter; return True if another replica can serve
         the adapter.
 
-        For FETCH_PAUSE_S, requests for the adapter prefer replicas that already have it. If the
-        loads of two adapters fail within that time, the object store may be unreachable: then
-        requests for any adapter prefer replicas that have theirs. If the cause was a full disk,
-        only that replica's fetches pause, whatever their adapter.
+        For FETCH_PAUSE_S seconds, requests for the adapter prefer replicas that already have it. If
+        the loads of two adapters fail within that time, the object store may be unreachable: then
+        requests for any adapter prefer replicas that already have it. If the cause was a full disk,
+        only the replica with this disk pauses its fetches, of all adapters.
 
         digest: adapter that failed to load.
         full: replica whose disk is full; None: another cause, such as the store.
@@ -246,9 +246,10 @@ class Fleet:
     ) -> None:
         """Assign a tracked request to a replica, the best of the candidates.
 
-        Assigning a request for a second time means that no replica had a free request slot yet. Its
-        adapter is then listed in `take_waiting_adapters`, so that the replica can load it in
-        advance.
+        Assigning a request for a second time means that no replica had a free request slot yet. The
+        request's adapter is then listed in `take_waiting_adapters`, so that the replica can load it
+        in advance.
+
         candidates: ranked replicas, best first.
         """
         with self._lock:
@@ -293,8 +294,8 @@ class Fleet:
             return sent.decision if sent is not None else None
 
     def on_first_bytes(self, request_id: str) -> None:
-        """Record that a request's answer has begun, so that its adapter must be on the replica's
-        GPU.
+        """Record that a request's answer has begun, which shows that its adapter is on the
+        replica's GPU.
         """
         with self._lock:
             sent = self._in_flight.get(request_id)
@@ -326,7 +327,7 @@ class Fleet:
         return adapters
 
     def _pause_fetches_of(self, digest: str, now_s: float) -> None:
-        """Make replicas that lack an adapter rank last for it, for FETCH_PAUSE_S from now."""
+        """Make replicas that lack an adapter rank last for it, for FETCH_PAUSE_S seconds."""
         recent = {
             each: failed_s
             for each, failed_s in self._unfetchable.items()
@@ -345,7 +346,9 @@ class Fleet:
             self._replicas[name].costs = costs
 
     def _retry_lost(self, now_s: float) -> None:
-        """Use lost replicas again after LOST_S: a healthy replica may have lost only its feed."""
+        """Use lost replicas again after LOST_S seconds: a healthy replica may have lost only its
+        feed.
+        """
         again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
         for name in again:
             del self._lost_s[name]

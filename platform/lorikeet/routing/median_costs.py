@@ -9,8 +9,8 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
 OUTLIER_FACTOR = 1.5
-"""Ratio between a replica's times and the median replica's beyond which the replica's own are
-used.
+"""Factor by which a replica's times must differ from the median replica's for the replica's own
+times to be used.
 """
 _ADAPTER_BYTES = 84_000_000
 """Adapter size, in bytes, for which load times are compared."""
@@ -27,7 +27,8 @@ def median_costs(
     fastest by a hair would get every adapter that no replica holds, and rendezvous hashing would
     have no effect.
 
-    `copy_s` scales with the time of a step, since waits on a slower engine are longer by as much.
+    `copy_s` scales with the time of a step, since waits on a slower engine are longer in the same
+    proportion.
 
     measured: costs that each replica has measured.
     usual: coefficients whose values are used for all fields that are not measured.

@@ -211,9 +211,9 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     The wait for earlier prompts and the adapter load overlap. Other requests pay in three ways:
 
     - they decode slowly while this prompt is computed;
-    - each of their steps is longer by the tokens that this request sees, and by its rank if its
-      adapter is not in the batch yet;
-    - adapters that are evicted for it must be loaded again.
+    - each of their steps takes longer, by the time to read the tokens that this request attends to,
+      and the adapter's weights if no request in the batch uses the adapter yet;
+    - adapters that are evicted for this request must be loaded again.
     """
     costs, status = option.costs, option.status
     steps = costs.steps

@@ -148,7 +148,9 @@ class TrackedReplica:
             self._ranks -= 0 if self.decoding[sent.request.digest] else sent.request.work.rank
 
     def pause_fetches(self, now_s: float) -> None:
-        """Make the replica rank last for adapters that it lacks, for FETCH_PAUSE_S from now."""
+        """Make the replica rank last for adapters that it lacks, for FETCH_PAUSE_S seconds from
+        now.
+        """
         self._fetch_paused_until_s = now_s + FETCH_PAUSE_S
 
     def can_fetch(self, now_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Autoscaling policy for Ray Serve: `placement.scaling.scale` on the pressure that replicas report.
 
-Serve calls each replica's `record_autoscaling_stats`, which returns a dict of numbers, every
-PUSH_S. Serve calls the policy about ten times a second, in the process of Serve's own controller.
+Serve calls each replica's `record_autoscaling_stats`, which returns a dict of numbers, every PUSH_S
+seconds. Serve calls the policy about ten times a second, in the process of Serve's own controller.
 """
 
 import logging

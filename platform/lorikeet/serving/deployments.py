@@ -48,14 +48,16 @@ log = logging.getLogger(__name__)
 _LONGEST_GENERATION_S = 600
 """Seconds that a draining replica or gateway may take to finish its streams."""
 _OTHER_REQUESTS = 256
-"""Concurrent requests that a gateway takes besides generations.
+"""Limit on a gateway's concurrent requests that are not generations.
 
 These requests have slots of their own, so that a flood of generations does not block them.
 """
 _HEALTH_CHECKS = 64
-"""Part of _OTHER_REQUESTS that only health checks can use, so that no flood blocks them."""
+"""Number of the _OTHER_REQUESTS slots that only health checks can use, so that no flood blocks
+them.
+"""
 _CONTROL_CALLS = 8
-"""Concurrent control calls that a replica takes, such as plans and reports.
+"""Limit on the concurrent control calls to a replica, such as plans and reports.
 
 Generations and the two streams to each gateway are not counted.
 """
@@ -105,7 +107,10 @@ def reserved_resources(settings: Settings) -> dict[str, float]:
 
 
 def _gpus(settings: Settings, base_model: str) -> int:
-    """Return the GPUs that a replica reserves, which are on one machine, as an actor's are."""
+    """Return the number of GPUs that a replica reserves.
+
+    A replica is one actor, so all its GPUs are on one machine.
+    """
     from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
 
     return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
@@ -153,7 +158,7 @@ def gateway(
 
 
 class EngineReplica(Replica):
-    """Replica with the name that Serve gave it, which ends its process when its engine is broken.
+    """Replica named by Serve. It ends its process when its engine is broken.
 
     Ending the process sends waiting requests to other replicas at once; Serve would leave them
     waiting.

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""Seconds without a new item, once its call has ended, after which an answer counts as lost."""
+"""Seconds without a new item of an answer, after its call has ended, until it counts as lost."""
 _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 
@@ -132,9 +132,10 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
-        """Let a replica return the modules whose copied matrices differ from the base model's.
+        """Ask a replica for the modules whose copied matrices differ from the base model's.
 
         copies: matrices of the base model that an adapter carries along.
+
         Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
         try:
@@ -194,6 +195,7 @@ class ServeEngineClient:
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
         call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
         if the replica's code failed.
+
         run_call: handle of the replicas' method `run_call`.
         """
         request_id = call.request_id
@@ -273,8 +275,8 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if no item of the answer arrives for
-    _LATE_S.
+    """Wait for the end of a call, then fail its answer if no item of the answer arrives for _LATE_S
+    seconds.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """

@@ -24,7 +24,7 @@ class ServePeers(Peers):
 
     app: name of the Serve application.
     deployment: name of the gateways' deployment.
-    name: name of this gateway. Its polls reach it too, and ignore its own answer.
+    name: name of this gateway. A poll reaches this gateway too, and its answer is ignored.
     """
 
     def __init__(self, app: str, deployment: str, name: str) -> None:

@@ -97,7 +97,7 @@ class NoWebSocketMiddleware:
 
 
 class KeyPacingMiddleware:
-    """Middleware that starts requests with the same API key START_INTERVAL_S apart.
+    """Middleware that starts requests with the same API key START_INTERVAL_S seconds apart.
 
     Without pacing, a thousand simultaneous requests of one client would all start before the event
     loop turns to other clients, and fill Serve's queue for a gateway. With pacing, at most one
@@ -170,8 +170,8 @@ class _Answer:
     """Answer to one request, cut when a message is not read in time. A context manager.
 
     One timer serves all messages, since a timer for each would take a tenth of a delta's time.
-    There is no task either: callers waiting in `send` or `receive` are woken by cancellation, as
-    asyncio.timeout does.
+    Nor does it need a task: the timer wakes callers that wait in `send` or `receive` by
+    cancellation, as asyncio.timeout does.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -207,7 +207,7 @@ class _Answer:
             self._due_s = math.inf
 
     async def _unless_cut(self, work: Awaitable[T]) -> T | None:
-        """Return the result of `work`; None once the answer is cut."""
+        """Await `work` and return its result; return None as soon as the answer is cut."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)

@@ -88,6 +88,7 @@ async def broadcast_with_failures(
     for each cancelled call, and with it 64 KB of data that was read at the same time.
 
     timeout_s: seconds to wait for the answers; a later one counts as an error.
+
     Raises DeploymentUnavailableError if there is no replica.
     """
     calls = asyncio.create_task(_call_all(handle, method, arguments, timeout_s))

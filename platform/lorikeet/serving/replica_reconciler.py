@@ -65,6 +65,7 @@ class ReplicaReconciler:
     def decide(self, targets: PinTargets, now_s: float, *, surveyed: bool) -> None:
         """Compute the decision for each replica: its pinned adapters, and after a survey its
         prefetches.
+
         targets: adapters that pins require, by replica.
         now_s: current time, same clock as in `send`.
         surveyed: whether a survey has renewed the reports since the last call; without one, no

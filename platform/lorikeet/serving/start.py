@@ -31,10 +31,11 @@ _serve_run = serve.run
 
 
 def guard_start() -> None:
-    """Check and watch the start, if `serve run` imports the application in this process.
+    """Check the machine before `serve run` starts the service, and give failed starts an exit
+    status.
 
-    Other processes import it too: tests, and Serve's own where a file names the application.
-    Raises SystemExit.
+    Does nothing in processes that import the application for another reason: tests, and Serve's own
+    processes. Raises SystemExit if the start would fail.
     """
     context = click.get_current_context(silent=True)
     if context is None or context.info_name != "run":

@@ -34,9 +34,9 @@ class Unreachable(LorikeetError):
 class Capacity:
     """Forecasts around the smallest number of replicas that meets the goals.
 
-    needed: forecast for that number.
-    unpinned: forecast for the same number without pins; None if `needed` has no pins.
-    one_less: forecast for one replica less; None if one replica is enough.
+    needed: forecast for that number of replicas.
+    unpinned: forecast for the same number of replicas without pins; None if `needed` has no pins.
+    one_less: forecast for one replica fewer; None if one replica is enough.
     """
 
     needed: Forecast
@@ -65,6 +65,7 @@ def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Return the number of replicas, with a fraction, that the requests keep busy.
 
     The estimate assumes full batches and no adapters.
+
     sample: requests from which mean lengths are computed.
     """
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
@@ -82,7 +83,7 @@ class _Search:
         """Find the smallest number of replicas that meets the goals: by bisection with one seed,
         then with all seeds.
 
-        work: replicas that the requests keep busy, as from `_work`.
+        work: number of replicas that the requests keep busy, as `_work` returns it.
         """
         most = max(_TRIED, math.ceil(_FURTHEST * work))
         enough = self._bisect(*self._bracket(work, most))
@@ -100,6 +101,7 @@ class _Search:
         enough.
 
         most: limit on the replicas to try.
+
         Raises Unreachable if `most` replicas are not enough.
         """
         too_few, enough = math.floor(work), math.ceil(_USUAL * work)
@@ -156,8 +158,8 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """Return the tenants whose adapters to pin, or to pin on one more replica; empty if pins alone
-    cannot help.
+    """Return the tenants whose adapters should be pinned, or be pinned on one more replica; empty
+    if pins alone cannot help.
 
     Pins may help if all missed goals belong to tenants that often meet a cold adapter (one that is
     not on the GPU), or that are pinned already and need more copies.

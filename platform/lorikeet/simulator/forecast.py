@@ -41,12 +41,12 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, per GPU of the replica: each GPU holds a part of every
+    """Memory of a replica for adapters, counted per GPU, since each GPU holds a part of every
     adapter.
 
     gpu_bytes: memory of each GPU.
     host_bytes, disk_bytes: host memory and disk space of the replica, divided by its number of
-    GPUs.
+        GPUs.
     gpus: number of GPUs of the replica.
     """
 

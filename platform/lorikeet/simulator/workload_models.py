@@ -23,7 +23,9 @@ RANKS = (8, 16, 32, 64)
 
 
 class Popularity(Protocol):
-    """Distribution of requests over adapters, numbered from the most popular down."""
+    """Distribution of requests over adapters, which are numbered from the most popular to the
+    least.
+    """
 
     def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
         """Draw the adapter of each request, [requests] in [0, adapters)."""

@@ -6,7 +6,7 @@ remainder. If two gateways claim the same part at once, at least one sees the ot
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
 In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
-has a small share that the others do not know of, and a gateway that gets no answers takes the even
+has a small share that the others do not know of, and a gateway that gets no answers takes an equal
 share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
 cannot grow meanwhile.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOOR = 0.1
-"""Smallest share of a gateway, as a fraction of the even share (1/N for N gateways)."""
+"""Smallest share of a gateway, as a fraction of an equal share (1/N for N gateways)."""
 _RECENT_S = 5.0  # time constant with which a request fades from demand
 _GRACE = 5.0  # requests added to every gateway's demand, so that few requests do not move shares
 GONE_S = 5.0
@@ -28,8 +28,8 @@ A gateway that this gateway still asks, but that does not answer, keeps its shar
 answer this gateway's shares stay as they are (`agree`).
 """
 DOUBT_S = 10.0
-"""Seconds after which a new gateway takes the even share, if it could not agree on shares with the
-other gateways.
+"""Seconds after which a new gateway takes an equal share (1/N), if it could not agree on shares
+with the other gateways.
 """
 _IDLE_S = 120.0  # by then demand has faded to nothing, and shares are even
 _EXACT = 1e-9
@@ -95,7 +95,7 @@ class LimitShare:
         return self._left(now) + self.running
 
     def idle(self, now: float) -> bool:
-        """Whether no request runs in this gateway, and none has arrived for _IDLE_S."""
+        """Whether no request runs in this gateway, and none has arrived for _IDLE_S seconds."""
         return not self.running and now - self.at > _IDLE_S
 
     def _left(self, now: float) -> float:
@@ -113,6 +113,7 @@ class LimitShares:
 
     A round is `claim`, sending the claims to every other gateway, then `agree` with the answers.
     Rounds of one gateway do not overlap. Every `now` is in seconds.
+
     name: this gateway's name, new at every start.
     gateways: configured number of gateways.
     """
@@ -129,8 +130,8 @@ class LimitShares:
     def share_of(self, subject: Subject, now: float) -> LimitShare:
         """Return the share of a subject's limits.
 
-        A new subject starts with the even share, 1/N. In a gateway that has not yet agreed with the
-        others, it starts with FLOOR times the even share.
+        A new subject starts with an equal share: 1/N for N gateways. In a gateway that has not yet
+        agreed with the others, a new subject starts with FLOOR / N.
         """
         own = self._own.get(subject)
         if own is None:
@@ -168,7 +169,7 @@ class LimitShares:
         """Return the seconds for which this gateway has had its regular shares, 0 at first.
 
         The regular shares begin when this gateway first agrees on shares with the other gateways,
-        or DOUBT_S after its start, whichever is first.
+        or DOUBT_S seconds after its start, whichever is first.
         """
         doubted = self._started + DOUBT_S
         since = doubted if self._agreed is None else min(self._agreed, doubted)
@@ -194,8 +195,8 @@ class LimitShares:
         """End a round: set this gateway's shares from the claims in the other gateways' answers.
 
         complete: whether every gateway that may exist has answered. If not, shares stay as they
-            are; but a gateway that has never agreed with the others takes the even share after
-            DOUBT_S.
+            are; but a gateway that has never agreed with the others takes an equal share after
+            DOUBT_S seconds.
         """
         for answer in answers:
             self._receive(answer, now)
@@ -212,10 +213,11 @@ class LimitShares:
             own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
     def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
-        """Return the share of a subject's limits that fits this gateway's part of all gateways'
-        demand.
+        """Return the share of a subject's limits that corresponds to this gateway's part of all
+        gateways' demand.
 
-        The result is at least FLOOR of the even share.
+        The result is at least FLOOR times an equal share (1/N).
+
         own: this gateway's present share and demand.
         """
         demand = own.demand(now)
@@ -227,7 +229,7 @@ class LimitShares:
     def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
         """Yield the last claim of each other gateway.
 
-        A gateway without a claim is assumed to have the even share.
+        A gateway without a claim is assumed to have an equal share, 1/N.
         """
         default = ShareClaim(0.0, self.even(), 0)
         return (peer.claims.get(subject, default) for peer in self._peers.values())
@@ -247,8 +249,8 @@ class LimitShares:
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
-        """Drop the claims of gateways that are gone, and idle subjects whose share is at least the
-        even share.
+        """Drop the claims of gateways that are gone, and idle subjects whose share is at least an
+        equal share, 1/N.
         """
         gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:

@@ -76,7 +76,8 @@ class MonthlyBudget:
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """Drop the tokens counted by `settle` that recorded usage includes after a finished read.
+        """Forget the tokens counted by `settle` that a finished read of recorded usage has
+        included.
 
         began: time at which the read began, on the clock of `settle`.
         """

@@ -6,11 +6,11 @@ from lorikeet.errors import Overloaded
 from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
-"""Time constant, in seconds, of the exponential decay with which the rate of first tokens is
-measured.
-"""
+"""Time constant, in seconds, with which older observations of the rate of first tokens decay."""
 _ENOUGH_S = 5.0
-"""Seconds of observation at full capacity, with decay, below which no queue time is estimated."""
+"""Minimum seconds of observation at full capacity, decayed like the rate, for a queue time to be
+estimated.
+"""
 
 
 class QueueTimeEstimator:

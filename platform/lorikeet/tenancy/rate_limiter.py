@@ -147,7 +147,7 @@ class RateLimiter:
 
     shares: shares of the limits, and counters of running requests.
     running: number of requests that the gateway carries now.
-    reading: number of these whose body has not arrived yet, by tenant.
+    reading: by tenant, the number of running requests whose body has not arrived yet.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class RateLimitHold:
             self._queue_time.begin(self._tenant.name, self._limiter.clock())
 
     def settle(self, tokens: int) -> None:
-        """Count the tokens that the request used in place of the reserved ones."""
+        """Replace the reserved tokens by the number of tokens that the request has used."""
         for limits in self._limits:
             limits.count(0, tokens - self._tokens, self._limiter.clock())
         self._tokens = tokens
@@ -426,6 +426,7 @@ def _changed(
     """Return `bucket` changed to these values, or a new TokenBucket with them if `bucket` is None.
 
     Returns None if `per_min` is None: no limit.
+
     kind, per_min, burst_s, share: as in TokenBucket.
     """
     if per_min is None:

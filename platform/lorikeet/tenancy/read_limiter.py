@@ -39,7 +39,7 @@ class ReadLimiter:
         """Count reads of a tenant. Raises RateLimited if the tenant has made too many.
 
         reads: cost of the request, in reads. A request that costs more than a whole burst is
-        admitted when the bucket is full; later requests wait until the debt is refilled.
+            admitted when the bucket is full; later requests wait until the debt is refilled.
         """
         now = self._clock()
         bucket = self._buckets.get(tenant)

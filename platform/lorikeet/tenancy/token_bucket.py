@@ -51,7 +51,7 @@ class TokenBucket:
         """Return the seconds until this amount is admitted; 0 if it is admitted now.
 
         even: equal share per gateway, which this gateway will soon have at least if requests keep
-        arriving here.
+            arriving here.
         """
         missing = max(0.0, min(amount, self._capacity) - self.level(now))
         return missing / (self._rate * max(self._share, even))

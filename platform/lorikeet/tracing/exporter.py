@@ -49,7 +49,7 @@ class TraceExporter:
                 self._queue.on_end(span)
 
     async def close(self) -> None:
-        """Send the remaining spans; wait at most _CLOSE_S for the collector."""
+        """Send the remaining spans; wait at most _CLOSE_S seconds for the collector."""
         # daemon thread: the queue waits half a minute for an unreachable collector
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()
@@ -57,7 +57,9 @@ class TraceExporter:
 
 
 class _Sender(SpanExporter):
-    """Sender to the collector. Logs once when the collector fails and once when it recovers."""
+    """Sender of spans to the trace collector. Logs once when the collector fails, and once when it
+    recovers.
+    """
 
     def __init__(self, url: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failure

@@ -94,6 +94,7 @@ def clean_up(
 
     now: clock that returns Unix seconds.
     dry_run: write and delete nothing; yield the objects that would be deleted.
+
     Raises StoreError.
     """
     today = day_of(now())

@@ -49,7 +49,9 @@ class DayReader(Generic[K]):
 
         Lists older objects only if a writer's numbers show a gap. An object that was written much
         later than it was made is missed until its writer's next object, or until `read`.
+
         now: Unix seconds.
+
         Raises StoreError.
         """
         return self._retry(object_prefix(self.day, now - _BACK_S) if self._whole else "")

@@ -30,6 +30,7 @@ def rows(
     """Sum usage into sorted rows, one for each combination of values of the dimensions `by`.
 
     Rows by adapter hold the base model too; adapter None is the base model alone.
+
     days: usage of each day.
     tenant: the only tenant to include; None: every tenant.
     """

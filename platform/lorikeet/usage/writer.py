@@ -22,6 +22,7 @@ class UsageWriter:
 
     A write whose answer was lost is repeated under the same key until the store has the object;
     newer counts wait in the ledger. A process that is killed loses the counts since its last write.
+
     interval_s: seconds between writes.
     gather: called before each write, to add counts from elsewhere to the ledger.
     clock: Unix seconds.

@@ -264,7 +264,7 @@ def let_adapters_come_and_go(run):
     for name in (CUT, *GAPS):  # evicted just before, so some of them are still on the host
         run.ask(name, 5, 10)
     chance, names = random.Random(3), 2 * list(ADAPTERS)
-    for i in range(80):
+    for i in range(40):
         run.until(lambda: len(run.pending) < 10, timeout_s=120)
         popular = names[i // 4 % len(ADAPTERS) :][:6]
         run.ask(chance.choice((None, *popular)), chance.choice(LENGTHS), chance.randint(1, 24))

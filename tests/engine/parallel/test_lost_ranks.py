@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost, EngineClosed, ModelError
 from lorikeet_engine.execution import ranks
 from lorikeet_engine.models.llama import load_model
@@ -26,12 +25,13 @@ from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import greedy, prompt
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.process_engines import (
-    Blobs,
     close_and_open_others,
     followers,
     has_ended,
     losing_a_rank,
+    of_two_forked_ranks,
     of_two_ranks,
+    of_two_refusing_ranks,
 )
 
 SLACK_S = 2.0  # for a machine that is busy with other tests
@@ -89,16 +89,21 @@ def checkpoint(tiny_checkpoints):
     return tiny_checkpoints["llama"]
 
 
-@pytest.fixture
-def replica(checkpoint, tmp_path):
-    replica = Replica(partial(of_two_ranks, checkpoint, tmp_path))
+@pytest.fixture(params=[of_two_forked_ranks], ids=["forked"])
+def replica(request, checkpoint, tmp_path):
+    replica = Replica(partial(request.param, checkpoint, tmp_path))
     yield replica
     replica.close()
 
 
+# Its follower is a process of its own from the start.
+as_served = pytest.mark.parametrize("replica", [of_two_ranks], indirect=True, ids=["as served"])
+
+
 def losing(stage, sent, checkpoint, folder):
     """Builder of an engine of two ranks that loses one at a stage."""
-    return partial(losing_a_rank, stage, sent, partial(of_two_ranks, checkpoint, folder), folder)
+    build = partial(of_two_forked_ranks, checkpoint, folder)
+    return partial(losing_a_rank, stage, sent, build, folder)
 
 
 def lost(folder) -> int:
@@ -129,6 +134,7 @@ def test_a_follower_that_is_lost_while_it_is_idle_ends_its_replica(replica, sent
     assert replica.gone()
 
 
+@as_served
 def test_a_killed_follower_is_missed_before_its_memory_is_given_back(replica):
     *_, reports_fd, _host_fd, _host_bytes = replica.follower.cmdline()
     pipe = os.open(f"/proc/{replica.follower.pid}/fd/{reports_fd}", os.O_WRONLY)
@@ -151,6 +157,7 @@ def test_a_follower_that_is_lost_while_an_adapter_comes_ends_its_replica(
     replica.close()
 
 
+@as_served
 def test_followers_end_with_their_leader(replica):
     replica.leader.kill()
     assert replica.ended.within(WITHIN_S[signal.SIGKILL])
@@ -196,19 +203,8 @@ def test_a_follower_that_is_lost_before_it_can_step_ends_the_start(
 
 def test_an_error_of_all_ranks_is_reported_whichever_rank_meets_it_first(checkpoint, tmp_path):
     with pytest.raises(ModelError, match="at fault"):
-        Replica(partial(_with_a_bad_checkpoint, checkpoint, tmp_path))
+        Replica(partial(of_two_refusing_ranks, checkpoint, tmp_path))
     assert not forked_engines.processes()
-
-
-def _with_a_bad_checkpoint(checkpoint, folder):
-    settings = EngineSettings(checkpoint, folder / "cache", tensor_parallel=2)
-    return Engine(settings, Blobs(folder), _refused)
-
-
-def _refused(*given):
-    if given[-1].leads:
-        time.sleep(0.2)
-    raise ModelError("the checkpoint is at fault")
 
 
 def test_a_leader_without_memory_to_join_the_others_says_so(

@@ -163,6 +163,7 @@ def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, ben
     assert isinstance(error, AdapterLoadFailed)
     assert "damaged" in str(error)
     assert error.adapter == "acme/a@1"
+    assert error.retry_after_s > 60  # it stays damaged until an admin repairs it
     b.lease(good).release()
     image = b.image(good)
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {good.digest, image.name}
@@ -388,6 +389,7 @@ def test_an_adapter_of_another_base_model_fails_by_name(shelf, bench):
     error = bench().failure(ref)
     assert isinstance(error, AdapterLoadFailed)
     assert error.field == "model.layers.0.self_attn.q_proj"
+    assert error.retry_after_s > 60
 
 
 @pytest.mark.parametrize("ranks", [everywhere(17), everywhere(16)])

@@ -85,11 +85,11 @@ def name_parameters(
 ) -> dict[str, Pair]:
     """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
-    A wrapper, named mlp.experts or mlp.experts.base_layer, may be that of gate_up_proj or that of
-    down_proj. If a layer has both, their shapes show it; if it has only one, the config's
-    target_parameters show it. The names of linears whose weights are targeted as parameters are
-    changed to those of the weights. Pairs that PEFT before 0.19.1 wrote are transposed: A is then
-    [rank · experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
+    A wrapper, named mlp.experts or mlp.experts.base_layer, wraps gate_up_proj or down_proj. If a
+    layer has wrappers of both, their shapes tell which is which; if it has only one, the config's
+    target_parameters tell. A linear whose weight is targeted as a parameter gets the weight's name.
+    Pairs that PEFT before 0.19.1 wrote are transposed: A is then [rank · experts, d_in], ordered by
+    ranks, and B [d_out, experts · rank], by experts.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
@@ -135,7 +135,7 @@ def _is_old(
     raw: Mapping[str, Any],
     warn: Callable[[str], object],
 ) -> bool:
-    """Whether PEFT before 0.19.1 wrote a pair that is the only one of a layer's experts.
+    """Whether PEFT before 0.19.1 wrote a pair, if a layer's experts have only this pair.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     pair: A and B.

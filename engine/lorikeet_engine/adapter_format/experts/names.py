@@ -82,7 +82,10 @@ class ConfiguredNames:
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
-        """Return the names by which a config can target the linear that has this path in blobs."""
+        """Return the names by which a config can target a linear.
+
+        path: path of the linear, as blobs have it.
+        """
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 
     def _of(self, path: str) -> set[str]:

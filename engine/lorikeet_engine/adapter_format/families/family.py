@@ -86,7 +86,9 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Last part of the linear's path, such as q_proj, behind shared_expert if it is of one."""
+        """Last part of the linear's path, such as q_proj; shared_expert.up_proj for up_proj of a
+        shared expert.
+        """
         before, _, last = self.module.rpartition(".")
         return f"shared_expert.{last}" if before.endswith(".shared_expert") else last
 
@@ -99,8 +101,9 @@ class Linear:
 class LayerNorms:
     """Names of the RMS norms in a decoder layer; None where the layer has no norm.
 
-    The norms of inputs apply to what attention and MLP read; those of outputs, to what they return,
-    before it is added to the hidden states.
+    attention_input, mlp_input: norms of the hidden states that attention and the MLP read.
+    attention_output, mlp_output: norms of the results of attention and the MLP, before these are
+        added to the hidden states.
     """
 
     attention_input: str | None = "input_layernorm"
@@ -152,8 +155,8 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
-    scales_in_module: whether, in every release of transformers, the embeddings' own module
-        multiplies them, instead of the model that calls the module.
+    scales_in_module: whether, in every release of transformers, the embeddings are multiplied by
+        the module that computes them, not by the model that calls this module.
     """
 
     name: str

@@ -249,9 +249,11 @@ class FlashInferAttention:
 
 
 def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
-    """Return whether the prompts of a step attend to SEEN_TO_SPLIT tokens or more (Σ seen_tokens).
+    """Return whether the prompts of a step attend to so many tokens that PagedDecode should compute
+    the step's decodes.
 
-    The tokens are counted in the layers that attend to the most tokens.
+    The limit is SEEN_TO_SPLIT tokens, Σ seen_tokens over the prompts, in the layers that attend to
+    the most tokens.
 
     is_decode [sequences]: whether a sequence decodes; all others are prompts.
     """

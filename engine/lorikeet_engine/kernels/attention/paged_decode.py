@@ -118,20 +118,22 @@ class PagedDecode:
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
     """Return the bytes that the partial results of a step of `tokens` query tokens need.
 
-    Each item has, for each query head, head_dim float32 values and the log2 of its sum of
-    exponentials.
+    The result of an item (see the module) has, for each query head, head_dim float32 values and the
+    log2 of the sum of exponentials.
     """
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.head_dim + 1)
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
-    """Return, for each query token, the start of its KV pages and its sequence's length up to it.
+    """Return, for each query token, the start of its sequence's KV pages, and the length of its
+    sequence up to that token.
 
-    Both results are [query tokens]. The first indexes table.pages. The length includes the query
-    token; it ignores a window, which may exclude the earliest tokens of the sequence.
+    The start is an index into table.pages. The length counts the query token itself, and also
+    earlier tokens that a window would exclude.
 
     query_starts [sequences + 1]: first query token of each sequence, then the number of all query
         tokens.
+    → two arrays [query tokens]
     """
     lengths = table.kv_lengths
     owner = np.repeat(np.arange(len(lengths)), np.diff(query_starts))

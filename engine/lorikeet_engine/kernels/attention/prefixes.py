@@ -37,10 +37,10 @@ class PlannedSequences:
 class PrefixParts:
     """A step's prompt chunks, with the full KV pages before each chunk cut into parts.
 
-    parts: each part as a sequence, whose queries are those of the chunk; they attend to all keys of
-        the part.
-    tokens: for each query token of the parts, the token's index in the step. In a part, the query
-        heads of a token that share a key head are a query row each.
+    parts: each part as a sequence. Its queries are the queries of the chunk, each of which attends
+        to all keys of the part.
+    tokens: for each query token of the parts, the token's index in the step. In a part, each of the
+        query heads that share a key head is a query row of its own.
     places [tokens, 3] int32: operand of `merge` for each token of the step.
     own: the step's sequences without the pages that are in parts.
     """
@@ -85,9 +85,10 @@ def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) ->
 def count_parts(
     tiles: npt.NDArray[np.integer], keys: npt.NDArray[np.integer], programs: int
 ) -> int:
-    """Return into how many parts to cut the keys before each chunk, so that attention ends soonest.
+    """Return the number of parts into which the keys before each chunk are cut, so that attention
+    ends soonest.
 
-    tiles [chunks]: number of query tiles of each chunk; each of the chunk's parts has as many.
+    tiles [chunks]: number of query tiles of each chunk, and of each of the chunk's parts.
     keys [chunks]: number of keys before each chunk.
     programs: number of GPU programs that run at the same time.
     """
@@ -107,9 +108,10 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return how many tokens each sequence's last tokens attend to, added up (costs.seen_tokens).
+    """Return, for each sequence, the number of tokens attended to (costs.seen_tokens), summed over
+    the sequence's last tokens.
 
-    tokens [sequences]: how many last tokens of each sequence to count.
+    tokens [sequences]: number of last tokens of each sequence to sum over.
     kv_lengths [sequences]: lengths of the sequences.
     """
     tokens_wide = tokens.astype(np.int64)
@@ -133,7 +135,7 @@ def _divided(
     """Divide a page table into one for prefix parts and one for each sequence's other pages.
 
     table: pages of the step's sequences.
-    before [sequences]: how many of each sequence's first pages go to parts.
+    before [sequences]: number of each sequence's first pages that go to prefix parts.
     pages [parts]: number of pages of each part.
     """
     owned = np.diff(table.starts)

@@ -18,7 +18,7 @@ def kv_head_dim(head_dim: int, device: str) -> int:
     """Return the width of a key's or value's head in KV pages.
 
     On CUDA, head_dim is padded to the next width that attention kernels support. On CPUs, and if no
-    kernel is wide enough, it is returned unchanged.
+    kernel is wide enough, head_dim is returned unchanged.
 
     head_dim: width of a head in the model.
     """
@@ -61,8 +61,8 @@ class PageTable:
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
     kv_lengths [sequences]: tokens in each sequence's pages. For layers without a window, these are
-        all cached tokens; for layers with a window, the last cached tokens, from the first token of
-        a page on.
+        all cached tokens; for layers with a window, the last cached tokens, counted from the first
+        token of a page.
     """
 
     starts: npt.NDArray[np.int32]

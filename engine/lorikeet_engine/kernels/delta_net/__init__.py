@@ -46,7 +46,7 @@ class Heads:
     key_heads: number of key heads, and of query heads.
     value_heads: number of value heads, a multiple of key_heads; each value head has a state.
     key_dim, value_dim: size of a key (and query) head and of a value head; on CUDA powers of two,
-    at least 16.
+        at least 16.
     """
 
     key_heads: int
@@ -145,8 +145,8 @@ def prefill_convolution(
 ) -> torch.Tensor:
     """Compute the convolution of several tokens of each sequence, and update states in place.
 
-    The result equals that of decode_convolution for one token after the other, even if a sequence's
-    tokens are divided among several calls.
+    The result equals that of decode_convolution called token by token, even if a sequence's tokens
+    are divided among several calls.
 
     x [tokens, channels], each token contiguous
     weight, states, lora: as for decode_convolution
@@ -196,9 +196,9 @@ def prefill_delta_rule(
 ) -> torch.Tensor:
     """Compute the gated delta rule of several tokens of each sequence; update states in place.
 
-    Apart from rounding, calls of decode_delta_rule for one token after the other give the same.
-    Sums are float32. On CUDA, matrix products read their factors rounded to qkv's dtype, a copy of
-    the states among them.
+    The result equals that of decode_delta_rule called token by token, apart from rounding. Sums are
+    float32. On CUDA, factors of matrix products are rounded to qkv's dtype; so is the copy of the
+    states that they read.
 
     qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values
     ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a

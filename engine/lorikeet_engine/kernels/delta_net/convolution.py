@@ -76,10 +76,10 @@ def _input(
     """Load inputs of the convolution, add their LoRA delta, and round the sums to x's dtype.
 
     x: see kernels.delta_net.decode_convolution.
-    lora, adapted: result of `operands` for the LoRA delta of x.
+    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     token, channel: indices of the inputs. stride: elements of x from token to token.
     inside: mask of the inputs to load; the result is 0 elsewhere. token, channel and inside must
-    broadcast to one shape.
+        broadcast to one shape.
     """
     at = token * stride + channel
     value = tl.load(x + at, mask=inside, other=0.0)
@@ -106,7 +106,7 @@ def _decode_convolution(
     """Compute the convolution of one sequence's token for a block of channels, and shift the state.
 
     x, weight, states, slots: see kernels.delta_net.decode_convolution. y: its result.
-    lora, adapted: result of `operands` for the LoRA delta of x.
+    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
     block: number of channels of a block.
     """
@@ -211,8 +211,8 @@ def _input_or_state(
     """Load inputs [tokens, channels]; inputs before the sequence are read from its state.
 
     state: pointer to the sequence's state.
-    token, channel: indices of the inputs. start, end: first token of the sequence, and its end; the
-    result is 0 from `end` on.
+    token, channel: indices of the inputs.
+    start, end: first token of the sequence, and its end; the result is 0 from `end` on.
     width: width of the convolution. All other operands: see _input.
     """
     inside = (channel < channels)[None, :]

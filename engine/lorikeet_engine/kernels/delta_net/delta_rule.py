@@ -26,10 +26,11 @@ from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 _CHUNK = tl.constexpr(delta_net.CHUNK)
 _EPS = tl.constexpr(delta_net.NORM_EPS)
 _PREDICTED, _READ, _LEFT, _FACTORS = (tl.constexpr(n) for n in range(4))
-"""Indices in `factors`, which holds factors of each token of a chunk, and the number of indices.
+"""Indices in `factors`, which holds several factors for each token of a chunk; _FACTORS: their
+number.
 
 _PREDICTED: factor of k Sᵀ. _READ: factor of q Sᵀ. _LEFT: factor of the token's correction in the
-state after the chunk.
+    state after the chunk.
 """
 _VALUES = 32  # of one program, which has these rows of a state
 
@@ -117,7 +118,7 @@ def _gates(
     """Compute g and β of one value head for some tokens.
 
     ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
-    lora, adapted: result of `operands` for the LoRA delta of ba.
+    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
     token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
     """
@@ -158,9 +159,10 @@ def _decode(
     """Compute some values of one value head for one sequence's token, and update their state.
 
     qkv, ba, states, slots: see kernels.delta_net.decode_delta_rule. o: its result.
-    a_log, dt_bias: see Decay. lora, adapted: result of `operands` for the LoRA delta of ba.
+    a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns
+        it.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
-    states from slot to slot.
+        states from slot to slot.
     values: number of values that the program computes. All other operands: see Heads.
     """
     head = tl.program_id(1)
@@ -239,7 +241,7 @@ def _solve_chunks(
     See the module's docstring. Nothing that this kernel computes depends on the state.
 
     solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
-    starts, chunks: see Prefills. precision: of tl.dot, for float32 factors.
+    starts, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
     All other operands: see _decode.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -310,8 +312,8 @@ def _scan_chunks(
 
     solved, mixed, factors, faded: results of _solve_chunks.
     slots, starts, first_chunks, saves: see Prefills.
-    stages: number of chunks that are loaded at the same time. precision: of tl.dot, for float32
-    factors.
+    stages: number of chunks that are loaded at the same time.
+    precision: precision of tl.dot for float32 factors.
     All other operands: see _decode.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)

@@ -161,7 +161,11 @@ def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _operands(
     qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads, lora: LoraDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute recurrent_delta_rule's q, k, v, g and β from the operands of prefill_delta_rule."""
+    """Compute the operands q, k, v, g and β of recurrent_delta_rule from those of
+    prefill_delta_rule.
+
+    lora: LoRA delta of ba; None: no adapter.
+    """
     add_lora_delta(ba, lora)
     q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(len(qkv), -1, heads.key_dim)) for each in (q, k))

@@ -25,7 +25,7 @@ LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 BLOCK_WIDTHS = 32
 """Number that divides the width of every weight block with a scale.
 
-Tensor cores advance by this many inputs at a time.
+Tensor cores multiply this many inputs at a time.
 """
 
 

@@ -8,7 +8,7 @@ H200, these kernels take 72 µs a layer (3.0 TB/s), and cuBLASLt takes 106 µs. 
 product has at least 64 rows, while 16 columns are enough: so the weight's outputs are the rows
 here, and tokens the columns. If a weight has few outputs for its columns, several programs share
 the columns (split-K): each writes its partial sums, and the program that ends last adds all of
-them. They are added in the order of the columns, whichever program is last.
+these sums, in the order of the columns whichever program it is.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
 `loadtest/engine/tune_fp8.py` writes that GPU's entry. Weights without an entry are multiplied by
@@ -77,7 +77,7 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
 def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
     """Return a config whose block_in divides the width of a weight's blocks with scales.
 
-    More stages make up for a smaller block_in, so that as many bytes are in flight.
+    More stages make up for a smaller block_in, so that the same number of bytes is in flight.
 
     block: height and width of the weight's blocks.
     """
@@ -127,7 +127,7 @@ def multiply(
     → [tokens, d_out] of dtype
 
     The tensor cores add up a program's sums with about 14 bits of precision (see fused.linear). If
-    blocks have scales, they do so within one step of block_in columns; steps are added in float32.
+    blocks have scales, each sum has only block_in columns, and these sums are added in float32.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)
@@ -154,7 +154,8 @@ def multiply(
 
 @cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """Return the device's counters of finished partial sums, one for each output tile.
+    """Return the device's counters of programs that have finished their partial sums, one counter
+    for each output tile.
 
     They are 0 between launches: the last program of a tile resets the tile's counter.
     """
@@ -186,7 +187,7 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply`; x_scales and w_scales are the scales of its Fp8Rows.
+    Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
     parts: partial sums of all programs. arrived: counters, see _arrived. Both None without split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.

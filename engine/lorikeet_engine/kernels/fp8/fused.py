@@ -174,5 +174,5 @@ def scale_of(sizes: tl.tensor, largest: tl.constexpr, least_scale: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def divided(values: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round values / scale to FP8, by IEEE division as in torch."""
+    """Return values / scale rounded to FP8, by IEEE division as in torch."""
     return tl.div_rn(values, tl.zeros_like(values) + scale).to(dtype)

@@ -101,7 +101,8 @@ def _sum_chunks_of_exp(
     vocab: tl.constexpr,
     chunks: tl.constexpr,
 ) -> None:
-    """Store a chunk's largest logit and sum of exponentials, and its groups' largest sort keys.
+    """Store the largest logit of a chunk, its sum of exponentials, and the largest sort key of each
+    of its groups.
 
     logits, wanted: operands of kernels.log_softmax.likeliest.
     parts: for each row the largest logits of its chunks, then their sums of exponentials.
@@ -139,8 +140,9 @@ def _find_likeliest(
     First computes the row's largest logit and log-sum of exponentials, then finds the groups that
     contain the tokens, then the tokens.
 
-    logits, wanted, most: operands of kernels.log_softmax.likeliest. parts, largest: results of
-    _sum_chunks_of_exp. norms, packed: the tensors of LogprobRows, written here.
+    logits, wanted, most: operands of kernels.log_softmax.likeliest.
+    parts, largest: results of _sum_chunks_of_exp.
+    norms, packed: the tensors of LogprobRows, written here.
     chunks_block: `chunks` rounded up to a power of two.
     """
     index = tl.program_id(0).to(tl.int64)

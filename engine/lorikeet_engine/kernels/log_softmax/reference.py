@@ -69,7 +69,8 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
-    """Return positions of the k largest of values [rows, n] float32; ties go to the lowest id.
+    """Return the column indices of the k largest values of each row [rows, n] float32; ties go to
+    the lowest id.
 
     topk orders ties arbitrarily, so one key orders values and ids together: a float's bits order
     like an integer, except for the sign.

@@ -125,7 +125,8 @@ def _expand_few(
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
     arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
         first.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -242,7 +243,8 @@ def _expand(
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
     arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
         first.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -335,7 +337,7 @@ def sum_parts(
 
     v_tile: pointers to v in the first part. part_stride: elements from one part to the next.
     real: mask of the tokens that exist.
-    k: indices of the ranks to sum; the result is 0 for those from `ranks` on.
+    k: indices of the ranks to sum; the result is 0 for indices from `ranks` on.
     parts: number of parts. block_parts: number of parts loaded at once.
     """
     total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)

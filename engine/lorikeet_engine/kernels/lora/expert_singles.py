@@ -77,7 +77,8 @@ def _shrink(
     """Compute A·x of one row, for some ranks of one slice, over one part of d_in.
 
     x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     v: result [rows, parts, slices, rank_stride] float32.
     pairs, per_token: see RoutedRows. owners: see ExpertStep.
     """
@@ -134,7 +135,8 @@ def _expand(
     """Add LoRA's delta to y, for one row and a block of columns of one slice.
 
     v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     width: outputs of a slice. parts: number of parts of v, which are summed first.
     """
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)

@@ -61,7 +61,7 @@ def add(
 
 
 def _split(d_in: int, inner: int, programs: int) -> int:
-    """Return how many of the d_in inputs a program reads, a multiple of `inner`.
+    """Return the number of the d_in inputs that one program reads, a multiple of `inner`.
 
     inner: number of inputs that a program reads at once.
     programs: number of programs for each part of d_in.
@@ -79,7 +79,7 @@ def _run_at(
     Returns (adapter slot, expert, mask of the run's rows in the tile).
 
     owners [rows, 2]: adapter slot and expert of each row.
-    row: the tile's rows.
+    row: indices of the tile's rows.
     real: mask of the tile's rows that exist.
     place: index of each row in the tile.
     done: number of the tile's rows in earlier runs.
@@ -126,7 +126,8 @@ def _shrink(
     Works run by run: a run is the neighbouring rows of one expert and one adapter.
 
     x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     v: result [rows, parts, slices, rank_stride] float32.
     pairs, per_token: see RoutedRows. owners: see ExpertStep. rows: number of rows.
     tile_rows: rows of a tile, at most block_rows. split: inputs of a part.
@@ -202,7 +203,8 @@ def _expand(
     Works run by run: a run is the neighbouring rows of one expert and one adapter.
 
     v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     rows: number of rows.
     tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
     parts: number of parts of v, which are summed first. upcast: whether to multiply in float32.

@@ -50,9 +50,10 @@ def add_expert_lora(
     y [rows, sum(d_outs)]: outputs of the group's linears side by side, all of one width
     experts: LoRA work of the layer's experts; None adds nothing
 
-    In the arena, an expert's A starts rank · d_in elements after the previous expert's, its B rank
-    · d_out. Sums are float32; rows without an adapter keep their y. On CUDA these are two launches,
-    whose programs end at once if adapters change no expert. Raises ShapeError.
+    In the arena, an expert's A starts rank · d_in elements after the previous expert's A, and an
+    expert's B rank · d_out elements after the previous expert's B. Sums are float32; rows without
+    an adapter keep their y. On CUDA these are two launches, whose programs end at once if adapters
+    change no expert. Raises ShapeError.
     """
     if experts is None:
         return

@@ -35,8 +35,8 @@ def gather(
       row for token_ids[t]
     group: the embeddings as a group of one linear
     rows: the adapters' trained embedding rows as a group of one linear
-    → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and from
-      an adapter's own rank on
+    → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and in
+      columns from the adapter's rank on
 
     Raises ShapeError.
     """

@@ -43,11 +43,13 @@ from lorikeet_engine.kernels.lora.types import (
 from lorikeet_engine.kernels.pointwise import act_and_mul
 
 Weight = torch.Tensor | Fp8Rows
-"""Weight of a linear [d_out, d_in], in floats or FP8."""
+"""Weight [d_out, d_in] of a linear layer, in floats or FP8."""
 
 
 Inputs = torch.Tensor | Activations
-"""Input of a linear [tokens, d_in]; Activations, for FP8 weights, also hold it rounded to FP8."""
+"""Input [tokens, d_in] of a linear layer: a tensor or, for FP8 weights, Activations, which hold the
+input and the input rounded to FP8.
+"""
 
 
 def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -149,12 +151,13 @@ def add_lora(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """Compute y[t] += B(t)·A(t)·x[t], in place, for a product outside a forward pass.
+    """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, which reads only some tokens of a
+    forward pass.
 
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA an additional launch lists the tiles of tokens for this product. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
@@ -175,8 +178,8 @@ def linear_with_lora_before_act(
     """Compute linear_with_lora for gate_up, whose output act_and_mul reads.
 
     In a prefill on CUDA, the delta is returned as an UnexpandedDelta, v = A·x, and act_and_mul
-    multiplies it by B. If gate and up are stored as one linear, this function always multiplies by
-    B, because act_and_mul's kernel for that requires two linears.
+    multiplies v by B. That requires that gate and up are two linears; if they are stored as one,
+    the delta is always returned as a LoraDelta.
 
     Arguments: see linear_with_lora.
     """
@@ -220,13 +223,12 @@ def linear_and_lora(
 
 
 def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
-    """Return how many multiprocessors the base model's product leaves free for LoRA.
+    """Return the number of multiprocessors that the base model's product leaves free for LoRA.
 
-    0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
-
-    For products by our own kernels the result is always 0, because LoRA's programs run among the
-    many small programs of these kernels. These are products of a single token (kernels/gemv.py),
-    and of few tokens by FP8 (kernels/fp8/few_tokens.py).
+    Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
+    with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
+    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
+    gaps for LoRA's programs.
 
     rows: input of the product.
     """
@@ -250,7 +252,7 @@ def replace_logits(
 ) -> None:
     """Overwrite logits of adapters' trained tokens, in place: y[r, id] = x[r] · row(id).
 
-    row(id) is the head row that the adapter of r has trained for token id.
+    row(id) is the row of lm_head that r's adapter has trained for token id.
 
     x [rows, hidden]: hidden states
     y [rows, vocabulary]: logits

@@ -85,7 +85,7 @@ def replace_logits(
 ) -> None:
     """Overwrite logits of adapters' trained tokens, in place: y[r, id] = x[r] · row(id).
 
-    row(id) is the head row that the adapter of r has trained for token id.
+    row(id) is the row of lm_head that r's adapter has trained for token id.
 
     x [rows, hidden]: hidden states
     y [rows, vocabulary]: logits
@@ -200,7 +200,7 @@ def _pieces(
     """List the LoRA work of a fused linear, one entry for each segment and linear of rank above 0.
 
     An entry is (the segment's tokens, index of the linear in the group, element of the arena at
-    which A starts, that of B, rank).
+    which A starts, element at which B starts, rank).
     """
     linears = list(group.linears)
     table = weights.table[segments.slots.long(), layer][:, linears].tolist()

@@ -32,7 +32,7 @@ def shrink(
     x [tokens, d_in]
     A(t, s) [rank, d_in]
     → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens without an adapter,
-      and from an adapter's own rank on
+      and for k from the adapter's rank on
 
     Products of 16-bit operands are exact, sums are float32. Raises ShapeError.
     """
@@ -105,11 +105,13 @@ def _shrink(
     all columns of most adapters, so that x is read once.
 
     x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
-    slot_stride, layer_stride: strides of the table. first_linear: the group's first linear in it.
+    slot_stride, layer_stride: strides of the table.
+    first_linear: index of the group's first linear in the table.
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
-    block_columns: columns of a block; wide_columns: those of a block for an adapter of more ranks.
+    block_columns: columns of a block. wide_columns: columns of a block in a prefill, for an adapter
+        with more ranks than block_columns.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()

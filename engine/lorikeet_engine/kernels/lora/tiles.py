@@ -43,7 +43,7 @@ class Tiles:
 
     @property
     def act_expands(self) -> bool:
-        """Whether act_and_mul multiplies gate_up's v = A·x by B itself (expand_act.py)."""
+        """Whether act_and_mul itself multiplies gate_up's v = A·x by B (expand_act.py)."""
         return self.regime == Regime.PREFILL
 
     @property
@@ -107,10 +107,11 @@ def _list_tiles(
 ) -> None:
     """List the tiles of one segment.
 
-    The program after those of all segments lists the tiles of tokens without an adapter, then the
-    unused tiles.
+    One more program, after the programs of all segments, lists the tiles of tokens without an
+    adapter, then the unused tiles.
 
-    slots, starts, lengths: see Segments. segments, tokens: numbers of these in the step.
+    slots, starts, lengths: see Segments.
+    segments, tokens: number of segments and of tokens in the step.
     rows, total: Tiles.rows and Tiles.tokens, written here.
     capacity: number of tiles to list. tile_tokens: maximum number of tokens of a tile.
     block: number of segments or tiles computed at once.

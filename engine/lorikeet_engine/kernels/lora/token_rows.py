@@ -13,7 +13,7 @@ _BLOCK_ROWS = 32
 def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
     """Overwrite logits of adapters' trained tokens, in place: logits[r, id] = x[r] · row(id).
 
-    row(id) is the head row that the adapter of r has trained for token id.
+    row(id) is the row of lm_head that r's adapter has trained for token id.
 
     made: output of `shrink` for the trained head rows as a group of one linear: all x[r] · row(id)
     logits [rows, vocabulary], each row contiguous

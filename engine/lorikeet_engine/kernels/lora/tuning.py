@@ -85,8 +85,8 @@ class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
     tokens: maximum number of tokens of a tile.
-    lora_sms: pairs (sum of ranks, number of multiprocessors that LoRA gets from this sum on); see
-        sms_for_lora.
+    lora_sms: pairs (sum of ranks, number of multiprocessors left free for LoRA from this sum on),
+        in ascending order.
     """
 
     tokens: int
@@ -110,8 +110,7 @@ class LaunchConfig:
 
         0: LoRA is launched first, and the product gets the multiprocessors that LoRA leaves.
 
-        ranks: upper bound of the sum of all segments' ranks. Adapters whose ranks add up to 2,900
-            weigh about as much as an 8B model.
+        ranks: upper bound of the sum of all segments' ranks.
         """
         return [count for least, count in self.lora_sms if ranks >= least][-1]
 

@@ -14,11 +14,11 @@ class LoraWeights:
     """Weights of all adapters on the device.
 
     arena [elements], in the adapter dtype: each adapter's packed A [rank, d_in] and transposed B
-        [rank, d_out], so that the length of their rows does not depend on the rank. A of the
-        embeddings is transposed, [vocabulary, rank]. LoRA's scaling is already inside B.
-    table [slots, layers + 1, modules, 3] int64, indexed as in BaseShape: for each slot, layer and
-        linear the element offsets of A and B in the arena, both multiples of 16, and the rank. Rank
-        0: the adapter does not change this linear.
+        [rank, d_out]. A of the embeddings is transposed, [vocabulary, rank]. LoRA's scaling is
+        already inside B.
+    table [slots, layers + 1, modules, 3] int64: for each slot, layer and linear, where A begins in
+        the arena, where B begins, and the rank. A and B begin at multiples of 16 elements. Rank 0:
+        the adapter does not change this linear. BaseShape defines the order of layers and modules.
 
     Trained embedding and head rows, which replace the base model's, are stored in the same way: A
     holds the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first,
@@ -126,9 +126,8 @@ class LoraDelta:
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raise ShapeError unless `rows` is [tokens, width] on the adapters' device.
-
-    Each row must be contiguous.
+    """Raise ShapeError unless `rows` is [tokens, width], with contiguous rows, on the adapters'
+    device.
 
     name: name of the tensor, for the error message.
     """

@@ -25,7 +25,7 @@ TILES = (
     (96, TileConfig(rows=64, outputs=128, inputs=128, warps=4, stages=3)),
     (math.inf, TileConfig(rows=128, outputs=128, inputs=128, warps=8, stages=3)),
 )
-"""Launch parameters, by upper bound of an expert's average number of rows.
+"""Pairs (upper bound of an expert's average number of rows, launch parameters up to this bound).
 
 Not yet tuned on a GPU.
 """
@@ -33,7 +33,11 @@ _LEAST_INPUTS = 32  # step of the tensor cores' products
 
 
 def tile_config(rows: int, experts: int) -> TileConfig:
-    """Return the launch parameters for products of `rows` rows, of all experts together."""
+    """Return the launch parameters for a layer's expert products.
+
+    rows: number of rows of all experts together.
+    experts: number of experts.
+    """
     return next(config for most, config in TILES if rows <= most * experts)
 
 

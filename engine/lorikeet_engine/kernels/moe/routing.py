@@ -46,7 +46,7 @@ def choose(
     """Choose one token's experts, and compute the weight of each.
 
     logits, per_token, normalised: see kernels.moe.route. chosen, weights: see choose_experts.
-    lora, adapted: result of lora_operands.operands for the logits' LoRA delta.
+    lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
     block, pair_block: `experts` and `per_token`, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -42,8 +42,9 @@ def _penalise(
 
     IEEE 754's division makes results equal to the CPU's.
 
-    logits, rows, slots: operands of kernels.penalties.penalise. seen, biases, penalties: see
-    PenaltyState. changed: the copied rows. block: number of tokens of a block.
+    logits, rows, slots: operands of kernels.penalties.penalise.
+    seen, biases, penalties: see PenaltyState.
+    changed: the copied rows. block: number of tokens of a block.
     """
     index = tl.program_id(0).to(tl.int64)
     row, slot = tl.load(rows + index), tl.load(slots + index)

@@ -128,7 +128,7 @@ def mean_squares(
     processes: number of processes, all with equally many heads
     lora: LoRA delta of qkv, added to qkv
     → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
-    bytes, which all ways to sum over ranks support
+      bytes, which all ways to sum over ranks support
     """
     operator = _operators(qkv.device.type).mean_squares
     squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
@@ -203,10 +203,10 @@ def add_weighed(
 ) -> None:
     """Add a shared expert's output to y in place: y becomes y + sigmoid(weights) · x.
 
-    y [tokens, width], x [tokens, width], contiguous: output of other experts, and of the shared
-    expert
+    y [tokens, width], contiguous: summed output of the routed experts
+    x [tokens, width], contiguous: output of the shared expert
     lora: LoRA delta of x, added to x; None: no adapter
-    weights [tokens, 1]: output of a linear layer, from which each token's weight is computed
+    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight
     lora_of_weights: LoRA delta of weights, added to weights
     """
     _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)

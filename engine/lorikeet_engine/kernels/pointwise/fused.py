@@ -111,8 +111,8 @@ def _add_weighed(
     """Add a shared expert's output to some columns of one token.
 
     y, x, weights: see `add_weighed`. block: number of columns.
-    lora, adapted, lora_of_weights, adapted_weights: results of `operands` for the LoRA deltas of x
-    and of weights.
+    lora, adapted, lora_of_weights, adapted_weights: LoRA deltas of x and of weights, as
+        lora_operands.operands returns them.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -142,7 +142,7 @@ def _gated(
     """Compute some columns of one token's activation, in float32; 0 beyond the width.
 
     x: see act_and_mul. columns: indices of the columns. width: columns of the activation.
-    lora, adapted: result of `operands` for the LoRA delta of x.
+    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     """
     inside = columns < width
     at = token * (2 * width) + columns
@@ -223,8 +223,8 @@ def _add_delta(
 ) -> None:
     """Add the LoRA delta to some columns of one token.
 
-    y: see add_delta. lora, adapted: result of `operands` for the LoRA delta. block: number of
-        columns.
+    y: see add_delta. lora, adapted: the LoRA delta, as lora_operands.operands returns it. block:
+        number of columns.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

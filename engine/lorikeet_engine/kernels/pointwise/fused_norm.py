@@ -112,7 +112,7 @@ def _add_rms_norm(
     All operands that do not depend on a sum over ranks are loaded before the wait for that sum.
 
     x, delta, weight, eps, scale, delta_weight: see kernels.pointwise.add_rms_norm. y: result.
-    lora, adapted: result of lora_operands.operands.
+    lora, adapted: LoRA delta of `delta`, as lora_operands.operands returns it.
     addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
     rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
     block: `width` rounded up to a power of two. largest, least_scale: see fp8.fused.store_rounded.

@@ -1,6 +1,6 @@
 """Gates in Triton: the outputs of attention or of a delta net times an activation, in one launch.
 
-The activation, SiLU or sigmoid, is that of a linear layer's output, the gate.
+The activation is SiLU or sigmoid of a gate, which is the output of a linear layer.
 
 kernels/pointwise/__init__.py defines shapes and dtypes.
 """
@@ -71,7 +71,8 @@ def _gate(
 ) -> None:
     """Multiply some heads of one token by the activations of their gates.
 
-    x, gate, eps: see kernels.pointwise. y: result. lora, adapted: result of lora_operands.operands.
+    x, gate, eps: see kernels.pointwise. y: result. lora, adapted: LoRA delta of gate, as
+        lora_operands.operands returns it.
     weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
     token_stride, head_stride: elements of `gate` from token to token and from head to head.
     rows: number of heads. columns: head_dim rounded up to a power of two.

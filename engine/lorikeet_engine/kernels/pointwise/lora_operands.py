@@ -8,10 +8,10 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 
 
 def operands(lora: LoraDelta | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the operands `lora` and `adapted` of `lora_at`: the LoRA delta's rows, and their
-    number.
+    """Return a LoRA delta in the form in which kernels take it: the operands `lora` and `adapted`.
 
-    Both are None without a LoRA delta.
+    lora: rows of the delta. adapted: number of these rows.
+    Both are None if there is no delta.
     """
     return (None, None) if lora is None else (lora.rows, lora.tokens)
 
@@ -22,7 +22,7 @@ def lora_at(
 ) -> tl.tensor:
     """Load some elements of a token's LoRA delta; 0 for a token without an adapter.
 
-    lora, adapted: result of `operands`.
+    lora, adapted: the LoRA delta, as `operands` returns it.
     at: offsets of the elements in the delta.
     inside: mask of the elements to load.
     """

@@ -79,7 +79,8 @@ def _mean_squares(
     """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
 
     qkv, processes: see kernels.pointwise.mean_squares; means: its result.
-    lora, adapted: result of `operands`. token_stride: elements of qkv from token to token.
+    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it. token_stride: elements
+        of qkv from token to token.
     queries, keys: elements of all queries, and of all keys, of a token.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -162,7 +163,7 @@ def _rotary_and_store_kv(
     """Normalise, rotate and store some heads of one token.
 
     qkv, cos, sin, layer_kv, slots, interleaved: see kernels.pointwise.rotary_and_store_kv.
-    lora, adapted: result of `operands`.
+    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it.
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
     key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.

@@ -16,7 +16,7 @@ def exchange_operands(
     """Return operands of sum_over_ranks: addresses, epochs, rank, world and most_rows.
 
     exchange: memory through which ranks send rows; None: there is one rank, and addresses and
-    epochs are None.
+        epochs are None.
     """
     if exchange is None:
         return None, None, 0, 1, 0

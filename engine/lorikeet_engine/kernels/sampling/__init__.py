@@ -33,14 +33,15 @@ ROW: index of the row of logits.
 UNIFORM: 64 random bits, a uniform number in [0, 1) in units of 2 ** -64.
 SCALE: log₂(e) / temperature, as the bits of a float32.
 TOP_K: number of tokens to keep; 0 keeps all.
-TOP_P: share of the weight to keep, as the bits of a float64.
-LEAST: smallest weight that min_p keeps, at least 1.
+TOP_P: top_p, as the bits of a float64.
+LEAST: smallest token weight that min_p keeps, in units where the likeliest token's weight is ONE;
+    at least 1.
 """
 
 ONE = 1 << 44
 """Weight of the most likely token, in the integer units of weights."""
 LEAST_EXPONENT = -60.0
-"""Lower bound of exponents in weights, low enough that such a weight is 0."""
+"""Lower bound of the exponents of token weights; a weight with this exponent is 0."""
 POWERS = (
     0.0002161291722974777,
     0.0012467845808714628,
@@ -57,9 +58,8 @@ In float32, with a relative error of 1e-7.
 NEXT_UNIFORM = 0x9E3779B97F4A7C15
 """Number added to a draw's random bits; the hash of the sum is the next draw's random bits."""
 MIXERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Factors of the hash SplitMix64.
-
-They follow its shifts by 30 and 27 bits and precede its shift by 31 bits.
+"""Factors of the hash SplitMix64: the first is applied after its shift by 30 bits, the second after
+its shift by 27 bits.
 """
 
 

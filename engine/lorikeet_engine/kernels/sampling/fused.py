@@ -185,9 +185,8 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sort key of the last of the top_k tokens, and the end of its ties that are kept.
-
-    The end is a column: tokens with this key are kept at lower columns only.
+    """Return the sort key of the last of the top_k tokens, and the column before which tokens with
+    this key are kept.
 
     row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.
@@ -242,11 +241,12 @@ def _draw(
 ) -> None:
     """Draw one row's token. With top_p, tokens are drawn until one is accepted.
 
-    A draw is from the tokens that rank better than (key, end): the limit of top_k, then the last
-    rejected token.
+    A draw is from the tokens that rank better than (key, end), which is the limit of top_k for the
+    first draw, and the last rejected token for later draws.
 
-    logits, best, draws, tokens: see kernels.sampling.draw_tokens. sums, largest: results of
-    _sum_chunks. groups: memory for _list_groups. bits: see arithmetic.key_of.
+    logits, best, draws, tokens: see kernels.sampling.draw_tokens.
+    sums, largest: results of _sum_chunks. groups: memory for _list_groups.
+    bits: see arithmetic.key_of.
     chunks: number of chunks of a row; chunks_block: that, rounded up to a power of two.
 
     Variables: `listed`, number of groups with tokens of top_k, 0 without top_k; `used`, number of

@@ -97,7 +97,7 @@ def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.
 
 
 def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's rank, and the sum of the weights of all tokens of better rank.
+    """Return each token's rank in its row, and the sum of the weights of all tokens of better rank.
 
     Both are [rows, vocab] int64.
     """
@@ -111,7 +111,7 @@ def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _draw(weights: torch.Tensor, uniforms: list[int]) -> torch.Tensor:
-    """Return, for each row, the first id up to which weights exceed (uniform · total) >> 64.
+    """Draw a token for each row: the first id up to which weights exceed (uniform · total) >> 64.
 
     weights [rows, vocab] int64
     uniforms: 64 random bits for each row

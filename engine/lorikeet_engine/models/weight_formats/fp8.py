@@ -58,7 +58,8 @@ class Fp8:
 
         weight: name of the weight.
         cut: the part of the weight to keep.
-        block: height and width of the blocks that get scales, from `block`; None: rows get scales.
+        block: height and width of the blocks that get scales, as the method `block` returns them;
+            None: rows get scales.
         parts: reader of the stored tensors.
         """
         d_out, d_in = cut.matrix_shape

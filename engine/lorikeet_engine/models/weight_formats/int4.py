@@ -69,7 +69,7 @@ class Int4:
 
 
 def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Tensor:
-    """Read the group of each input, which determines its scale, in a GPTQ linear → [d_in].
+    """Read the group of each input of a GPTQ linear → [d_in]. Inputs of a group share their scales.
 
     With desc_act, groups are not in the order of inputs.
 

@@ -12,7 +12,7 @@ class PartReader(Protocol):
         """Return whether the checkpoint has a tensor of this name."""
 
     def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
-        """Read a tensor in its stored dtype to the device; on the meta device without its values.
+        """Read a tensor in its stored dtype to the device; to the meta device without values.
 
         Raises ModelError, whose `field` is the tensor's name, if it is missing or has another dtype
         or shape.

@@ -109,9 +109,8 @@ class DiskCache:
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
-        """Return the folder's contents at the last call of `changed`, its capacity, and evictions.
-
-        Only evictions by this process count.
+        """Return the disk tier's status: its contents at the last call of `changed`, its capacity,
+        and the number of evictions by this process.
         """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
@@ -123,7 +122,8 @@ class DiskCache:
         If several threads or processes need the same blob at once, one of them fetches it while the
         others wait. After the wait, the blob is not fetched if its image is in the folder.
 
-        Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
+        Raises AdapterLoadFailed if the content does not match the digest; errors of the source pass
+        through.
         """
         if not _DIGEST.fullmatch(ref.digest):
             raise AdapterLoadFailed(f"{ref}: {ref.digest!r} is no digest", adapter=str(ref))
@@ -136,7 +136,8 @@ class DiskCache:
     def fetch_to(self, ref: AdapterRef, path: Path) -> None:
         """Fetch an adapter's blob into the given file, and verify it.
 
-        Raises AdapterLoadFailed if the content does not match the digest, and the source's errors.
+        Raises AdapterLoadFailed if the content does not match the digest; errors of the source pass
+        through.
         """
         digest = self._source.fetch(ref, path) or blob_digest(path)
         if digest != ref.digest:
@@ -201,7 +202,7 @@ class DiskCache:
     def pin(self, digest: str) -> bool:
         """Protect an adapter's blob or image from eviction, from the next call of `apply_pins` on.
 
-        Returns whether the protection holds already, from an earlier call. Does not call the file
+        Returns whether an earlier call has protected the files already. Does not call the file
         system.
         """
         return self._pins.add(digest)

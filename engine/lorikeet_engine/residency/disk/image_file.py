@@ -140,8 +140,8 @@ def _table(text: str, shape: BaseShape, path: Path) -> dict[tuple[int, int], int
 def _shared(
     text: str, ranks: Mapping[tuple[int, int], int], path: Path
 ) -> frozenset[tuple[int, int]]:
-    """Parse, from an image file's metadata, the linears that share their A with the preceding
-    linear, in the form of PackedLayout.shared_a: a set of (layer, linear).
+    """Parse, from an image file's metadata, the set of linears that share their A with the
+    preceding linear, each as (layer, linear).
 
     text: indices into `ranks`, separated by spaces.
     ranks: the LoRA ranks in the same file, by (layer, module).

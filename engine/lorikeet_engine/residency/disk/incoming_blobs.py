@@ -2,7 +2,8 @@
 
 A blob is an adapter's safetensors file. It can be trusted only once it is complete, verified, and
 in the disk cache under its digest. Until then no load uses the image packed from the blob. The
-image is dropped if the blob's file vanishes, if other images need the memory, or after LONGEST_S.
+image is dropped if the blob's file vanishes, if other images need the memory, or after LONGEST_S
+seconds.
 """
 
 import logging

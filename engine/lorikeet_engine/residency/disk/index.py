@@ -19,7 +19,7 @@ _SETTLED_NS = 100_000_000
 
 
 class DiskIndex:
-    """Files in a disk cache's folder, by the last listing, and by this process's changes after it.
+    """Files in a disk cache's folder, as of the last listing and this process's later changes.
 
     Each file's size is read once, since complete files never change. Only one thread may call
     `changed`. Any thread may call the other methods, and `holds` never blocks.

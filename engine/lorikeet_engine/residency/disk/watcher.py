@@ -16,7 +16,7 @@ _POLL_S = 1.0
 
 
 class DiskWatcher:
-    """Thread that checks the disk cache's folder once a second, since a file system can block."""
+    """Thread that checks the disk cache's folder once a second. The file system may block it."""
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
         """Record all adapters that are on the disk already, and start the thread.

@@ -51,8 +51,8 @@ class PlaceOnGpu(Protocol):
 
         image: the adapter packed for the GPU, in host memory.
         reason: reason for the copy, which decides the adapters that may be evicted.
-        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
-            serve instead.
+        uses: for a prefetch, number of the adapter's recent uses on other replicas that this
+            replica could serve instead.
         """
 
 
@@ -196,7 +196,8 @@ class GpuAdapters:
     def victim(self, itemsize: int) -> EvictionCandidate | None:
         """Return the adapter that would be evicted first; None if none can be evicted.
 
-        The adapter's number of uses, which decays all the time, is rounded to tenths.
+        The returned number of uses is rounded to tenths, because the exact number changes all the
+        time.
 
         itemsize: bytes per element.
         """
@@ -207,7 +208,8 @@ class GpuAdapters:
         return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
-        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S.
+        """Return an adapter's number of uses until now; a use's weight halves every HALF_LIFE_S
+        seconds.
 
         The adapter need not be on the GPU.
         """
@@ -245,7 +247,7 @@ class GpuAdapters:
         return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
-        """Protect an adapter from eviction until it is leased, but at most for GUARD_S.
+        """Protect an adapter from eviction until it is leased, but at most for GUARD_S seconds.
 
         Returns False if the adapter is neither on the GPU nor being copied there.
         """
@@ -310,8 +312,8 @@ class GpuAdapters:
         `copy_finished`.
 
         reason: reason for the copy, which decides the adapters that may be evicted.
-        uses: for a prefetch, recent uses of the adapter on other replicas that this replica could
-            serve instead.
+        uses: for a prefetch, number of the adapter's recent uses on other replicas that this
+            replica could serve instead.
         """
         layout, digest, requested = image.layout, ref.digest, reason is LoadReason.REQUEST
         assert digest not in self._adapters
@@ -388,11 +390,11 @@ class GpuAdapters:
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return the seconds from now until the first of the guards (see `guard`) ends.
+        """Return how many seconds from now the next guard (see `guard`) ends.
 
-        None if there is no guard.
+        Returns None if no guard ends after `after_s`.
 
-        after_s: guards that end at this time or before are ignored.
+        after_s: guards that end at or before this time are ignored.
         """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]
@@ -429,8 +431,8 @@ class GpuAdapters:
                 yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
-        """Evict adapters until an image fits without moving other images; steps would wait for
-        moves.
+        """Evict adapters until an image fits without moving other images, because moves delay
+        steps.
 
         Gives up when the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size, or
         when no more adapters may be evicted.
@@ -456,8 +458,8 @@ class GpuAdapters:
 
         The score is −∞ if the adapter was never used on any replica.
 
-        elsewhere: recent uses of the adapter on other replicas that this replica could serve
-            instead.
+        elsewhere: number of the adapter's recent uses on other replicas that this replica could
+            serve instead.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.score(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf

@@ -15,13 +15,13 @@ streams before they end), writes to the table and moves of images are all on the
 so they are ordered: a step in flight reads the table's rows as they were at its launch, even if its
 slots were reused since. Three cases need care:
 
-1. A copy overwrites an evicted image. Only steps launched during its leases can read that image. So
-   the end of its last lease records an event (ReadsEnd), and its eviction makes the copying stream
-   wait for the event (ClearRow). By then the event has usually completed, and the copy begins at
-   once, whatever computes. The copying stream is ordered, so later copies need not wait for this
-   event again.
-2. Images move. All earlier copies end before, including the parts of paced copies
-   (image_copies.py), and later copies begin after all moves.
+1. A copy overwrites an evicted image. Only steps launched during that image's leases can read it.
+   So the end of the last lease records an event (ReadsEnd), and the eviction makes the copying
+   stream wait for the event (ClearRow). By then the event has usually completed, and the copy
+   begins at once, whatever the computing stream does. The copying stream is ordered, so later
+   copies need not wait for this event again.
+2. Images move. The moves begin after all earlier copies have ended, including the parts of paced
+   copies (image_copies.py), and later copies begin after all moves.
 3. A step reads a copied image. The step is launched after the adapter was leased, and that is after
    a thread has waited for the copy's event. So no step ever waits for a copy.
 

@@ -26,7 +26,9 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 
 class CopyTotal(Protocol):
-    """Checksum of a copied image, still to be awaited. Implemented by Download and PacedCopy."""
+    """Checksum of a copied image, available once the copy is complete. Implemented by Download and
+    PacedCopy.
+    """
 
     def wait(self) -> torch.Tensor:
         """Return the checksum of the copied image, [] int64, once the copy is complete."""

@@ -108,7 +108,7 @@ class FollowingArena(DeviceArena):
 
 @dataclass(frozen=True, slots=True)
 class _InAllRanks:
-    """CopyEvent of a copy that all ranks make: complete when it is complete in all ranks."""
+    """Completion of a copy that all ranks make, once it is complete in all ranks; a CopyEvent."""
 
     own: CopyEvent | None
     others: RankCopies
@@ -121,7 +121,7 @@ class _InAllRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """CopyTotal of a copy that all ranks make: the checksum over all ranks' images."""
+    """Checksum of an image that all ranks copy, summed over the ranks' parts; a CopyTotal."""
 
     own: CopyTotal
     others: RankCopies

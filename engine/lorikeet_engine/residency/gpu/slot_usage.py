@@ -82,7 +82,9 @@ class SlotUsage:
         return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """Count an adapter's leased time up to now for its users; return the adapter's leases."""
+        """Charge an adapter's leased time up to now to the tenants that lease it; return its
+        leases.
+        """
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))
         if leased.leases:

@@ -134,7 +134,7 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Compact one range of the arena, so that it ends with a hole of at least this size.
+        """Compact one range of the arena, to get a hole of at least this size at the range's end.
 
         Returns the command that moves the range's images to its front.
         """

@@ -40,9 +40,11 @@ def register(
     """Add a version with these facts, unless a usable version holds the same blob.
 
     An adapter's only usable version becomes prod.
+
     shared: open the adapter to every tenant; None keeps the present setting.
     alias: alias to point to the version.
     since: number of the log entry that the caller's decision was based on; None: the newest.
+
     Raises UnknownTenant, and Conflict beyond the tenant's limits, or if the adapter was retired
     after `since`.
     """
@@ -73,6 +75,7 @@ def promote(
     """Point an alias to a usable version.
 
     expect: version that the alias must point to; None: any.
+
     Raises UnknownModel for an unknown version, and Conflict if the version is retired or the alias
     does not point to `expect`.
     """
@@ -92,6 +95,7 @@ def give_share(
     """Give a share of an alias's requests to a usable version that it does not point to.
 
     expect: version that the alias must point to; None: any.
+
     Raises UnknownModel for an unknown version, NotFound for an unknown alias, and Conflict if the
     version is retired or the alias already points to it, or does not point to `expect`.
     """
@@ -113,9 +117,10 @@ def give_share(
 def rollback(
     state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
 ) -> Changes:
-    """End an alias's share, or else point the alias to its previous version that is usable.
+    """End an alias's share; without a share, point the alias to its previous usable version.
 
     expect: version that the alias must point to; None: any.
+
     Raises UnknownModel for an unknown adapter, NotFound for an unknown alias, and Conflict if there
     is no such version or the alias does not point to `expect`.
     """

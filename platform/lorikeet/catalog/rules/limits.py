@@ -158,6 +158,7 @@ def check_text(text: str, longest: int, param: str) -> None:
     """Raise InvalidInput unless a text is printable and at most `longest` characters.
 
     Terminals show the text, so control characters are refused.
+
     param: name of the request's field, for the error.
     """
     if len(text) > longest or not text.isprintable():

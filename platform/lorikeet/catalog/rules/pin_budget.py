@@ -52,6 +52,7 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
 
     A change that does not add pinned bytes is always allowed. Raises UnknownTenant if there is no
     such tenant.
+
     change: the pin to set.
     now: Unix seconds.
     """

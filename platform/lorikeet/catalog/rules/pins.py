@@ -58,6 +58,7 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
 
     change: the pin to set.
     now: Unix seconds.
+
     Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
     """
     if change.name is not None:

@@ -54,6 +54,7 @@ def restore_adapter(
     before: record of the adapter before its retirement.
     pin: pin of the adapter at that time, restored unless it has expired.
     now: Unix seconds.
+
     Raises Conflict if the adapter is not retired, and beyond the tenant's limits.
     """
     retired_at(state.adapter(before.tenant, before.name))

@@ -73,6 +73,7 @@ def rotate_key(
     new_sha256: SHA-256 of its secret.
     now: Unix seconds.
     overlap_s: seconds after which the old key expires, unless it expires sooner.
+
     Raises UnknownKey, and Conflict if the key was rotated before or is no longer valid.
     """
     key = state.key(key_id)

@@ -1,8 +1,8 @@
 """Check that a store honours conditional writes, on which every commit of the catalog rests.
 
-Some stores take `If-None-Match: *` and ignore it, and some do so for some buckets only: Ceph's
-radosgw 16.2 once a bucket has versioning enabled. Without the condition, concurrent writers
-overwrite each other's commits, and no answer tells them. docs/operations.md lists stores.
+Some stores accept `If-None-Match: *` and ignore it, as Ceph's radosgw 16.2 does in buckets with
+versioning enabled. Without the condition, concurrent writers overwrite each other's commits, and no
+error tells them. docs/operations.md lists stores.
 """
 
 import uuid

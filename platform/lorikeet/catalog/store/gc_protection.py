@@ -6,8 +6,8 @@ for deletion marks. A collector first writes a mark, then reads the object's mod
 side writes before it reads, so at least one side sees the other: the collector sees a recent object
 and spares it, or the writer sees a mark and waits for the collector to finish.
 
-A mark is not a lock: a live collector deletes only within DELETE_WITHIN_S of its mark, so a mark
-that a dead collector left is void after MARK_LASTS_S.
+A mark is not a lock: a live collector deletes only within DELETE_WITHIN_S seconds of its mark, so a
+mark that a dead collector left is void after MARK_LASTS_S seconds.
 """
 
 import time
@@ -23,8 +23,8 @@ DELETE_WITHIN_S = 60.0
 NEW_S = 12 * 3600.0
 """Age in seconds up to which an object is safe without a touch.
 
-The object's writer must name the object in a record within another NEW_S, before garbage collection
-may delete the object.
+The object's writer must name the object in a record within another NEW_S seconds, before garbage
+collection may delete the object.
 """
 
 _WAIT_S = 30.0
@@ -32,11 +32,12 @@ _POLL_S = 0.5
 
 
 def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -> None:
-    """Ensure that an object exists and stays for NEW_S even if nothing names it yet.
+    """Ensure that an object exists and stays for NEW_S seconds even if nothing names it yet.
 
     key: key of the object.
     put: writes the object if it is absent. Without `put`, an absent object raises ObjectNotFound.
-    Raises Conflict if a collection still marks the object after _WAIT_S.
+
+    Raises Conflict if a collection still marks the object after _WAIT_S seconds.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:

@@ -4,8 +4,9 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from lorikeet.catalog.store.object_store import (
@@ -22,7 +23,8 @@ _UNFINISHED = ".unfinished"  # folder of incomplete files; no key starts with a 
 class LocalStore:
     """ObjectStore in a folder, which the first write creates.
 
-    Each object is written to a temporary file, synced, then renamed or linked into place, so that a
+    A key's folders are created by a write and removed by the deletion of their last object. Each
+    object is written to a temporary file, synced, then renamed or linked into place, so that a
     crash leaves at most a temporary file, which no reader looks at.
     """
 
@@ -62,17 +64,15 @@ class LocalStore:
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key), self._temporary_file(path) as unfinished:
-            unfinished.replace(self._new_path(key))
-            _sync(self._path(key).parent)
+            self._place(key, unfinished, unfinished.replace)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         with self._errors(key), self._temporary_file(data) as unfinished:
-            try:
-                os.link(unfinished, self._new_path(key))  # unlike a rename, a link never replaces
+            try:  # unlike a rename, a link never replaces
+                self._place(key, unfinished, partial(os.link, unfinished))
             except FileExistsError as error:
                 raise ObjectExists(f"{key} already exists in {self.url}") from error
-            _sync(self._path(key).parent)
 
     def download(self, key: str, path: Path) -> str:
         """See ObjectStore."""
@@ -107,7 +107,11 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that is not empty, or that another process removed
+                for folder in path.relative_to(self._folder).parents[:-1]:
+                    (self._folder / folder).rmdir()
 
     def _keys(self, folder: str, names: Sequence[str]) -> Sequence[str]:
         at = Path(folder).relative_to(self._folder).as_posix()
@@ -118,10 +122,23 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)
 
-    def _new_path(self, key: str) -> Path:
+    def _place(self, key: str, unfinished: Path, place: Callable[[Path], object]) -> None:
+        """Bring a temporary file to an object's path, and sync the path's folder.
+
+        unfinished: the temporary file.
+        place: renames or links the temporary file to a path.
+        """
         path = self._path(key)
-        _make_folder(path.parent)
-        return path
+        while True:
+            try:
+                _make_folder(path.parent)
+                place(path)
+                break
+            except FileNotFoundError:  # another process removed the folder while it was empty
+                if not unfinished.exists():
+                    raise
+        with suppress(FileNotFoundError):  # the object was deleted again
+            _sync(path.parent)
 
     @contextmanager
     def _temporary_file(self, source: bytes | Path) -> Iterator[Path]:

@@ -91,8 +91,10 @@ class PartStore(Protocol):
         ...
 
     def unfinished(self, prefix: str, /) -> Iterator[UnfinishedUpload]:
-        """Yield the uploads to keys under `prefix` that are neither joined nor deleted, unless
-        listings of objects show them.
+        """Yield the unfinished uploads (neither joined nor deleted) to keys under `prefix`.
+
+        Uploads whose parts are objects of their own are left out, since listings of objects show
+        them.
         """
         ...
 
@@ -126,7 +128,7 @@ class ObjectStore(Protocol):
     def modified(self, key: str) -> float:
         """Return the time of the last write or touch, in Unix seconds by the store's clock.
 
-        S3 has whole seconds. Raises ObjectNotFound.
+        S3 gives whole seconds. Raises ObjectNotFound.
         """
         ...
 

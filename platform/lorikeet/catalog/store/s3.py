@@ -73,7 +73,9 @@ _STALL_TIMEOUT_S = 5.0
 timed_session.py gives up connections that send a byte now and then.
 """
 _RETRY_WINDOW_S = 6.0
-"""Seconds without success after which no request is retried: an unanswered call fails in 11 s."""
+"""Seconds without success after which no request is retried. A call to a store that does not answer
+thus fails within 11 s.
+"""
 _CONFIG = Config(
     signature_version="s3v4",  # boto3 presigns with SigV2 by default, which signs no length
     retries={"mode": "standard", "max_attempts": 5},
@@ -88,7 +90,7 @@ _CONFIG = Config(
 _LONG_TIMEOUT = Config(read_timeout=12)
 """Configuration for copies, joins and uploads, which S3 answers only when they are complete.
 
-The timeout exceeds _RETRY_WINDOW_S, so these calls are tried once.
+The timeout exceeds _RETRY_WINDOW_S seconds, so these calls are tried once.
 """
 _URL_LIFETIME_S = 3600
 _LARGEST_COPY_BYTES = 5 * 2**30  # limit of one CopyObject
@@ -390,7 +392,10 @@ class S3Parts:
                     yield UnfinishedUpload(key, found["UploadId"], found["Initiated"].timestamp())
 
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
-        """Return size in bytes and ETag by part number, from one page: ≤ 1000 parts an upload."""
+        """Return the size in bytes and the ETag of each part of an upload, by part number.
+
+        Reads one page of up to 1,000 parts: an upload has no more.
+        """
         with self._errors(key):
             answer = self._client.list_parts(**self._address(key), UploadId=token)
         return {
@@ -445,7 +450,9 @@ def _record_start(context: dict[str, Any], **_: object) -> None:
 
 
 def _stop_late_retry(request_dict: dict[str, Any], **_: object) -> Any:
-    """Return False, which forbids botocore a retry, after _RETRY_WINDOW_S; else None."""
+    """Return False if _RETRY_WINDOW_S seconds have passed, so that botocore does not retry; else
+    None.
+    """
     elapsed_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
     return False if elapsed_s > _RETRY_WINDOW_S else None
 

@@ -16,10 +16,10 @@ from urllib3.exceptions import ReadTimeoutError as NoByte
 
 LEAST_BYTES_PER_S = 8 * 2**10
 WINDOW_S = 5.0
-"""Length of a window, in seconds spent waiting for a body.
+"""Length, in seconds, of the windows in which the rate of a response body is checked.
 
-At its end, the bytes received in the window are compared with LEAST_BYTES_PER_S, and a new window
-begins.
+Only seconds spent waiting for the body count. At the end of a window, the bytes received in it are
+compared with LEAST_BYTES_PER_S, and a new window begins.
 """
 _CHUNK_BYTES = 2**16
 

@@ -50,7 +50,7 @@ def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _check_shards(folder: Path, files: list[str]) -> None:
     """Raise InvalidInput if one of several shards of a pickle is missing.
 
-    files: pytorch_model-00001-of-00002.bin and so on; or one file.
+    files: names of all shards, such as pytorch_model-00001-of-00002.bin, or of a single file.
     """
     stem, _, ending = files[0].rpartition("-of-")
     if not stem:

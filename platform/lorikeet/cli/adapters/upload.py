@@ -238,6 +238,7 @@ class _BlobUpload:
 
         number: number of the part, for the progress bar.
         chunks: bytes of the part.
+
         Raises ServerUnavailable: a later attempt with new URLs may still work.
         """
         try:

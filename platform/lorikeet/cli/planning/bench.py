@@ -157,8 +157,9 @@ def isolation(
     """Measure how much tenants slow each other down.
 
     Each tenant's requests are sent alone, then those of all tenants together, at random times that
-    do not depend on earlier answers. They stream from an adapter of the tenant, or if it has none
-    from any model that it may use. Ctrl-C ends the run early and shows the results so far.
+    do not depend on earlier answers. They go to an adapter of the tenant or, if it has none, to any
+    model that it may use, and stream their answers. Ctrl-C ends the run early and shows the results
+    so far.
 
     Example: `lorikeet bench isolation --keys tenants.json --rate 2 --rate acme=20`
     """
@@ -215,6 +216,7 @@ def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: boo
     """Measure each tenant alone, then all together, with progress on the terminal.
 
     Returns False if Ctrl-C ended the measurement early.
+
     rows: comparisons to fill.
     """
     whole_s = (len(rows) + 1) * run.seconds

@@ -79,7 +79,7 @@ class _Failed(Exception):
 
 
 async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """Choose the model of each tenant: an adapter of its own, else any that it may use.
+    """Choose the model of each tenant: an adapter of the tenant, else any model that it may use.
 
     Raises LorikeetError if the server does not answer or does not accept a key.
     """
@@ -98,6 +98,7 @@ async def compare(
     answers come.
 
     Each tenant first sends one uncounted request, so that no request waits for an adapter to load.
+
     watch: called with a text that says whose requests are sent now.
     """
     async with _client(url) as client:
@@ -149,6 +150,7 @@ async def _send_all(
 
     In a run alone and a run together with others, a tenant's requests have equal arrival times and
     different prompts, so no prompt is in the prefix cache.
+
     kind: alone or shared; part of the seed of the prompts.
     seen: measurements, to which the outcomes are added.
     """

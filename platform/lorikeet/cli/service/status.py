@@ -18,7 +18,8 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
 
     A * marks pinned adapters. Arena is the memory that an adapter takes on a GPU. A base model's
     name is followed by the format of its linears if they are quantised, and by the number of GPUs
-    if a replica has several (LORIKEET_TENSOR_PARALLEL); sizes are then those of one GPU.
+    if a replica has several (LORIKEET_TENSOR_PARALLEL); sizes are then those of one GPU. Versions
+    with equal weights share a copy, which is listed under one of their names.
 
     Example: `lorikeet status`
     """

@@ -40,7 +40,7 @@ def why(
 ) -> None:
     """Explain a request: where its time went, and why that replica answered.
 
-    Gateways remember requests for an hour, busy ones for less.
+    Gateways remember requests for an hour; busy gateways remember them for less time.
 
     Example: `lorikeet why chatcmpl-0f3b5c1d7a894e20b6c1d2e3f4a5b6c7`
     """

@@ -38,7 +38,9 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Check a blob for everything that could make its adapter fail later; return facts about it.
+    """Check a blob for all that could make its adapter fail on a replica; return facts about the
+    blob.
+
     Blocks: call it in a thread.
 
     blob: file with the blob.
@@ -94,9 +96,9 @@ def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) ->
 def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
     """Return the name of the served base model that a blob says it was trained on.
 
-    Names and aliases are compared without owner or folder. If none is equal, a quantized copy of
-    the model that the blob names matches, and so does the original of a quantized copy that the
-    blob names. Raises InvalidAdapter unless exactly one served base model matches.
+    Names and aliases are compared without owner or folder. If no served name equals the name in the
+    blob, a model also matches if one of the two is a quantized copy of the other. Raises
+    InvalidAdapter unless exactly one served base model matches.
     """
     declared = trained_on(blob)
     if declared is None:

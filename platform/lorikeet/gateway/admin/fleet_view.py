@@ -25,8 +25,7 @@ from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Seconds for which a collected JSON document answers all requests. Ten open pages then cost no
-more
-than a single page.
+more than a single page.
 """
 PINS_FRESH_S = 3.0
 """Seconds between reads of the pins' states. For replicas, a read of the pins' states costs more
@@ -123,7 +122,7 @@ class FleetView:
 
     async def _pin_statuses(self) -> Json | None:
         """Return the pins' states as last read, and begin a new read if they are older than
-        PINS_FRESH_S.
+        PINS_FRESH_S seconds.
 
         If there are no states to return, wait for the read, at most _PINS_WAIT_S seconds. None: no
         read has succeeded yet, or the last one failed.

@@ -28,7 +28,7 @@ class AdminKey(NewKeyBody):
 class Rotation(Body):
     """Request to replace a key by a new one.
 
-    overlap_s: seconds for which the old key keeps working in addition to the new one.
+    overlap_s: seconds for which the old key still works beside the new one.
     """
 
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
@@ -80,7 +80,7 @@ def create_key(
 
     tenant: owner of the key; None for an admin's key.
     scopes: names of the scopes, which decide the routes that the key may call.
-    wanted: limits, label and expiry of the key.
+    wanted: limits, name and expiry of the key.
     actor: id of the admin's key that creates it.
     """
     record, secret = catalog.create_key(

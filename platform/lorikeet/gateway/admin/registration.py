@@ -96,7 +96,7 @@ class Registration:
         digest: str | None = None,
         scan: ValueScan | None = None,
     ) -> BlobFacts:
-        """Check a blob for everything that could make its adapter fail later; return facts about
+        """Check a blob for all that could make its adapter fail on a replica; return facts about
         the blob.
 
         order: the registration for which the blob was uploaded.

@@ -73,7 +73,7 @@ class CustomTool(Body):
     defer_loading: bool = False
 
     def for_chat(self) -> Tool:
-        """Return the tool as in a chat request of OpenAI's API, without absent fields."""
+        """Return the tool in the form of OpenAI's chat API, without absent fields."""
         given = self.model_dump(exclude_none=True, include={"name", "description", "strict"})
         function = Function.unchecked(**given, parameters=self.input_schema)
         return Tool.unchecked(type="function", function=function)
@@ -106,7 +106,7 @@ class MessageToolChoice(Body):
         return self
 
     def for_chat(self) -> str | NamedTool:
-        """Return the value of tool_choice in a chat request of OpenAI's API."""
+        """Return the choice in the form of tool_choice in OpenAI's chat API."""
         if self.name is not None:
             return NamedTool(type="function", function={"name": self.name})
         return "required" if self.type == "any" else self.type
@@ -123,7 +123,7 @@ class JsonFormat(Body):
     strict: bool | None = None
 
     def for_chat(self) -> ResponseFormat:
-        """Return the value of response_format in a chat request of OpenAI's API."""
+        """Return the format in the form of response_format in OpenAI's chat API."""
         schema = JsonSchema.unchecked(name="answer", schema_=self.schema_, strict=self.strict)
         return ResponseFormat.unchecked(type="json_schema", json_schema=schema)
 
@@ -158,7 +158,7 @@ class MessageMetadata(Body):
     """Metadata of a request.
 
     user_id: name of a session. If an alias splits its requests between two versions, all requests
-    of a session get the same version.
+        of a session get the same version.
     """
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
@@ -240,7 +240,7 @@ class PromptRequest(ApiRequest):
         return self
 
     def _chat_tools(self) -> list[Tool]:
-        """Return the tools that the model gets, as in a chat request of OpenAI's API.
+        """Return the tools that the model gets, in the form of OpenAI's chat API.
 
         A tool with defer_loading is included once the messages name it. If the request also has
         Anthropic's search for tools, which is not served, all deferred tools are included.
@@ -264,7 +264,7 @@ class PromptRequest(ApiRequest):
         return None
 
     def _as_chat(self, **sampling: Any) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        """Return an equivalent request of OpenAI's chat API, without validating it: this request is
         valid.
 
         If the last message is the assistant's, the answer continues it.

@@ -67,6 +67,7 @@ class CallContext(NamedTuple):
     def work(self, prompt_tokens: int, sequences: int) -> Work:
         """Return the amount of work that the request makes for a replica.
 
+        prompt_tokens: length of the prompt in tokens.
         sequences: number of sequences to generate.
         """
         return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
@@ -102,7 +103,7 @@ class OpenAIRequest(ApiRequest):
 
     metadata: accepted, without effect.
     user: name of a session. If an alias splits its requests between two versions, all requests of a
-    session get the same version.
+        session get the same version.
     """
 
     temperature: Temperature = 1.0

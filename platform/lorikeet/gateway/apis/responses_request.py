@@ -65,7 +65,7 @@ class TextFormat(Body):
         return self
 
     def for_chat(self) -> ResponseFormat | None:
-        """Return the value of response_format in a chat request of OpenAI's API; None for text."""
+        """Return the format in the form of response_format in OpenAI's chat API; None for text."""
         if self.type == "text":
             return None
         schema = None
@@ -196,7 +196,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         )
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
-        """Return an equivalent chat request of OpenAI's API, without validating it: this request is
+        """Return an equivalent request of OpenAI's chat API, without validating it: this request is
         valid.
 
         items: stored conversation that the request continues, then its input.

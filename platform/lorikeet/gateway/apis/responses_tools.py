@@ -51,7 +51,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
     def for_chat(self, namespace: str | None = None) -> Tool:
-        """Return the function as a tool of a chat request of OpenAI's API, without absent fields.
+        """Return the function as a tool in the form of OpenAI's chat API, without absent fields.
 
         namespace: namespace that the function is in, if any.
         """
@@ -158,8 +158,7 @@ ResponseToolChoice = Annotated[
 
 
 def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
-    """Return the functions among a request's tools, in the form that a chat request of OpenAI's API
-    has.
+    """Return the functions among a request's tools, in the form of OpenAI's chat API.
 
     Raises a validation error: body.misfit for too many functions, body.unsupported if there are
     tools but no function.
@@ -180,7 +179,7 @@ def chat_tools(tools: Sequence[OfferedTool]) -> list[Tool]:
 def chat_choice(
     choice: str | FunctionChoice | AllowedChoice | None, functions: Sequence[Tool]
 ) -> Choice | None:
-    """Convert the Responses API's tool_choice to the value that it has in a chat request.
+    """Convert the Responses API's tool_choice to the form of tool_choice in OpenAI's chat API.
 
     functions: the functions among the tools, as chat_tools returns them.
     """
@@ -203,6 +202,6 @@ def repeated(tools: Sequence[OfferedTool]) -> list[dict[str, Any]]:
 
 def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool):
-        head = tool.model_dump(exclude_none=True, exclude={"tools"})
+        head = {"description": ""} | tool.model_dump(exclude_none=True, exclude={"tools"})
         return head | {"tools": [_repeated(inner) for inner in tool.tools]}
     return {"parameters": None, "strict": False} | tool.model_dump(exclude_none=True)

@@ -45,10 +45,9 @@ class BodySpace:
     """Disk space for the bodies that one gateway is receiving. For use in one event loop.
 
     A body claims its declared size before it arrives. If the space does not suffice, all tenants
-    with
-    bodies have equal shares of it. A new body of a tenant within its share then displaces bodies of
-    tenants that exceed their shares, the slowest body first. Otherwise a push key that sends many
-    large bodies slowly would keep all others from pushing.
+    with bodies have equal shares of it. A new body of a tenant within its share then displaces
+    bodies of tenants that exceed their shares, the slowest body first. Otherwise a push key that
+    sends many large bodies slowly would keep all others from pushing.
 
     free_bytes: function that returns the free space of the bodies' file system.
     """

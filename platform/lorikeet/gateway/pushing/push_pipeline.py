@@ -222,8 +222,7 @@ class PushPipeline:
     async def _uses(self, key: Key) -> bool:
         """Return whether requests on this gateway use a version, or may still name it.
 
-        Answers the question that gateways ask each other before replicas may evict an ended
-        version.
+        Gateways ask each other this question before they let replicas evict an ended version.
         """
         with suppress(PartitionsNotRead):
             self.pushed.applied_to(self._catalog_view.state, key[0])  # forgets an expired version
@@ -401,8 +400,7 @@ async def _repeat(work: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 async def _try(work: Callable[[], Awaitable[bool | None]]) -> bool:
     """Run `work`, which returns whether it succeeded; return the same. An exception is logged and
-    counts
-    as failure.
+    counts as failure.
     """
     try:
         return bool(await work())

@@ -101,8 +101,7 @@ class PushedVersions:
     """Pushed versions not yet in the catalog's log, which extend the catalog's state for requests.
 
     The numbers of these versions are provisional: another version may be recorded first. If an
-    admin
-    moves an alias meanwhile, the admin's choice counts. For use in one event loop.
+    admin moves an alias meanwhile, the admin's choice counts. For use in one event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -225,8 +224,8 @@ class PushedVersions:
         alias.
 
         log: catalog state without pushed versions.
-        landed: digests of earlier pushes that the log contains now; moves of the alias to these
-            pushes are ignored.
+        landed: digests of pushes that the log has recorded meanwhile; moves of the alias to these
+            pushes do not count.
         """
         if version.alias is None:
             return version
@@ -262,7 +261,7 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """Prevent announcements of a version that are still to come from moving its alias.
+        """Prevent later announcements of a version from moving the version's alias.
 
         Called once the catalog's log has moved the alias, to this version or another.
         """

@@ -91,7 +91,7 @@ _Path = tuple[str | int, ...]
 class HeldSchema:
     """Schema rewritten, as far as possible, into keywords that grammars enforce.
 
-    ignored: the removed formats, as "format:NAME"; they only describe.
+    ignored: the removed formats, as "format:NAME"; formats do not restrict values.
     let_go: pairs of a keyword that was removed because nothing can replace it, and the JSON path of
         its schema.
     """
@@ -147,8 +147,9 @@ class _Translation:
     """Translation of one schema into keywords that grammars enforce.
 
     root: the schema to translate.
-    lets_go: whether keywords that nothing can replace are removed. False within a schema that is
-        negated: without them it would match more values, and its negation fewer.
+    lets_go: whether keywords that nothing can replace are removed. False within a negated schema:
+        without these keywords the schema would match more values, and so its negation would match
+        fewer.
     let_go: removed keywords that nothing could replace, with the JSON path of their schema.
     ignored: the removed formats.
     hoisted: by the JSON pointer to a subschema that is copied into `$defs`, the `$ref` of its copy.
@@ -339,7 +340,7 @@ class _Translation:
     def _target(self, ref: str) -> Any:
         """Return the translation of the subschema to which a `$ref` refers.
 
-        ref: `$ref` of the translated schema, from `_reference`.
+        ref: `$ref` in the translated schema, as `_reference` returned it.
 
         Raises LookupError if the `$ref` leads out of the schema or its target is being translated.
         """

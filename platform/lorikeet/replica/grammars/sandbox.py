@@ -269,7 +269,7 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any], *, lets_go: bool) -> str | None:
     """Return the place of a schema's fault and the problem at this place, as text; None if no fault
-    is found within _FIND_CPU_S.
+    is found within _FIND_CPU_S seconds.
 
     lets_go: whether keywords that grammars cannot enforce are removed, and so no faults.
     """

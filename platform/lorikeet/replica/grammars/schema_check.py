@@ -20,9 +20,8 @@ def broken_keyword(schema: Any, text: str) -> str | None:
     JSON that matches.
 
     A violation is given as "at $…", with its place in the text and the broken keyword. If the text
-    is
-    no JSON, the result begins with NO_JSON; any other result says why the schema cannot be used. A
-    `$ref` that leads out of the schema is not followed.
+    is no JSON, the result begins with NO_JSON; any other result says why the schema cannot be used.
+    A `$ref` that leads out of the schema is not followed.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)

@@ -92,6 +92,11 @@ _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"Failed to generate regex for (?:float|int).* range.*",
             "the bounds of this number cannot be held: use bounds closer to 0, or none",
         ),
+        (
+            r"Unable to determine if regex is empty.*",
+            "its pattern cannot be held beside minLength and maxLength: remove these, or shorten "
+            "the pattern's own repetitions",
+        ),
         (r"(?:.*: )?Unsatisfiable schema: (.*)", r"no value matches it: \1"),
     )
 )
@@ -159,7 +164,7 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def checked_schemas(call: Call) -> list[AnswerSchema]:
-    """Return the schemas of a call of which the grammar leaves out keywords that it cannot enforce.
+    """Return a call's schemas with keywords that the grammar cannot enforce and leaves out.
 
     The finished answer is checked against these schemas.
     """
@@ -304,7 +309,7 @@ def _parts(
 def _explains(found: str, reason: str) -> bool:
     """Return True if the problem of a subschema may explain the problem of the whole schema.
 
-    A subschema that no value matches explains nothing if some values match the whole schema.
+    False if the subschema matches no value although the whole schema matches some.
 
     found: problem of the subschema.
     reason: problem of the whole schema.

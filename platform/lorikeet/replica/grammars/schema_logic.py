@@ -91,7 +91,7 @@ class SchemaLogic:
         )
 
     def _all_parts(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Return the schemas of allOf and `$ref`, which values of `schema` must match as well."""
+        """Return the schemas in allOf and `$ref` that a value of `schema` must match too."""
         parts = [*schema.get("allOf", ())]
         if "$ref" in schema:
             parts.append(self._target(schema["$ref"]))
@@ -171,8 +171,8 @@ class SchemaLogic:
     def _none_match(self, values: list[Any], pattern: object) -> bool:
         """Return True if all values are texts that certainly do not match a pattern.
 
-        The result is False if a text has other than ASCII characters: languages differ in their
-        classes.
+        The result is False if a text has characters beyond ASCII, on which dialects of patterns
+        disagree.
         """
         if not isinstance(pattern, str):
             return False
@@ -246,8 +246,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def _below(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if the bounds of two schemas show that all numbers which `one` allows are less
-    than
-    all numbers which `other` allows.
+    than all numbers which `other` allows.
     """
     most, least = _number(one, "maximum"), _number(other, "minimum")
     under, over = _number(one, "exclusiveMaximum"), _number(other, "exclusiveMinimum")

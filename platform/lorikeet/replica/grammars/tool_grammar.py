@@ -180,8 +180,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
     """Return a text as a sequence of Lark literals. Marks of the tool-call syntax that are added
-    tokens
-    become token ids.
+    tokens become token ids.
     """
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added

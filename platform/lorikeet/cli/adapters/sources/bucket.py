@@ -16,6 +16,7 @@ def download(source: str, folder: Path) -> None:
     """Copy an adapter's objects into a folder.
 
     source: s3://bucket/prefix of the adapter.
+
     Raises InvalidInput if LORIKEET_IMPORT_FROM does not allow the source, or the source holds no
     adapter, and StoreError.
     """

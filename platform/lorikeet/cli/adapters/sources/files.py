@@ -31,6 +31,7 @@ def adapter_files(
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
     read: returns the content of a small file.
+
     Raises InvalidInput if a needed file is missing, too large or of a refused kind.
     """
     try:

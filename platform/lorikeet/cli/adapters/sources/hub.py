@@ -15,6 +15,7 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
     repository: organisation/name.
     revision: a branch, tag or commit; None: the default branch.
     quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
+
     Raises LorikeetError if the Hub cannot be read, or the repository holds no adapter.
     """
     try:
