@@ -39,7 +39,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 GRAMMAR = "below 250, end under 1"
-TOKENS = 30
+TOKENS, TOKENS_ALONE = 30, 8  # of each answer
 CHUNK = 24
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": CHUNK, "max_running": CHUNK}
 # (adapter, tokens of the prompt, grammar): more tokens than the KV pages hold at once.
@@ -98,21 +98,24 @@ def answers_of(
     answers = Answers(engine)
     try:
         load_adapters(answers, family.refs.values())
-        rounds = (TOGETHER, (ALONE_TWICE,), (ALONE_TWICE,))
-        return [answer for asked in rounds for answer in _ask(answers, family, asked)]
+        rounds = ((TOGETHER, TOKENS), *[((ALONE_TWICE,), TOKENS_ALONE)] * 2)
+        return [answer for asked in rounds for answer in _ask(answers, family, *asked)]
     finally:
         engine.close()
 
 
 def _ask(
-    answers: Answers, family: SavedFamily, asked: Sequence[tuple[str | None, int, str | None]]
+    answers: Answers,
+    family: SavedFamily,
+    asked: Sequence[tuple[str | None, int, str | None]],
+    tokens: int,
 ) -> list[Answer]:
     for name, (adapter, length, grammar) in enumerate(asked):
         request = greedy(
             str(name),
             prompt(length),
             adapter=family.refs[adapter],
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             logprobs=0,
             grammar=grammar,
         )
