@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # The same random cases each time: others are for make soak.
 TEST := $(BIN)/pytest -m "not soak and not gpu and not attack" --hypothesis-profile ci
-# These start the whole service, and mostly wait.
+# These start the whole service: a quarter of the processor time of all tests.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
 # These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
 # their halves take about as long.
@@ -73,7 +73,7 @@ test: $(INSTALLED)  ## everything that must hold, on CPU
 	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-service test-engine test-platform check
 	$(TEST) $(TIMED_TESTS)
 
-# Each prints when it ends. The other tests give way to the service's, which mostly wait.
+# Each prints when it ends. The other tests give way to the service's, which hold times to bounds.
 test-service: $(INSTALLED)
 	$(TEST) $(SERVICE_TESTS)
 

@@ -39,6 +39,7 @@ from lorikeet_engine.telemetry.status import (
     EngineStatus,
     LiveStats,
     SlotUse,
+    StateUsage,
     TierStatus,
 )
 
@@ -80,6 +81,7 @@ class Engine:
         self._wake = threading.Event()
         parts = self._parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
+        self._state_bytes = parts.runner.state_bytes
         self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
         self._reported: EngineStatus | None = None
         self.info = parts.info
@@ -232,6 +234,7 @@ class Engine:
             step_adapters=counters.adapters.read(),
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
+            states=_state_usage(cache.states, self._state_bytes),
         )
 
     def changed_status(self) -> EngineStatus | None:
@@ -391,6 +394,14 @@ class Engine:
             self._scheduler.drop(lambda s: s.request.request_id in errors)
         for request_id, error in errors.items():
             self._requests.fail(request_id, error)
+
+
+def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None:
+    if states is None:
+        return None
+    counts = states.counts
+    used = states.owned, states.cached, states.slots, slot_bytes
+    return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
 
 
 def _live_stats(

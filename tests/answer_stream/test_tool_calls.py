@@ -9,6 +9,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     FUNCTION_GEMMA,
@@ -20,6 +21,8 @@ from lorikeet.answer_stream.tool_syntax import (
     OLMO,
     PHI,
     PYTHON_LIST,
+    QWEN_XML,
+    SEED,
     TOOL_CODE,
     CallStyle,
     syntax_of,
@@ -69,6 +72,18 @@ WRITTEN = {
         "Let me look.\n```tool_code\nweather(place='Paris {}]')\ntime()\n```\n",
     ),
     "a list in Python": (PYTHON_LIST, "[weather(place='Paris {}]'), time()]"),
+    "qwen's xml": (
+        QWEN_XML,
+        "Let me look.\n\n<tool_call>\n<function=weather>\n<parameter=place>\nParis {}]\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n"
+        "</tool_call>",
+    ),
+    "seed's xml": (
+        SEED,
+        "Let me look.\n<seed:tool_call>\n<function=weather>\n<parameter=place>Paris {}]"
+        "</parameter>\n</function>\n</seed:tool_call>"
+        "<seed:tool_call><function=time></function></seed:tool_call>\n",
+    ),
     "functiongemma": (
         FUNCTION_GEMMA,
         "Let me look.<start_function_call>call:weather{place:<escape>Paris {}]<escape>}"
@@ -161,6 +176,8 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
     [
         ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", HERMES),
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
+        ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }}", QWEN_XML),
+        ("{{ '<seed:tool_call>\\n<function=' + name + '><parameter=' + key + '>' }}", SEED),
         ("{{ '[TOOL_CALLS] ' + calls | tojson }}", MISTRAL),
         ("{{ 'Call with <|tool_call|> followed by a JSON list.' }}", GRANITE),
         ("{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}", PHI),
@@ -186,6 +203,9 @@ def demo():
 
 def forced(syntax, *calls):
     """The calls as the grammar wants them, without special tokens."""
+    if syntax.style is CallStyle.XML:
+        said = syntax.between.join(in_xml(name, given, syntax.pad) for name, given in calls)
+        return syntax.before + said + syntax.after
     if syntax.style is CallStyle.PYTHON:
         pairs = [
             (name, ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items()))
@@ -195,6 +215,16 @@ def forced(syntax, *calls):
         return syntax.before + said + syntax.after
     written = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
     return syntax.before + syntax.between.join(written) + syntax.after
+
+
+def in_xml(name, arguments, pad):
+    """A call as Qwen's or Seed-OSS's chat template writes it."""
+    texts = [
+        (key, value if isinstance(value, str) else json.dumps(value))
+        for key, value in arguments.items()
+    ]
+    said = "".join(f"<parameter={key}>{pad}{text}{pad}</parameter>\n" for key, text in texts)
+    return f"<function={name}>\n{said}</function>"
 
 
 def allows(demo, grammar):
@@ -218,6 +248,8 @@ HELD = {
     "olmo": OLMO,
     "tool_code": TOOL_CODE,
     "python": PYTHON_LIST,
+    "qwen's xml": QWEN_XML,
+    "seed's xml": SEED,
 }
 
 
@@ -230,7 +262,7 @@ def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, synta
     allowed = allows(demo, grammar)
     assert allowed(forced(syntax, *BOTH))
     assert allowed(forced(syntax, ("weather", {"place": "x", "days": 3})))
-    assert not allowed(forced(syntax, ("weather", {"place": "x", "days": "3"})))
+    assert not allowed(forced(syntax, ("weather", {"place": "x", "days": "three"})))
     assert not allowed(forced(syntax, ("weather", {"place": "x", "more": 3})))
     assert not allowed(forced(syntax, ("weather", {"days": 3})))
     assert not allowed(forced(syntax, ("other", {})))
@@ -285,6 +317,14 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
 )
 def test_forced_calls_are_streamed(syntax, size):
     assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("syntax", [QWEN_XML, SEED], ids=["qwen", "seed"])
+def test_forced_calls_in_xml_are_streamed(syntax, size):
+    parser = ForcedXmlParser(syntax, USE)
+    assert read(parser, forced(syntax, *BOTH), size) == ("", BOTH)
+    assert parser.called
 
 
 @pytest.mark.parametrize(

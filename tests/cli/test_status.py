@@ -8,7 +8,13 @@ import pytest
 from lorikeet.cli.service import status as status_module
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import (
+    AdapterStatus,
+    EngineStatus,
+    LiveStats,
+    StateUsage,
+    TierStatus,
+)
 from tests.cli.conftest import Lorikeet
 from tests.placement.builders import held
 
@@ -49,6 +55,18 @@ def test_a_replica_says_that_its_kv_cache_is_fp8(lorikeet: Lorikeet) -> None:
     said = lorikeet.do("status")
     assert said.count("40 of 100 in FP8") == 1
     assert said.count("40 of 100") == 2
+
+
+def test_a_replica_of_a_hybrid_says_how_many_states_it_has(lorikeet: Lorikeet) -> None:
+    hybrid = replica("r1")
+    usage = StateUsage(2, 7, 12, 1 << 20, 3, 9, 1)
+    hybrid = replace(hybrid, status=replace(hybrid.status, states=usage))
+    lorikeet.engines.said = [hybrid, replica("r2")]
+    assert lorikeet.do("status").count("2 and 7 cached of 12") == 1
+    said = json.loads(lorikeet.do("status", "--json"))["replicas"]
+    assert [each["states"] for each in said] == [usage._asdict(), None]
+    lorikeet.engines.said = [replica("r2")]
+    assert "States" not in lorikeet.do("status")
 
 
 def test_a_replica_says_how_many_gpus_hold_its_base_model(lorikeet: Lorikeet) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import BaseShape, read_json
-from tests.engine.conftest import MOE
+from tests.engine.conftest import HYBRID, MOE
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
 """Name of the base model in trainers' configs, which the service knows as an alias."""
@@ -48,7 +48,7 @@ class Base:
     @classmethod
     def save(cls, family: str, folder: Path) -> "Base":
         """Save a random checkpoint whose norms and biases have an effect."""
-        settings = {**_SIZES, **{**FAMILIES, **MIXTURES}[family]}
+        settings = {**_SIZES, **{**FAMILIES, **MIXTURES, **HYBRID}[family]}
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import BaseShape, blob_digest, read_spec
+from lorikeet_engine.adapter_format import BaseShape, Linear, blob_digest, read_spec
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.corpus.bases import Base
@@ -81,6 +81,21 @@ def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
         if found.gathers:
             deltas[name] = a.view(d_in, rank) @ b[0]
         else:
-            delta = b.mT @ a.view(count, rank, d_in)
+            delta = (b.mT @ a.view(count, rank, d_in))[:, _rows(shape, found)]
             deltas[name] = delta if found.of_experts else delta[0]
     return deltas
+
+
+def _rows(shape: BaseShape, linear: Linear) -> torch.Tensor:
+    """Return the position, among a linear's outputs in an image, of each row of a checkpoint.
+
+    Images have the parts of heads in another order than checkpoints: see BaseShape.parts.
+    """
+    order: list[int] = []
+    for width in linear.outputs:
+        count, each = shape.pieces(width)
+        parts, begin = shape.parts(width) or (range(each),), len(order)
+        order += [
+            begin + piece * each + i for part in parts for piece in range(count) for i in part
+        ]
+    return torch.tensor(order).argsort()

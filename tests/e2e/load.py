@@ -13,7 +13,7 @@ from typing import Self
 
 import httpx
 
-PAUSE_S = 0.15  # pause of a client between requests: other tests share the machine
+PAUSE_S = 0.3  # pause of a client between requests: other tests share the machine
 PATIENCE_S = 90.0  # longer than the gateway's, so that its own error arrives
 
 

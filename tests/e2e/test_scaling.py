@@ -8,6 +8,7 @@ import pytest
 
 from lorikeet.serving.autoscaling import autoscaling
 from tests.e2e.conftest import Service
+from tests.e2e.puppet import Puppet
 from tests.waiting import eventually
 
 IDLE = {
@@ -20,17 +21,6 @@ IDLE = {
 }
 NAME = "scaled"
 DOWNSCALE_S = 2.0
-
-
-class Puppet:
-    """Replica that reports the contents of a file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        stats: dict[str, float] = json.loads(self._file.read_text())
-        return stats
 
 
 @pytest.fixture

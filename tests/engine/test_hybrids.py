@@ -23,6 +23,7 @@ from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.settings import EngineSettings
+from lorikeet_engine.telemetry.status import StateUsage
 from tests.engine.engine_driver import (
     PAGE,
     Answers,
@@ -380,6 +381,25 @@ def test_the_next_turn_of_a_chat_begins_near_the_end_of_the_answer(make, overlap
         assert computed == len(ids) - cached + 99
         assert answer == tokens_of(make(), [ids], max_tokens=100)["0", 0]
         ids = ids + answer + prompt(30, turn)
+
+
+def test_the_status_counts_states_that_are_used_saved_restored_and_evicted(make):
+    engine, ids = make(max_running=1, state_bytes=3 * STATE), prompt(100)
+    assert engine.status().states == StateUsage(0, 0, 3, STATE, 0, 0, 0)
+    answers = Answers(engine)
+    answers.submit(greedy("0", ids, max_tokens=5))
+    answers.until(lambda: answers.tokens)
+    assert engine.status().states == StateUsage(1, 1, 3, STATE, 0, 1, 0)
+    answers.all()
+    for seed, counts in ((None, (1, 1, 0)), (1, (1, 2, 0)), (2, (1, 3, 1)), (3, (1, 4, 2))):
+        tokens_of(engine, [ids if seed is None else prompt(100, seed)], max_tokens=1)
+        assert engine.status().states[4:] == counts
+    assert engine.status().states.running == 0
+
+
+def test_a_model_without_delta_nets_has_no_states(tiny_checkpoints, shelf, tmp_path, close_later):
+    engine = close_later(build(tiny_checkpoints["llama"], shelf, tmp_path / "cache"))
+    assert engine.status().states is None
 
 
 def test_an_answer_of_any_length_leaves_one_state_beside_its_prompts(make):

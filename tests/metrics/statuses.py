@@ -7,6 +7,7 @@ from lorikeet_engine.telemetry.status import (
     EngineInfo,
     EngineStatus,
     LiveStats,
+    StateUsage,
     TierStatus,
 )
 
@@ -34,6 +35,7 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         load_failures=4,
         preemptions=15,
         tensor_parallel=2,
+        states=StateUsage(19, 20, 50, 21, 22, 23, 24),
         prompt_tokens=16,
         cached_tokens=17,
         output_tokens=18,

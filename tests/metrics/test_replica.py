@@ -1,5 +1,7 @@
 """Metrics of a replica's status, as Prometheus reads them."""
 
+from dataclasses import replace
+
 from lorikeet.metrics.exposition import join, render
 from lorikeet.metrics.replica import replica_metrics
 from tests.metrics.scraping import Scraped, check_with_promtool
@@ -30,6 +32,11 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     assert page.total("lorikeet_sequences", state="waiting") == 12
     assert page.total("lorikeet_kv_cache_pages", state="used") == 13
     assert page.total("lorikeet_kv_cache_pages", state="total") == 14
+    for state, slots in (("running", 19), ("cached", 20), ("total", 50)):
+        assert page.total("lorikeet_states", state=state) == slots
+    assert page.total("lorikeet_state_bytes") == 21
+    for event, times in (("restored", 22), ("saved", 23), ("evicted", 24)):
+        assert page.total("lorikeet_state_events_total", event=event) == times
     assert page.total("lorikeet_preemptions_total") == 15
     assert page.total("lorikeet_tensor_parallel") == 2
     rounded = {"weights": "nf4, rounded to fp8", "kv_cache": "fp8"}
@@ -39,6 +46,11 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     for name in ("seconds", "sequences", "adapters"):
         assert page.total(f"lorikeet_step_{name}_count", replica="r0", base_model="tiny") == 3
     assert page.total("lorikeet_inter_token_latency_seconds_count", residency="none") == 3
+
+
+def test_a_model_without_delta_nets_has_no_metrics_of_states() -> None:
+    page = page_of(replace(engine_status(), states=None))
+    assert not page.labels("lorikeet_states", "state")
 
 
 def test_buckets_are_cumulative() -> None:

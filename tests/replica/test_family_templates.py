@@ -22,6 +22,8 @@ from lorikeet.answer_stream.tool_syntax import (
     OLMO,
     PHI,
     PYTHON_LIST,
+    QWEN_XML,
+    SEED,
     TOOL_CODE,
 )
 from lorikeet.errors import UnsupportedParameter
@@ -107,6 +109,17 @@ SHOWN = {
         TOOL_CODE,
         "```tool_code\nlook(at='it')\n```",
     ),
+    "Qwen 3 Coder and 3.5": ToolTemplate(
+        EACH_TOOL + "{{ '<tool_call><function=name><parameter=key>' if tools }}",
+        QWEN_XML,
+        "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "Seed-OSS": ToolTemplate(
+        EACH_TOOL + "{{ '<seed:tool_call><function=name><parameter=key>' if tools }}",
+        SEED,
+        "<seed:tool_call>\n<function=look>\n<parameter=at>it</parameter>\n</function>\n"
+        "</seed:tool_call>",
+    ),
     "FunctionGemma": ToolTemplate(
         "{% for t in tools or [] %}<start_function_declaration>declaration:"
         "{{ t.function.name }}<end_function_declaration>{% endfor %}"
@@ -120,7 +133,6 @@ NOT_READ = {
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
     "newer Mistral": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][ARGS]"
     "{% endfor %}",
-    "Qwen 3 Coder": EACH_TOOL + "{{ '<tool_call><function=name>' if tools }}",
     # the tools stand in the system message, under a name that OpenAI's API has not
     "Phi-4-mini's own": "{% for m in messages if m.tools %}<|tool|>{{ m.tools }}{% endfor %}",
     # calls of earlier turns are all that it shows, under a name that OpenAI's API has not

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, ToolSyntax
+from lorikeet.answer_stream.tool_call_bodies import calls_of
+from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, QWEN_XML, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
@@ -30,6 +31,8 @@ from tests.replica.test_strict_tools import MARKS, SCHEMAS, USE, written
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
+QWEN3_5 = (TEMPLATES / "qwen3.5.jinja").read_text()
+QWEN3_6 = (TEMPLATES / "qwen3.6.jinja").read_text()
 R1 = (TEMPLATES / "deepseek-r1-distill.jinja").read_text()
 USER = {"role": "user", "content": "Is it <think>?"}
 NO_THINKING = {"enable_thinking": False}
@@ -51,6 +54,60 @@ def test_prompts_of_r1_distills_open_the_thinking(tmp_path: Path) -> None:
     distill = encoder(tmp_path, R1)
     assert thinking(distill, CHAT) is Thinking.BEGUN
     assert text_of(distill, CHAT).endswith("<think>\n")
+
+
+def test_qwen_3_5_opens_the_thinking_or_closes_it_in_the_prompt(tmp_path: Path) -> None:
+    qwen = encoder(tmp_path, QWEN3_5)
+    asked = replace(CHAT, messages=(USER,))
+    assert thinking(qwen, asked) is Thinking.BEGUN
+    assert text_of(qwen, asked).endswith("<think>\n")
+    assert thinking(qwen, replace(asked, template_args=NO_THINKING)) is Thinking.NEVER
+    assert qwen.ignored(replace(asked, template_args={"reasoning_effort": "low"})) == (
+        "reasoning_effort",
+    )
+
+
+def test_qwen_3_6_shows_thinking_of_earlier_turns_if_it_is_preserved(tmp_path: Path) -> None:
+    qwen = encoder(tmp_path, QWEN3_6)
+    said = {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
+    asked = replace(CHAT, messages=(USER, said, USER))
+    assert "Hm." not in text_of(qwen, asked)
+    kept = replace(asked, template_args={"preserve_thinking": True})
+    assert "<think>\nHm.\n</think>\n\nNo." in text_of(qwen, kept)
+
+
+@pytest.mark.parametrize("template", [QWEN3_5, QWEN3_6], ids=["3.5", "3.6"])
+def test_qwens_past_calls_are_written_as_its_syntax_has_them(tmp_path: Path, template: str) -> None:
+    qwen = encoder(tmp_path, template)
+    assert qwen.syntax is QWEN_XML
+    given = {"place": "a < b\n", "days": [1, 2], "all": True}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": given}}
+    past = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "content": "fine", "tool_call_id": "c1"}
+    text = text_of(qwen, replace(CHAT, tools=USE, messages=(USER, past, result)))
+    shown = text.rpartition("<tool_call>")[2].partition("</tool_call>")[0]
+    syntax = qwen.syntax
+    (read,) = calls_of(
+        f"{shown.strip()}\n</tool_call>",
+        syntax,
+        {"weather": {"properties": {"place": {"type": "string"}, "all": {"type": "boolean"}}}},
+    )
+    assert read == ("weather", given)
+
+
+def test_system_messages_go_first_together_for_a_template_that_takes_them_there_alone(
+    tmp_path: Path,
+) -> None:
+    brief, loud = ({"role": "system", "content": text} for text in ("Be brief.", "Be loud."))
+    said = {"role": "assistant", "content": "No."}
+    qwen = encoder(tmp_path, QWEN3_5)
+    first = "<|im_start|>system\nBe brief.\n\nBe loud.<|im_end|>\n<|im_start|>user\nIs it"
+    for messages in ((brief, loud, USER), (brief, USER, loud), (USER, brief, said, loud, USER)):
+        text = text_of(qwen, replace(CHAT, messages=messages))
+        assert text.startswith(first)
+        assert text.count("<|im_start|>system") == 1
+    kept = text_of(encoder(tmp_path, QWEN3), replace(CHAT, messages=(brief, USER, loud)))
+    assert "<|im_end|>\n<|im_start|>system\nBe loud.<|im_end|>" in kept
 
 
 def test_plain_completions_and_other_templates_have_no_thinking(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ Regular expressions of a config run at the first boundary only, in a child proce
 
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
                                 `lora_config` (adapter_config.json, with `targets`,
-                                `expressions` and `peft_release`), `experts` and `token_rows`;
+                                `expressions` and `peft_release`), `experts`, `joined` and
+                                `token_rows`;
                                 `mlx` reads MLX's folders, and `trtllm` converts TensorRT-LLM's
                                 to PEFT's
     blob → checked adapter      `spec`, from `header` and against the base model's `shape`;

@@ -16,7 +16,6 @@ import numpy as np
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, copies_metadata, describe_copy
 from lorikeet_engine.adapter_format.experts.forms import (
     Pair,
-    Stored,
     name_parameters,
     stack_experts,
 )
@@ -26,6 +25,7 @@ from lorikeet_engine.adapter_format.header import (
     parse_json_object,
     read_header,
 )
+from lorikeet_engine.adapter_format.joined import Written, join_parts
 from lorikeet_engine.adapter_format.lora_config import LoraConfig, refuse_unsupported
 from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
@@ -82,8 +82,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
     config = LoraConfig.from_peft(raw, pairs, doubt)
-    modules, config = stack_experts(_in_blobs(pairs), config)
-    named: dict[str, Stored] = {token_rows_name(m): tensor for m, tensor in rows.items()}
+    modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
+    named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
     for module, sides in modules.items():
         named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
     named = dict(sorted(named.items()))

@@ -293,6 +293,12 @@ def _linear(
         )
     _check_experts(module, sides, shape, linear)
     got, want = (sides["A"].shape[-1], sides["B"].shape[-2]), shape.dims(linear)
+    if got != want and module == EMBEDDINGS.module and got == want[::-1]:
+        raise AdapterRejected(
+            f"{module} has the matrices of a head, as Tinker exports its unembedding for a base "
+            "model with tied embeddings: train with train_unembed=False",
+            field=module,
+        )
     if got != want:
         raise AdapterRejected(
             f"{module} maps {got[0]} to {got[1]} and the base model's {want[0]} to {want[1]}: "

@@ -1,6 +1,6 @@
 """Finds the linears that a PEFT config selects by targets and patterns, in the way PEFT does."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from lorikeet_engine.adapter_format.tensor_names import (
     layers_prefix,
     linears_of,
     locate_module,
+    parts_of,
+    whole_of,
 )
 
 _ALL_LINEAR = "all-linear"
@@ -69,9 +71,10 @@ def check_targets(
     Raises AdapterRejected if the modules that have weights are not the modules that the config
     selects.
     """
-    linears = linears_of([canonical_module(module) for module in modules])
+    adapted = {module: whole_of(canonical_module(module)) for module in modules}
+    linears = linears_of([*adapted.values()])
     outer = {m for m in modules if not _is_in_layer(m)}
-    located = [locate_module(canonical_module(m), linears) for m in modules if m not in outer]
+    located = [locate_module(adapted[m], linears) for m in modules if m not in outer]
     if raw.get("target_modules") is None and not raw.get("target_parameters"):
         return TargetedBases()
     if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
@@ -179,6 +182,7 @@ def _expected(
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
+    given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
     beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     outside = {m if m == HEAD.module else place + m.removeprefix("model.") for m in beside}
     found: dict[tuple[tuple[Linear, ...], bool], _Expected] = {}
@@ -188,7 +192,7 @@ def _expected(
         if not {linear.module for linear in family.linears}.issuperset(with_weights):
             continue
         if kind not in found:
-            saved = _SavedNames(names[kind[1]], place, family)
+            saved = _SavedNames(names[kind[1]], place, family, given)
             found[kind] = _Expected(outside | saved.of(layers))
             if family.is_hybrid:
                 beyond = range(len(layers), len(layers) + _MORE_LAYERS)
@@ -210,11 +214,13 @@ class _SavedNames:
 
     configured: names by which a config can target a linear.
     place: path before "layers." in the trainer's names.
+    given: last parts of the names of modules that have weights.
     """
 
     configured: ConfiguredNames
     place: str
     family: Family
+    given: Set[str]
 
     def of(self, layers: Collection[int], kind: LayerKind | None = None) -> set[str]:
         """Return all names that the linears of some layers can have in a config.
@@ -224,13 +230,27 @@ class _SavedNames:
             every kind have.
         """
         linears = [each for each in self.family.linears if each.kind is kind]
+        forms = {each: self._forms(each) for each in linears}
         found = set[str]()
-        for linear in (each.path(layer) for layer in layers for each in linears):
-            found |= self.configured.of(linear)
+        for layer, linear in ((layer, each) for layer in layers for each in linears):
+            for form in forms[linear]:
+                found |= self.configured.of(form.path(layer))
             if len(found) > _MAX_LINEARS:
                 problem = f"{len(layers)} layers of such experts: over {_MAX_LINEARS} linears"
                 raise bad_config(problem, "target_modules")
         return {self.place + module.removeprefix("model.") for module in found}
+
+    def _forms(self, linear: Linear) -> list[Linear]:
+        """Return the linears by which a config can target a linear: itself, its parts, or both.
+
+        Both if neither has weights.
+        """
+        parts = [replace(linear, module=name) for name in parts_of(linear.module)]
+        if not parts:
+            return [linear]
+        forms = [linear], parts
+        given = [form for form in forms if not self.given.isdisjoint(each.name for each in form)]
+        return [each for form in given or forms for each in form]
 
 
 def targets_parameter(raw: Mapping[str, Any], name: str) -> bool:

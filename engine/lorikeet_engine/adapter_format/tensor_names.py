@@ -44,6 +44,11 @@ _VISION = re.compile(
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
 _SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
+_PART = re.compile(r"((?:.*\.)?linear_attn\.in_proj_)([qkv])")
+PARTS = ("q", "k", "v")
+"""Endings of the matrices that trainers may adapt apart, in the order in which in_proj_qkv stacks
+them."""
+_NO_LINEAR = re.compile(r"\.linear_attn\.(?:conv1d|A_log|dt_bias|norm)(?:\.|$)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "only embed_tokens can have such weights",
@@ -72,8 +77,14 @@ def split_saved_name(name: str) -> tuple[str, str]:
     """Parse the name of a LoRA tensor in a trainer's file: return (module, "A" or "B").
 
     The module is named as in the trainer's config. Raises AdapterRejected if the tensor is not
-    part of a LoRA adapter.
+    part of a LoRA adapter, or of a delta net's part that is no linear.
     """
+    if _NO_LINEAR.search(name):
+        raise AdapterRejected(
+            f"tensor {name}: conv1d, A_log, dt_bias and norm of a delta net cannot be adapted; "
+            "train its linears alone",
+            field=name,
+        )
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 
@@ -133,6 +144,29 @@ def canonical_module(saved: str) -> str:
             return outer.module
     match = _SAVED_MODULE.fullmatch(saved)
     return modern(f"model.{match[2].removesuffix('.weight')}" if match else saved)
+
+
+def part_of(module: str) -> tuple[str, str] | None:
+    """Return the linear that a module is one of three parts of, and the part's ending, of PARTS.
+
+    linear_attn.in_proj_q → linear_attn.in_proj_qkv, q. None for any other module.
+    """
+    match = _PART.fullmatch(module)
+    return (f"{match[1]}{''.join(PARTS)}", match[2]) if match else None
+
+
+def whole_of(module: str) -> str:
+    """Return the linear that a module is a part of, or the module itself if it is no part."""
+    part = part_of(module)
+    return part[0] if part else module
+
+
+def parts_of(linear: str) -> tuple[str, ...]:
+    """Return the names of a linear's parts, which a trainer may adapt apart; () if it has none."""
+    whole = "".join(PARTS)
+    before = linear.removesuffix(whole)
+    names = tuple(before + part for part in PARTS)
+    return names if part_of(names[0]) == (linear, PARTS[0]) else ()
 
 
 def is_outer(saved: str, outer: Linear) -> bool:

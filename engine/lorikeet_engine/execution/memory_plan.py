@@ -125,9 +125,9 @@ def count_states(
 ) -> int:
     """Return the number of states of delta nets that fit into the memory that the settings allow.
 
-    If the settings allow no fixed size, there are least_states, and one for each _TOKENS_OF_STATE
-    tokens of the KV pages that then fit. But no states are added that take the memory of given
-    kv_bytes, or the KV pages of one sequence of max_context tokens.
+    If the settings give no fixed size, the number is that of least_states plus one state for each
+    _TOKENS_OF_STATE tokens of the KV pages that then fit. No state is added that would take memory
+    from given kv_bytes, or from the KV pages of one sequence of max_context tokens.
 
     shape: part of the base model that this process computes.
     memory: free memory of the device after all parts but the KV pages have taken theirs.
@@ -161,9 +161,10 @@ def count_states(
 
 
 def least_states(settings: EngineSettings) -> int:
-    """Return the number of states of delta nets without which max_running sequences cannot run.
+    """Return the smallest number of states of delta nets with which max_running sequences can run.
 
-    One more than these sequences have, since a sequence begins with a copy of a cached state.
+    This is one more than the number of these sequences, since a sequence begins with a copy of a
+    cached state.
     """
     return settings.max_running + 1
 

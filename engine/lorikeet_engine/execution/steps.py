@@ -81,6 +81,11 @@ class ModelRunner:
         return 0 if self._states is None else self._states.slots
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot for a state of delta nets; 0 for a model without delta nets."""
+        return 0 if self._states is None else self._states.nbytes // self._states.slots
+
+    @property
     def kv_windows(self) -> tuple[int | None, ...]:
         """Attention window of each group of layers; None for a group that attends to all tokens."""
         return self.model.config.kv_groups.windows

@@ -60,7 +60,8 @@ class DeltaStates:
         return self.inputs.shape[1]
 
     def begin(self, rows: StateRows) -> None:
-        """Set the states of sequences that begin, to zeros or cached states; copy those to cache.
+        """Set the states of sequences that begin to zeros or cached states; copy states to the
+        cache.
 
         rows: states that the next step reads and updates.
         """

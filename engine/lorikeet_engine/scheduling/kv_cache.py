@@ -93,7 +93,8 @@ class StateUse(NamedTuple):
     slot: slot of the state, which the step updates.
     restore: slot of a cached state to copy into `slot` before the step; None: nothing is copied.
     saves: states to copy to the cache during the step.
-    copy: slot of the cache into which to copy `slot` before the step; None: nothing is copied.
+    copy: slot of the cache into which the state in `slot` is copied before the step; None: nothing
+        is copied.
     """
 
     slot: int
@@ -200,7 +201,7 @@ class KVCache(PagePool):
     step_tokens: maximum number of tokens that a step computes.
     states: slots for states of delta nets; None for a model without delta nets.
     state_piece: states are saved behind multiples of this many tokens of a chunk, since kernels
-        compute chunks in pieces of this size. Decodes save states so far apart.
+        compute chunks in pieces of this size. Decodes save a state once per so many tokens.
     """
 
     state_piece = CHUNK
@@ -425,7 +426,7 @@ class KVCache(PagePool):
     def _publish_states(self, kv: SequencePages, end: int) -> None:
         """Let other sequences find the states that a sequence has saved in its first `end` tokens.
 
-        A state saved in the answer replaces the one before, but not one behind the whole prompt.
+        A state saved in the answer replaces the state that was saved before in the same answer.
         """
         assert self.states is not None
         for tokens in [tokens for tokens in kv.saving if tokens <= end]:

@@ -60,6 +60,11 @@ class StatePool:
         return len(self._free)
 
     @property
+    def owned(self) -> int:
+        """Number of slots with an owner."""
+        return self.slots - len(self._free) - len(self._holds)
+
+    @property
     def cached(self) -> int:
         """Number of cached states."""
         return len(self._slot_of)
@@ -102,7 +107,7 @@ class StatePool:
         return slot
 
     def take_to_save(self) -> int | None:
-        """Give a slot as `take` does, into which a state is copied before `publish` or `release`.
+        """Give a slot as `take` does, to copy a state into before `publish` or `release`.
 
         Returns None if sequences that begin may need all other slots.
         """

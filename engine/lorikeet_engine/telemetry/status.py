@@ -67,6 +67,27 @@ class TierStatus:
     checksum_failures: int = 0
 
 
+class StateUsage(NamedTuple):
+    """Slots for states of delta nets (linear attention), and counts since the start.
+
+    running: number of slots of running sequences, and of states that are being copied to the cache.
+    cached: number of cached states.
+    slots: number of all slots.
+    slot_bytes: bytes of a slot on each GPU.
+    restored: number of sequences that began with a cached state.
+    saved: number of states that were cached.
+    evicted: number of cached states that were evicted.
+    """
+
+    running: int
+    cached: int
+    slots: int
+    slot_bytes: int
+    restored: int
+    saved: int
+    evicted: int
+
+
 class EvictionCandidate(NamedTuple):
     """Adapter that would be evicted first from the GPU.
 
@@ -141,6 +162,7 @@ class EngineStatus:
     inter_token_s: seconds between two outputs of a choice, by the tier that held its adapter when
         the request came; None without an adapter.
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
+    states: states of delta nets; None for a model without delta nets.
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
     """
@@ -160,6 +182,7 @@ class EngineStatus:
     step_adapters: Distribution = field(default_factory=Distribution)
     inter_token_s: Mapping[Residency | None, Distribution] = field(default_factory=dict)
     tensor_parallel: int = 1
+    states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
+from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes
@@ -52,7 +53,7 @@ class ChoiceStream:
     def __init__(
         self,
         text: Detokenizer,
-        parser: ToolCallParser | ForcedCallParser | None,
+        parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None,
         vocabulary: Vocabulary | None,
         echo: str | None,
         reasoning: ReasoningParser | None,
@@ -187,10 +188,15 @@ def open_choice(
     if thinking is not Thinking.NEVER:
         reasoning = ReasoningParser(thinking)
         shown += THINK_TAGS
-    parser: ToolCallParser | ForcedCallParser | None = None
+    parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None = None
     if call.tools is not None and syntax is not None:
-        as_they_come = call.tools.forced and syntax.style is CallStyle.JSON
-        parser = ForcedCallParser(syntax) if as_they_come else ToolCallParser(syntax, call.tools)
+        match syntax.style if call.tools.forced else None:
+            case CallStyle.JSON:
+                parser = ForcedCallParser(syntax)
+            case CallStyle.XML:
+                parser = ForcedXmlParser(syntax, call.tools)
+            case _:
+                parser = ToolCallParser(syntax, call.tools)
         shown += syntax.tokens
     parsed = parser is not None or reasoning is not None
     hidden = vocabulary.special_except(shown) if parsed else None

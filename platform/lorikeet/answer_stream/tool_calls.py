@@ -38,7 +38,7 @@ class ToolCallParser:
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
         self._syntax = syntax
         self._parallel = use.parallel
-        self._names = {tool["function"]["name"] for tool in use.tools}
+        self._parameters = use.parameters
         # Text that is held back: parts already parsed, then the unparsed rest.
         self._held: list[str] = []  # whitespace, opening mark, whitespace
         self._body: list[str] = []  # the calls themselves
@@ -193,11 +193,11 @@ class ToolCallParser:
         offer.
         """
         try:
-            calls = calls_of(body, self._syntax)
+            calls = calls_of(body, self._syntax, self._parameters)
             found = [(name, json.dumps(given, allow_nan=False)) for name, given in calls]
         except (ValueError, RecursionError):
             return []
-        return found if all(name in self._names for name, _ in found) else []
+        return found if all(name in self._parameters for name, _ in found) else []
 
     def _skip_whitespace(self, into: list[str]) -> bool:
         """Move the unparsed text's leading whitespace to `into`; return whether text is left."""

@@ -10,11 +10,13 @@ class CallStyle(Enum):
     JSON: an object, or an array of objects.
     PYTHON: name(key=value, …) with literals of Python or JSON.
     GEMMA: call:name{key:value, …} with <escape> around strings.
+    XML: <function=name> with a <parameter=key> for each value, which is bare text.
     """
 
     JSON = "json"
     PYTHON = "python"
     GEMMA = "gemma"
+    XML = "xml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class ToolSyntax:
         makes calls must begin with the calls.
     style: syntax of one call.
     arguments: key of a JSON call's arguments; the key of its function is always "name".
+    pad: text on both sides of each value of an XML call.
     """
 
     before: str
@@ -35,6 +38,7 @@ class ToolSyntax:
     closes: str = ""
     style: CallStyle = CallStyle.JSON
     arguments: str = "arguments"
+    pad: str = ""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -116,6 +120,25 @@ FUNCTION_GEMMA = ToolSyntax(
     style=CallStyle.GEMMA,
 )
 """Tool calls of FunctionGemma."""
+QWEN_XML = ToolSyntax(
+    before="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    after="\n</tool_call>",
+    opens="<tool_call>",
+    closes="</tool_call>",
+    style=CallStyle.XML,
+    pad="\n",
+)
+"""Tool calls of Qwen 3.5 and later, and of Qwen 3 Coder."""
+SEED = ToolSyntax(
+    before="<seed:tool_call>\n",
+    between="\n</seed:tool_call>\n<seed:tool_call>\n",
+    after="\n</seed:tool_call>",
+    opens="<seed:tool_call>",
+    closes="</seed:tool_call>",
+    style=CallStyle.XML,
+)
+"""Tool calls of Seed-OSS."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 """Tool calls of Llama 3.1 and later.
 
@@ -125,7 +148,11 @@ LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 
 def syntax_of(template: str) -> ToolSyntax | None:
     """Return the tool-call syntax that a chat template shows; None if it shows no known one."""
-    if "<tool_call>" in template and "<function=" not in template:
+    if "<function=" in template:
+        if "<parameter=" not in template:
+            return None
+        return SEED if "<seed:tool_call>" in template else QWEN_XML
+    if "<tool_call>" in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return MISTRAL

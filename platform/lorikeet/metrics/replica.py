@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
-from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus
+from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus, StateUsage
 
 
 def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
@@ -104,6 +104,8 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
         "state",
         {"used": status.live.kv_pages_used, "total": status.live.kv_pages_total},
     )
+    if status.states is not None:
+        yield from _states(status.states)
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
         "Sequences that lost their KV pages or batch slot to others and are recomputed.",
@@ -118,6 +120,24 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
             "cached": status.cached_tokens,
             "output": status.output_tokens,
         },
+    )
+
+
+def _states(states: StateUsage) -> Iterator[Metric]:
+    yield gauge(
+        "lorikeet_states",
+        "States of gated delta nets: of running sequences, cached, and room for in total.",
+        "state",
+        {"running": states.running, "cached": states.cached, "total": states.slots},
+    )
+    yield GaugeMetricFamily(
+        "lorikeet_state_bytes", "Bytes of one sequence's state on each GPU.", states.slot_bytes
+    )
+    yield counter(
+        "lorikeet_state_events_total",
+        "Sequences that began with a cached state, states cached, and cached states evicted.",
+        "event",
+        {"restored": states.restored, "saved": states.saved, "evicted": states.evicted},
     )
 
 

@@ -125,8 +125,8 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
     """Return the load that is highest relative to its bound: (ratio of load to bound, the load in
     words).
 
-    A ratio above 1 needs more replicas. The loads are averages over the replicas of loads that more
-    replicas reduce: adapters in use, running sequences, KV pages.
+    A ratio above 1 needs more replicas. Only loads that more replicas reduce are considered, each
+    averaged over the replicas: adapters in use, running sequences, KV pages.
     """
     count = len(pressures)
     arenas = max(1.0, sum(each.arena_bytes for each in pressures))

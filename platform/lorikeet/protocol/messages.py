@@ -84,6 +84,12 @@ class ToolUse:
         """Whether any tool is strict: arguments of its calls must match its schema."""
         return any(tool["function"].get("strict") for tool in self.tools)
 
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments of each tool; None for a tool without arguments."""
+        functions = (tool["function"] for tool in self.tools)
+        return {function["name"]: function.get("parameters") for function in functions}
+
 
 class Work(NamedTuple):
     """Amount of work that a request makes for a replica.

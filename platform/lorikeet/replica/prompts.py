@@ -43,6 +43,7 @@ _HERE = "[the answer goes on here]"
 
 Besides the mark, only a client's own last message could contain this text.
 """
+_EFFORT = "reasoning_effort"
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -83,6 +84,7 @@ class PromptEncoder:
         self._variables = _names_in(templates)
         self._wants_parts = False
         self._wants_parts = self._shows_only_parts()
+        self._system_only_first = self._takes_system_only_first()
         self.syntax = self._syntax()
         self._thinks = any(CLOSES in template for template in templates)
         self._max_context = max_context
@@ -122,7 +124,9 @@ class PromptEncoder:
         The fields are the template_args that the chat template does not use, and the call's
         `left_out`.
         """
-        unread = (name for name in call.template_args if name not in self._variables)
+        unread = [name for name in call.template_args if name not in self._variables]
+        if call.template_args.get(_EFFORT) == "none" and "enable_thinking" in self._variables:
+            unread = [name for name in unread if name != _EFFORT]  # it has ended the thinking
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
@@ -173,6 +177,22 @@ class PromptEncoder:
             return False
         return [said["content"] in text for text in shown] == [False, True]
 
+    def _takes_system_only_first(self) -> bool:
+        """Return True if the template refuses a system message behind other messages.
+
+        Templates of Qwen 3.5 do so; coding agents send such messages.
+        """
+        said = {"role": "system", "content": "Be brief."}
+        try:
+            self._render([said, *_HELLO])
+        except InvalidInput:
+            return False
+        try:
+            self._render([said, *_HELLO, said])
+        except InvalidInput:
+            return True
+        return False
+
     def _syntax(self) -> ToolSyntax | None:
         """Return the model's syntax of tool calls; None if its chat template renders no tools."""
         if self._tokenizer.chat_template is None:
@@ -209,9 +229,12 @@ class PromptEncoder:
         given = {**call.template_defaults, **call.template_args}
         known = {name: value for name, value in given.items() if name in self._variables}
         how = {"add_generation_prompt": call.generation_prompt}
+        messages: Sequence[Mapping[str, Any]] = call.messages
+        if self._system_only_first:
+            messages = _with_one_system(messages)
         if not call.continue_final:
-            return self._render(call.messages, tools, **how, **known)
-        return self._render_begun(call.messages, tools, **how, **known)
+            return self._render(messages, tools, **how, **known)
+        return self._render_begun(messages, tools, **how, **known)
 
     def _render_begun(
         self,
@@ -284,6 +307,17 @@ def _processor_template(model: Path) -> str | None:
     """
     file = model / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.exists() else None
+
+
+def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return messages with the texts of all system messages in the first message, separated by
+    empty lines.
+    """
+    if all(message["role"] != "system" for message in messages[1:]):
+        return messages
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = (message for message in messages if message["role"] != "system")
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

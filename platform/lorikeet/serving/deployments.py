@@ -53,8 +53,8 @@ _OTHER_REQUESTS = 256
 These requests have slots of their own, so that a flood of generations does not block them.
 """
 _HEALTH_CHECKS = 64
-"""Number of the _OTHER_REQUESTS slots that only health checks can use, so that no flood blocks
-them.
+"""Number of these slots that only health checks can use, so that no flood of other requests blocks
+health checks.
 """
 _CONTROL_CALLS = 8
 """Limit on the concurrent control calls to a replica, such as plans and reports.

@@ -232,8 +232,8 @@ class ByteLru:
 
 
 class Link:
-    """Link that transfers one adapter after another; the next transfer starts without waiting for
-    the latency of the last.
+    """Link that transfers one adapter after another; a transfer starts without waiting for the
+    latency of the one before.
     """
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:

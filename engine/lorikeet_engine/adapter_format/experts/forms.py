@@ -75,7 +75,7 @@ class ExpertTensor:
 
 
 Stored = SavedTensor | ExpertTensor
-"""A tensor that can be written to a blob."""
+"""A tensor of one linear, as a trainer saved it or stacked for all experts."""
 
 
 def name_parameters(

@@ -202,10 +202,17 @@ def replica_json(report: ReplicaReport) -> Json:
         "kv_pages_used": live.kv_pages_used,
         "kv_pages_total": live.kv_pages_total,
         "fp8_kv": report.fp8_kv,
+        "states": states_json(report),
         "arena_bytes_used": gpu.used_bytes,
         "arena_bytes_total": gpu.capacity_bytes,
         "adapters": [_resident_json(adapter) for adapter in report.adapters],
     }
+
+
+def states_json(report: ReplicaReport) -> Json | None:
+    """Return the counts of a replica's states of delta nets as JSON; None if it has none."""
+    states = report.status.states
+    return None if states is None else states._asdict()
 
 
 def _shortfall_json(shortfall: Shortfall) -> Json:

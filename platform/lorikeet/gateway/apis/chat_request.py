@@ -107,6 +107,11 @@ class TemplateFields(Body):
         known = {name: value for name, value in given.items() if value is not None}
         return known | self.chat_template_kwargs
 
+    def _template_defaults(self) -> dict[str, Any]:
+        """Return the chat template's switch for thinking, as the field reasoning_effort sets it."""
+        effort = self.reasoning_effort
+        return {} if effort is None else {"enable_thinking": effort != "none"}
+
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
@@ -196,6 +201,7 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
             "format": asked or self.structured_format(),
             "tools": tools,
             "template_args": self.template_args(),
+            "template_defaults": self._template_defaults(),
             "generation_prompt": self.generation_prompt(),
             "continue_final": self.continue_final_message,
             "thinking_shown": self.include_reasoning,

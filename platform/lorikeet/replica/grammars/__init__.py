@@ -3,7 +3,9 @@
 answer_grammar.py    the grammar of a call's answer: format or tool calls, behind thinking
 ├── format_grammar.py   JSON schemas, regular expressions, choices
 └── tool_grammar.py     tool calls in the syntax of the model's chat template
-    └── python_arguments.py   arguments as key=value pairs
+    ├── python_arguments.py   arguments as key=value pairs
+    ├── xml_arguments.py      arguments as <parameter=key>value</parameter>
+    └── argument_rules.py     rules of schemas on arguments that a call names one after another
 held_schema.py       JSON schemas in keywords that grammars hold
 ├── schema_logic.py     negation, and proofs that options exclude each other
 └── patterns.py         patterns without look-ahead

@@ -76,12 +76,12 @@ def format_rule(answer: Format) -> str:
                 raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
         case FormatKind.REGEX:
-            return f"/{_escape_slashes(answer.text)}/"
+            return f"/{escape_slashes(answer.text)}/"
         case FormatKind.CHOICES:
             return " | ".join(json.dumps(choice) for choice in json.loads(answer.text))
 
 
-def _escape_slashes(regex: str) -> str:
+def escape_slashes(regex: str) -> str:
     """Escape slashes and line ends in a regular expression: unescaped, they would end it in a Lark
     rule.
     """

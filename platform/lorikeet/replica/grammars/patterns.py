@@ -58,6 +58,22 @@ def without_lookaheads(pattern: str) -> list[str]:
     return [pattern] if any(map(_LOOK_AROUND.search, found)) else found
 
 
+def alternatives_of(pattern: str) -> list[str]:
+    """Return the alternatives of a pattern that are outside its groups."""
+    found, at, begin = list[str](), 0, 0
+    while at < len(pattern):
+        if pattern[at] == "(":
+            at += _end_of_group(pattern[at:])
+        elif pattern[at] == "[":
+            at = _end_of_set(pattern, at) + 1
+        elif pattern[at] == "|":
+            found.append(pattern[begin:at])
+            at = begin = at + 1
+        else:
+            at += 2 if pattern[at] == "\\" else 1
+    return [*found, pattern[begin:]]
+
+
 def needs_context(pattern: str) -> bool:
     """Return True if a pattern seems to have look-around or back-references, which no grammar can
     enforce.

@@ -14,6 +14,7 @@ from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
 from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.python_arguments import python_arguments
+from lorikeet.replica.grammars.xml_arguments import xml_arguments
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's settings for JSON spaced like tool-call arguments in chat templates."""
@@ -118,10 +119,9 @@ def _call(
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
         call = f"call_{index}"
-        if syntax.style is CallStyle.PYTHON:
-            rules.append(f'{call}: {literal(f"{name}(")} {call}_arguments ")"')
+        if syntax.style in (CallStyle.PYTHON, CallStyle.XML):
             try:
-                rules += python_arguments(f"{call}_arguments", schema)
+                rules += _call_of_pairs(call, name, schema, syntax, literal)
             except InvalidInput as error:
                 raise InvalidInput(f"the tool {name}: {error.message}", param="tools") from error
             continue
@@ -131,6 +131,32 @@ def _call(
             f"{call}_arguments: %json {json.dumps(schema)}",
         ]
     return rules
+
+
+def _call_of_pairs(
+    call: str,
+    name: str,
+    schema: Mapping[str, Any],
+    syntax: ToolSyntax,
+    literal: Callable[[str], str],
+) -> list[str]:
+    """Return the grammar rules of a call that names one argument after another.
+
+    call: name of the first rule.
+    name: name of the function.
+    schema: schema of the function's arguments.
+    syntax: the model's syntax of tool calls.
+    literal: function that turns a text into a literal of a Lark rule.
+
+    Raises InvalidInput if the schema cannot be held in this syntax.
+    """
+    if syntax.style is CallStyle.PYTHON:
+        begin, end = f"{name}(", ")"
+        rules = python_arguments(f"{call}_arguments", schema)
+    else:
+        begin, end = f"<function={name}>\n", "</function>"
+        rules = xml_arguments(f"{call}_arguments", schema, syntax.pad)
+    return [f"{call}: {literal(begin)} {call}_arguments {literal(end)}", *rules]
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Row {
     this.heard = 0;
     this.state = make("p", { class: "state" });
     this.kv = new Bar("KV pages");
+    this.states = new Bar("States");
     this.host = new Bar("Host");
     this.disk = new Bar("Disk");
     this.caption = make("p", { class: "arena-caption" });
@@ -71,7 +72,7 @@ class Row {
       { class: "card replica", "aria-label": `Replica ${replica}` },
       make("div", { class: "who" }, make("h3", { title: replica }, replica), make("p", { class: "model" }, baseModel), this.state),
       make("div", { class: "memory" }, this.caption, this.arena.element),
-      make("div", { class: "bars" }, this.host.element, this.disk.element, this.kv.element),
+      make("div", { class: "bars" }, this.host.element, this.disk.element, this.kv.element, this.states.element),
     );
   }
 
@@ -94,6 +95,11 @@ class Row {
     this.disk.show(disk.used_bytes, disk.total_bytes, `${bytesOf(disk.used_bytes, disk.total_bytes)} · ${count(disk.adapters)}`);
     const [pages, all] = [replica.kv_pages_used, replica.kv_pages_total];
     this.kv.show(pages, all, `${count(pages)} of ${count(all)}`);
+    this.states.element.hidden = !replica.states;
+    if (replica.states) {
+      const { running, cached, slots } = replica.states;
+      this.states.show(running, slots, `${count(running)} and ${count(cached)} cached of ${count(slots)}`);
+    }
   }
 
   silent(now) {

@@ -1,4 +1,4 @@
-"""Arguments of Python calls are held to the functions' schemas."""
+"""Arguments that calls name one after another are held to the functions' schemas."""
 
 import json
 import tracemalloc
@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.tool_syntax import OLMO
+from lorikeet.answer_stream.tool_syntax import OLMO, QWEN_XML, SEED
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.body import parse_json
@@ -37,13 +37,13 @@ ALLOWED = {
     "optional": (
         {"properties": {"a": {"type": "integer"}, "b": {}, "c": {"type": "null"}}},
         [{}, {"a": 1}, {"b": "x"}, {"c": None}, {"a": 1, "c": None}, {"a": 1, "b": [], "c": None}],
-        [{"a": "1"}, {"c": 1}, {"d": 1}],
+        [{"a": "x"}, {"c": 1}, {"d": 1}],
     ),
     "the last is required": (
         {"properties": {"a": {}, "b": {"$ref": "#/$defs/n"}}, "required": ["b"]}
         | {"$defs": {"n": {"type": "integer"}}},
         [{"b": 1}, {"a": 1, "b": 1}],
-        [{}, {"a": 1}, {"b": "1"}],
+        [{}, {"a": 1}, {"b": "x"}],
     ),
     "a reference": (
         {"$ref": "#/$defs/a~1b%7D"}
@@ -62,7 +62,7 @@ ALLOWED = {
             "properties": {"a": {}},
         },
         [{"b": 1}, {"b": 1, "a": 2}, {}, {"c": None}, {"c": None, "a": 2}],
-        [{"b": "1"}, {"b": 1, "c": None}, {"d": 1}],
+        [{"b": "x"}, {"b": 1, "c": None}, {"d": 1}],
     ),
     "one of two is required": (
         {
@@ -79,7 +79,7 @@ ALLOWED = {
             "required": ["a"],
         },
         [{"a": 3}],
-        [{}, {"a": 2}, {"a": "3"}],
+        [{}, {"a": 2}, {"a": "x"}],
     ),
     "one that is closed to what the other names": (
         {
@@ -170,14 +170,18 @@ ALLOWED = {
 }
 
 
+PAIRS = {"Python": OLMO, "XML": QWEN_XML, "XML without padding": SEED}
+
+
+@pytest.mark.parametrize("syntax", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("schema", ALLOWED)
-def test_arguments_in_python_keep_to_their_schemas(demo, schema):
+def test_arguments_named_one_after_another_keep_to_their_schemas(demo, schema, syntax):
     parameters, right, wrong = ALLOWED[schema]
     function = {"name": "f", "parameters": {"type": "object", **parameters}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
-    allowed = allows(demo, call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer)))
-    assert all(allowed(forced(OLMO, ("f", arguments))) for arguments in right)
-    assert not any(allowed(forced(OLMO, ("f", arguments))) for arguments in wrong)
+    allowed = allows(demo, call_grammar(use, syntax, Vocabulary(demo.backend_tokenizer)))
+    assert all(allowed(forced(syntax, ("f", arguments))) for arguments in right)
+    assert not any(allowed(forced(syntax, ("f", arguments))) for arguments in wrong)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +205,14 @@ def test_arguments_in_python_keep_to_their_schemas(demo, schema):
         {"$ref": "https://example.com"},
     ],
 )
-def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong):
+@pytest.mark.parametrize("syntax", PAIRS.values(), ids=PAIRS)
+def test_a_schema_that_no_arguments_can_meet_is_refused(demo, wrong, syntax):
     function = {"name": "f", "parameters": {"type": "object", **wrong}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
     with pytest.raises(
         InvalidInput, match=r"(a function's parameters|the parameters of f): "
     ) as refused:
-        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+        call_grammar(use, syntax, Vocabulary(demo.backend_tokenizer))
     assert refused.value.param == "tools"
 
 
@@ -230,12 +235,15 @@ WITH_A = {"properties": {"a": {"pattern": "x"}}}
     ],
 )
 @pytest.mark.parametrize("at", ["the top", "a part"])
-def test_unsupported_keywords_on_all_arguments_are_refused_by_name(demo, at, keyword, value):
+@pytest.mark.parametrize("syntax", [OLMO, QWEN_XML], ids=["Python", "XML"])
+def test_unsupported_keywords_on_all_arguments_are_refused_by_name(
+    demo, at, keyword, value, syntax
+):
     said = {"properties": {"a": {}}, "then": {"required": ["b"]}, keyword: value}
     function = {"name": "f", "parameters": said if at == "the top" else {"allOf": [said]}}
     use = ToolUse(({"type": "function", "function": function},), forced=("f",))
     with pytest.raises(InvalidInput, match=rf"{keyword}\b.* cannot be held") as refused:
-        call_grammar(use, OLMO, Vocabulary(demo.backend_tokenizer))
+        call_grammar(use, syntax, Vocabulary(demo.backend_tokenizer))
     assert refused.value.param == "tools"
 
 
