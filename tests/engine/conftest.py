@@ -149,7 +149,11 @@ HYBRID: dict[str, dict[str, Any]] = {
     },
 }
 HYBRID["qwen3_next"] = HYBRID["qwen3_5_moe_text"] | {"model_type": "qwen3_next"}
-EIGHT_HEADS = {"num_attention_heads": 8}
+EIGHT_HEADS = {
+    "num_attention_heads": 8,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},

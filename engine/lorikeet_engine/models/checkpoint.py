@@ -4,7 +4,9 @@
 linears are rounded to another format, one after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -14,9 +16,9 @@ from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import Fp8Rows
+from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
-from lorikeet_engine.kernels.lora.linear import Weight
+from lorikeet_engine.kernels.lora.linear import FusedWeight, Weight
 from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.stored_tensors import (
@@ -27,7 +29,7 @@ from lorikeet_engine.models.stored_tensors import (
     instead_of,
 )
 from lorikeet_engine.models.weight_formats import weight_format
-from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8
+from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8, scales_of_part
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
@@ -126,7 +128,7 @@ class Checkpoint:
         cut: the part to keep.
         """
         out = torch.empty(cut.kept_shape, dtype=torch.float32, device=self.device)
-        self._read_into(name, out, cut)
+        self._read_into(name, [(out, cut)])
         self.nbytes += out.nbytes
         return out
 
@@ -144,15 +146,15 @@ class Checkpoint:
 
         cuts: the part of each linear's weight that this process keeps.
         """
-        stored, rounding = self._weight_format, self.rounding
+        stored = self._weight_format
         weight: Weight
         if isinstance(stored, Fp8) and all(map(self._is_quantized, names)):
             block = stored.block(cuts)
             is_narrow = block is not None and block[1] % fp8.BLOCK_WIDTHS
             weight = self._to_fp8(names, cuts) if is_narrow else self._read_fp8(names, cuts, stored)
-        elif rounding is Quantization.FP8:
+        elif self.rounding is Quantization.FP8:
             weight = self._to_fp8(names, cuts)
-        elif rounding is Quantization.NF4:
+        elif self.rounding is Quantization.NF4:
             weight = self._to_nf4(names, cuts)
         else:
             weight = self._read(names, cuts)
@@ -160,6 +162,22 @@ class Checkpoint:
             self._check_sides(names[0], *weight.rows.shape)
         self.nbytes += weight.nbytes
         return weight
+
+    def read_fused(self, names: Sequence[str], cuts: Sequence[Cut], floats: int) -> FusedWeight:
+        """Read linears as read_linear does, but leave the last of them in floats beside FP8.
+
+        names, cuts: as for read_linear.
+        floats: number of the last linears that are never FP8; if stored as FP8, they get their
+            exact values.
+        """
+        first = len(names) - floats
+        if not first:
+            return self.read_parts(names, cuts)
+        if floats and self._becomes_fp8(names[:first]):
+            weight = self.read_linear(names[:first], cuts[:first])
+            assert isinstance(weight, Fp8Rows)
+            return PartlyFp8(weight, self.read_parts(names[first:], cuts[first:]))
+        return self.read_linear(names, cuts)
 
     def leave(self, names: Sequence[str]) -> None:
         """Exempt tensors from check_all_read, because only another process keeps them."""
@@ -263,16 +281,18 @@ class Checkpoint:
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         out, parts = stack(cuts, self.device, self.dtype)
-        for name, part, cut in zip(names, parts, cuts, strict=True):
-            self._read_into(name, part, cut)
+        for name, of_name in _by_tensor(names, parts, cuts):
+            self._read_into(name, of_name)
         return out
 
     def _read_fp8(self, names: Sequence[str], cuts: Sequence[Cut], stored: Fp8) -> Fp8Rows:
         out, parts = stack(cuts, self.device, fp8.DTYPE)
         block, scales = stored.block(cuts), []
-        for name, part, cut in zip(names, parts, cuts, strict=True):
-            self._copy(name, part, ("F8_E4M3",), cut)
-            scales.append(stored.scales(name, cut, block, self))
+        for name, of_name in _by_tensor(names, parts, cuts):
+            of_weight = stored.scales(name, of_name[0][1].shape, block, self)
+            for part, cut in of_name:
+                self._copy(name, part, ("F8_E4M3",), cut)
+                scales.append(scales_of_part(of_weight, cut, block))
         return Fp8Rows(out, torch.cat(scales), block)
 
     def _to_fp8(self, names: Sequence[str], cuts: Sequence[Cut]) -> Fp8Rows:
@@ -282,10 +302,12 @@ class Checkpoint:
 
     def _to_nf4(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         out, parts = stack(cuts, self.device, self.dtype)
-        for name, part, cut in zip(names, parts, cuts, strict=True):
-            whole = self._read([name], [Cut.whole(*cut.shape)])
+        for name, of_name in _by_tensor(names, parts, cuts):
+            whole = self._read([name], [Cut.whole(*of_name[0][1].shape)])
             self._finish_reading()
-            part.copy_(cut.of(round_to_nf4(whole)))
+            rounded = round_to_nf4(whole)
+            for part, cut in of_name:
+                part.copy_(cut.of(rounded))
         return out
 
     def _finish_reading(self) -> None:
@@ -293,13 +315,18 @@ class Checkpoint:
         if self._staging is not None:
             self._staging.finish()
 
-    def _read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
-        cut = cut or Cut.whole(*out.shape)
+    def _read_into(self, name: str, parts: Sequence[tuple[torch.Tensor, Cut]]) -> None:
+        """Read parts of one tensor, which is dequantised once if it is quantised.
+
+        parts: memory for each part, and the part.
+        """
         if self._weight_format is not None and self._is_quantized(name):
-            d_out, d_in = cut.shape
-            out.copy_(cut.of(self._weight_format.dequantize(name, d_out, d_in, self)))
+            whole = self._weight_format.dequantize(name, parts[0][1].shape, self)
+            for out, cut in parts:
+                out.copy_(cut.of(whole))
             return
-        self._copy(name, out, tuple(DTYPES), cut)
+        for out, cut in parts:
+            self._copy(name, out, tuple(DTYPES), cut)
 
     def _copy(self, name: str, out: torch.Tensor, dtypes: Sequence[str], cut: Cut) -> None:
         stored = self._find(name, cut.shape, dtypes)
@@ -325,6 +352,11 @@ class Checkpoint:
             return stored
         raise ModelError(f"{self.folder}: tensor {name} is {found}", field=name)
 
+    def _becomes_fp8(self, names: Sequence[str]) -> bool:
+        """Return whether read_linear makes one FP8 weight of these linears."""
+        is_stored = isinstance(self._weight_format, Fp8) and all(map(self._is_quantized, names))
+        return is_stored or self.rounding is Quantization.FP8
+
     def _is_quantized(self, name: str) -> bool:
         """Return whether a linear's weight is stored in config.json's quantised format.
 
@@ -332,6 +364,17 @@ class Checkpoint:
         """
         marks = self._weight_format.marks if self._weight_format is not None else ()
         return any(name.removesuffix(".weight") + mark in self._stored for mark in marks)
+
+
+def _by_tensor(
+    names: Sequence[str], parts: Sequence[torch.Tensor], cuts: Sequence[Cut]
+) -> Iterator[tuple[str, list[tuple[torch.Tensor, Cut]]]]:
+    """Yield each tensor's name once, with the memory of each of its parts and the part.
+
+    All parts of a tensor are neighbours.
+    """
+    for name, members in groupby(zip(names, parts, cuts, strict=True), key=itemgetter(0)):
+        yield name, [(part, cut) for _, part, cut in members]
 
 
 def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:

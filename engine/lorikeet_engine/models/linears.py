@@ -7,8 +7,8 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import Parallel
 from lorikeet_engine.kernels.lora.linear import (
+    FusedWeight,
     Inputs,
-    Weight,
     linear_with_lora,
     linear_with_lora_before_act,
 )
@@ -48,10 +48,13 @@ class LoraLinear:
             for n, cut in zip(linears, kept, strict=True)
             for rows in cut.outputs
         ]
-        read = checkpoint.read_parts if shape.linears[linears[0]].routes else checkpoint.read_linear
-        self.weight: Weight = read(
+        floats = [
+            cut for n, cut in zip(linears, kept, strict=True) if shape.linears[n].is_never_fp8
+        ]
+        self.weight: FusedWeight = checkpoint.read_fused(
             [f"{path}.weight" for path, *_ in parts],
             [Cut((d_out, d_in), rows, columns) for _, d_in, d_out, rows, columns in parts],
+            floats=sum(len(cut.outputs) for cut in floats),
         )
         self.bias: torch.Tensor | None = None
         biases = [f"{path}.bias" for path, *_ in parts]

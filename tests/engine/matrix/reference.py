@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from tests.engine.blob_shelf import BlobShelf
-from tests.engine.matrix.storages import RoundedCache, Storage, key_gain
+from tests.engine.matrix.storages import RoundedCache, Storage
 from tests.engine.models.fp8_models import set_weights
 from tests.engine.peft_adapters import loaded, save_adapter
 
@@ -64,6 +64,6 @@ class StoredReference:
     @torch.inference_mode()
     def _computed(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
         model = self._models[adapter]
-        cache = RoundedCache(key_gain(model.config)) if self.storage.rounds_kv else None
+        cache = RoundedCache(model.config) if self.storage.rounds_kv else None
         logits: torch.Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         return logits

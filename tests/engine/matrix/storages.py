@@ -1,6 +1,7 @@
 """Ways in which engines store a base model and its KV cache: one dimension of the matrix."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -69,9 +70,9 @@ class Storage:
 class RoundedCache(transformers.DynamicCache):
     """KV cache that rounds values, and keys multiplied by `key_gain`, to E4M3."""
 
-    def __init__(self, key_gain: float) -> None:
-        super().__init__()
-        self._key_gain = key_gain
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self._key_gain = key_gain(config)
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
@@ -98,7 +99,7 @@ def _leave(model: torch.nn.Module) -> None:
 
 def _round_to_nf4(model: torch.nn.Module) -> None:
     for name, linear in model.named_modules():
-        if name.endswith("_proj"):
+        if re.search(r"_proj(_\w+)?$", name):
             linear.weight.data = round_to_nf4(linear.weight.data)
 
 

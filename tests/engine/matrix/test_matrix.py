@@ -1,15 +1,17 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES and MOE of tests/engine/conftest.py) with a
-storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries every
-family in floats, and each storage with the few families of OFTEN; `make soak` tries the others.
+A cell of the matrix is one engine: a family (FAMILIES, MOE and HYBRID of tests/engine/conftest.py)
+with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
+every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
+others.
 """
 
 from statistics import median_low
 
 import pytest
 
-from tests.engine.conftest import FAMILIES, MOE
+from lorikeet_engine.adapter_format import BaseShape, read_config
+from tests.engine.conftest import FAMILIES, HYBRID, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
@@ -19,30 +21,41 @@ pytestmark = pytest.mark.usefixtures("one_thread", "forked_followers")
 MOE_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"] | {"target_parameters": BOTH},
 }
-EVERY = (*FAMILIES, *MOE)
+# The shared expert's linears instead of a dense MLP's.
+SHARED_ADAPTERS = MOE_ADAPTERS | {
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["v_proj", "shared_expert.down_proj", "in_proj_z", "in_proj_ba"],
+        "rank_pattern": {r"layers\.1\.mlp\.shared_expert\.down_proj": 12},
+    },
+    "head": ADAPTERS["head"]
+    | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
+}
+EVERY = (*FAMILIES, *MOE, *HYBRID)
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
 SOME = {
-    "nf4_weights": tuple(FAMILIES),
-    "fp8_of_two_ranks": ("llama", *MOE),
-    "fp8_channels": ("llama", "mistral", *MOE),
-    "fp8_matrices": ("qwen2", *MOE),
-    "fp8_blocks": ("gemma3_text", *MOE),
-    "fp8_blocks_of_two_ranks": ("phi3", *MOE),
-    "fp8_kv_of_two_ranks": ("granite",),
+    "nf4_weights": (*FAMILIES, "qwen3_5_text"),
+    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID),
+    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID),
+    "fp8_matrices": ("qwen2", *MOE, *HYBRID),
+    "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
+    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
+    "fp8_kv_of_two_ranks": ("granite", *HYBRID),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
     "fp8_weights": ("qwen3", "olmo3"),
     "nf4_weights": ("qwen2", "glm4"),
-    "fp8_kv": ("ministral", "gemma2"),
+    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text"),
     "two_ranks": ("smollm3", "olmo2", "seed_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral",),
     "fp8_matrices": ("qwen3_moe",),
-    "fp8_blocks": ("gemma3_text", "mixtral"),
-    "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe"),
+    "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next"),
+    "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),
 }
 CELLS = [
@@ -57,9 +70,12 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def family(request, tiny_checkpoints, tmp_path_factory):
-    adapters = MOE_ADAPTERS if request.param in MOE else ADAPTERS
-    folder = tmp_path_factory.mktemp(request.param)
-    return SavedFamily(tiny_checkpoints[request.param], folder, adapters)
+    checkpoint, folder = tiny_checkpoints[request.param], tmp_path_factory.mktemp(request.param)
+    shape = BaseShape.from_config(read_config(checkpoint))
+    adapters = MOE_ADAPTERS if shape.experts else ADAPTERS
+    return SavedFamily(
+        checkpoint, folder, SHARED_ADAPTERS if shape.shared_intermediate else adapters
+    )
 
 
 @pytest.fixture(scope="module")

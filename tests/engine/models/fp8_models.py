@@ -108,11 +108,12 @@ def round_linears(
     for name, linear in model.named_modules():
         if type(linear).__name__.endswith("Experts"):
             linear.__class__, linear.down_parts = RoundedExperts, ranks
-            linear.gate_up_proj.data = _stored(linear.gate_up_proj.data, 1, block)
+            gate_and_up = linear.gate_up_proj.data.chunk(2, 1)  # two linears, with their own blocks
+            linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)
             linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
-        if name.endswith("_proj") and type(linear) is torch.nn.Linear:
-            parts = ranks if name.endswith((".o_proj", ".down_proj")) else 1
+        if name.endswith(("_proj", "_qkv", "_z", "_qkvz")) and type(linear) is torch.nn.Linear:
+            parts = ranks if name.endswith((".o_proj", ".out_proj", ".down_proj")) else 1
             linear.__class__, linear.parts = RoundedLinear, parts
             linear.weight.data = _stored(linear.weight.data, parts, block)
 
@@ -131,15 +132,18 @@ def rounded_in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Ten
 
     Each of several matrices has its own blocks.
     """
-    if weight.dim() > 2:
-        return torch.stack([rounded_in_blocks(matrix, block) for matrix in weight])
     scales = block_scales(weight, block)
     wide = Fp8Rows(torch.ones_like(weight), scales, block).floats()
     return (weight / wide).to(DTYPE).float() * wide
 
 
 def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return a scale for each block of a matrix: its largest number over FP8's largest."""
+    """Return a scale for each block of a matrix, or of each of several matrices.
+
+    The scale is the block's largest number over FP8's largest.
+    """
+    if weight.dim() > 2:
+        return torch.stack([block_scales(matrix, block) for matrix in weight])
     high, wide = block
     rows = [part.split(wide, 1) for part in weight.split(high)]
     return torch.stack([torch.stack([b.abs().amax() / LARGEST for b in row]) for row in rows])

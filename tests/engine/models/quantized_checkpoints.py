@@ -13,6 +13,7 @@ from tests.engine.models.fp8_models import block_scales
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -91,10 +92,17 @@ INPUT_SCALES = {
 }
 
 
+# Names of the layers' linears, and of tensors that hold a linear of all experts.
+_ROUNDED = re.compile(r"(_proj|_qkv|_z|_qkvz|\.w[123])\.weight$|\.experts\.\w+_proj$")
+
+
 def linears(folder):
-    """Return the names of the layers' linear weights, and all tensors of a checkpoint."""
+    """Return the names of the linears that FP8 checkpoints round, and all tensors of a checkpoint.
+
+    Of a delta net these are all but b and a, as in Qwen's own.
+    """
     tensors = load_file(folder / SINGLE)
-    return [n for n in tensors if re.search(r"(_proj|\.w[123])\.weight", n)], tensors
+    return [n for n in tensors if _ROUNDED.search(n)], tensors
 
 
 def saved(folder, target, tensors, **config):
@@ -118,7 +126,8 @@ def write_fp8(folder, target, kind):
         scales = scales_of(kind, weight)
         wide = expanded(scales, weight.shape, kind)
         tensors[name] = (weight / wide).to(DTYPE)
-        tensors[f"{path}{SCALES.get(kind, 'weight_scale')}"] = scales
+        scale = SCALES.get(kind, "weight_scale")
+        tensors[f"{name}_scale_inv" if weight.dim() > 2 else f"{path}{scale}"] = scales
         floats[name] = tensors[name].float() * wide
         if kind in INPUT_SCALES:
             tensors[path + INPUT_SCALES[kind]] = torch.tensor(0.02).expand(scales.shape)
@@ -141,8 +150,8 @@ def scales_of(kind, weight):
 def expanded(scales, shape, kind):
     if "blocks" not in kind:
         return scales.float().expand(shape)
-    tall = scales.repeat_interleave(BLOCK[0], 0)[: shape[0]]
-    return tall.repeat_interleave(BLOCK[1], 1)[:, : shape[1]]
+    tall = scales.repeat_interleave(BLOCK[0], -2)[..., : shape[-2], :]
+    return tall.repeat_interleave(BLOCK[1], -1)[..., : shape[-1]]
 
 
 def packed(nibbles):

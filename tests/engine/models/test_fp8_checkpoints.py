@@ -5,15 +5,20 @@ from math import ceil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.kernels.fp8 import DTYPE
+from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, PartlyFp8
+from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.experts import Experts
+from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.models.stored_tensors import SINGLE
-from tests.engine.conftest import MOE, PagedTokens
+from lorikeet_engine.parallel.shard import WHOLE
+from tests.engine.conftest import HYBRID, MOE, PagedTokens, save_all
 from tests.engine.models.fp8_models import rounded_model
 from tests.engine.models.quantized_checkpoints import (
     BLOCK,
@@ -28,6 +33,7 @@ from tests.engine.models.quantized_checkpoints import (
 )
 from tests.engine.models.test_fp8_rounding import assert_near
 from tests.engine.models.test_models import Run, prompt_of
+from tests.engine.models.test_moe_checkpoints import as_whole
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
@@ -46,10 +52,75 @@ def floats_logits(model):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE, *HYBRID])
 def test_its_numbers_are_served_as_they_are(tiny_checkpoints, tmp_path, family, kind):
     folder, floats = write_fp8(tiny_checkpoints[family], tmp_path, kind)
     assert_near(logits(folder), floats_logits(rounded_model(tiny_checkpoints[family], floats)))
+
+
+# Rows and columns of whole blocks, as of Qwen's models: transformers divides others differently.
+WHOLE_BLOCKS = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_numbers_of_hybrids_are_those_that_transformers_reads(tmp_path, family):
+    plain = save_all({family: HYBRID[family] | WHOLE_BLOCKS}, tmp_path)[family]
+    folder, _ = write_fp8(plain, tmp_path, "blocks")
+    want = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = ModelConfig.from_folder(folder)
+    with Checkpoint(folder, CPU, torch.float32, config.quantized_linears) as checkpoint:
+        read = [weights_of(config, checkpoint, layer) for layer in range(config.shape.layers)]
+    for layer, weights in enumerate(read):
+        for group, weight in weights.items():
+            never = {"delta_in": PartlyFp8, "router": torch.Tensor, "shared_weight": torch.Tensor}
+            assert isinstance(weight, never.get(group, Fp8Rows))
+            assert torch.equal(floats_of(weight), stacked(want, config.shape, layer, group))
+
+
+def weights_of(config, checkpoint, layer):
+    """Return the weights of a layer's groups of linears, and of its experts, by group."""
+    shape, weights = config.shape, {}
+    for group, indices in shape.groups.items():
+        if shape.has(layer, indices[0]) and not shape.linears[indices[0]].of_experts:
+            weights[group] = LoraLinear(checkpoint, shape, layer, group, bias=False).weight
+    if shape.experts:
+        experts = Experts(config, checkpoint, layer)
+        weights |= {"expert_gate_up": experts.gate_up, "expert_down": experts.down}
+    return weights
+
+
+def floats_of(weight):
+    if isinstance(weight, PartlyFp8):
+        return torch.cat([weight.first.floats(), weight.others])
+    return weight.floats() if isinstance(weight, Fp8Rows) else weight
+
+
+def stacked(model, shape, layer, group):
+    """Return the weights of a group in transformers' model, in the order of the products' rows."""
+    if group.startswith("expert"):
+        name = group.removeprefix("expert_")
+        return model.get_parameter(f"model.layers.{layer}.mlp.experts.{name}_proj")
+    kept = WHOLE.ranges(shape)
+    return torch.cat(
+        [
+            model.get_parameter(f"{shape.linears[n].path(layer)}.weight")[rows.start : rows.stop]
+            for n in shape.groups[group]
+            for rows in kept[n].outputs
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+def test_experts_of_fp8_with_scales_of_blocks_can_be_one_tensor(tiny_checkpoints, tmp_path, family):
+    whole = as_whole(tiny_checkpoints[family], tmp_path / "whole")
+    folder, floats = write_fp8(whole, tmp_path, "blocks")
+    model = rounded_model(tiny_checkpoints[family], floats)
+    assert_near(logits(folder), floats_logits(model))
 
 
 def test_linears_that_were_left_out_are_floats(tiny_checkpoints, tmp_path):

@@ -17,7 +17,7 @@ from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models import checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
-from tests.engine.conftest import FAMILIES, MOE, PagedTokens
+from tests.engine.conftest import FAMILIES, HYBRID, MOE, PagedTokens
 from tests.engine.models.fp8_models import rounded_model
 from tests.engine.models.test_models import EPS, Run, prompt_of, random_adapter
 
@@ -48,7 +48,7 @@ def assert_near(got, want):
     assert errors(got, want).max() <= NEAR
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *MOE, "biased", "tied", "sharded"])
+@pytest.mark.parametrize("name", [*FAMILIES, *MOE, *HYBRID, "biased", "tied", "sharded"])
 def test_logits_equal_a_model_of_rounded_numbers(tiny_checkpoints, name):
     folder = tiny_checkpoints[name]
     model = load(folder)

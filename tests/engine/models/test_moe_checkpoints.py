@@ -22,7 +22,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.conftest import MOE, PagedTokens
-from tests.engine.models.quantized_checkpoints import AWQ, write_fp8
+from tests.engine.models.quantized_checkpoints import AWQ, GPTQ, NF4, write_fp8
 
 CPU = torch.device("cpu")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
@@ -76,17 +76,25 @@ def test_a_process_reads_its_part_of_every_expert(
     assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "blocks"])
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize(
+    ("family", "kind", "stored"),
+    [
+        *((family, kind, "apart") for family in MOE for kind in ("dynamic", "static", "blocks")),
+        ("qwen3_moe", "blocks", "as one"),
+        ("qwen3_5_moe_text", "blocks", "as one"),  # a block has rows of gate and of up
+    ],
+)
 def test_a_process_reads_its_part_of_every_expert_in_fp8(
-    family, kind, tiny_checkpoints, tmp_path, monkeypatch
+    family, kind, stored, tiny_checkpoints, tmp_path, monkeypatch
 ):
-    folder, _ = write_fp8(tiny_checkpoints[family], tmp_path, kind)
+    plain = tiny_checkpoints[family]
+    folder = plain if stored == "apart" else as_whole(plain, tmp_path / "whole")
+    folder, _ = write_fp8(folder, tmp_path, kind)
     whole, *parts = whole_and_halves(folder, monkeypatch)
     gate_up = joined([part.gate_up.floats() for part in parts])
     assert torch.equal(gate_up, whole.gate_up.floats())
     down, want = torch.cat([part.down.floats() for part in parts], dim=2), whole.down.floats()
-    if kind == "blocks":  # 24 columns are too few for a scale: rounded to scales of rows
+    if kind == "blocks":  # 24 and 20 columns are too few for a scale: rounded to scales of rows
         assert (down - want).abs().max() <= 2**-3 * want.abs().max()
     else:
         assert torch.equal(down, want)
@@ -179,6 +187,8 @@ def test_steps_have_room_for_a_row_of_each_of_a_tokens_experts(tiny_checkpoints)
             {"quantization_config": AWQ},
             "quantization_config",
         ),
+        ("qwen3_5_moe_text", {"quantization_config": GPTQ}, "quantization_config"),
+        ("qwen3_next", {"quantization_config": NF4}, "quantization_config"),
     ],
 )
 def test_a_feature_that_is_not_computed_is_refused_by_name(edited, family, changes, field):
@@ -195,9 +205,10 @@ def test_experts_that_are_stored_as_one_tensor_are_rounded_alike(tiny_checkpoint
     assert not torch.equal(got, logits(folder))
 
 
-def test_experts_are_not_rounded_to_nf4(tiny_checkpoints):
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe_text"])
+def test_experts_are_not_rounded_to_nf4(tiny_checkpoints, family):
     with pytest.raises(ModelError, match="want auto or fp8") as refused:
-        rehearse_load(tiny_checkpoints["mixtral"], torch.float32, rounding=Quantization.NF4)
+        rehearse_load(tiny_checkpoints[family], torch.float32, rounding=Quantization.NF4)
     assert refused.value.field == "weight_dtype"
 
 

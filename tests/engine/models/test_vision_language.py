@@ -24,7 +24,7 @@ from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import HYBRID, SIZES, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
-from tests.engine.models.quantized_checkpoints import CONFIGS, scales_of
+from tests.engine.models.quantized_checkpoints import CONFIGS, SCALES, expanded, linears, scales_of
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 
 PROMPT = prompt_of(40)
@@ -148,17 +148,23 @@ def test_the_names_that_tensors_have_on_the_hub_are_known_too(folders, name, tmp
         assert torch.equal(logits(folder), want)
 
 
-def test_a_text_part_that_is_stored_in_fp8_is_served_as_if_it_stood_alone(folders, tmp_path):
-    raw = json.loads((folders["llava"] / "config.json").read_text())
-    raw["quantization_config"] = CONFIGS["dynamic"]
-    tensors = load_file(folders["llava"] / "model.safetensors")
-    for name in [n for n in tensors if "language_model" in n and n.endswith("_proj.weight")]:
-        scales = scales_of("dynamic", tensors[name])
-        tensors |= {name: (tensors[name] / scales).to(DTYPE), f"{name}_scale": scales}
+@pytest.mark.parametrize(
+    ("wrapper", "kind"), [("llava", "dynamic"), ("qwen3_5", "blocks"), ("qwen3_5_moe", "blocks")]
+)
+def test_a_text_part_that_is_stored_in_fp8_is_served_as_if_it_stood_alone(
+    folders, tmp_path, wrapper, kind
+):
+    raw = json.loads((folders[wrapper] / "config.json").read_text())
+    raw["quantization_config"] = CONFIGS[kind]
+    names, tensors = linears(folders[wrapper])
+    for name in [n for n in names if "language_model" in n]:
+        scales = scales_of(kind, tensors[name])
+        tensors[name] = (tensors[name] / expanded(scales, tensors[name].shape, kind)).to(DTYPE)
+        tensors[name.replace("weight", SCALES.get(kind, "weight_scale"))] = scales
     alone = {
         moved(name, "model.").removeprefix("language_model."): tensor
         for name, tensor in tensors.items()
-        if "language_model" in name
+        if "language_model" in name or name.startswith("lm_head")
     }
     configs = {"within": raw, "alone": decoder_config(raw)}
     for name, saved in (("within", tensors), ("alone", alone)):

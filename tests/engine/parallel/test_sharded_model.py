@@ -6,22 +6,25 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.conftest import EIGHT_HEADS, FAMILIES, MOE, PagedTokens, save_all
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, HYBRID, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
 # kv heads: two, so that four ranks have each of them twice
+FOUR_KEY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CONFIGS = {
     **FAMILIES,
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     **MOE,
+    **{name: config | FOUR_KEY_HEADS for name, config in HYBRID.items()},
 }
 NAMES = list(CONFIGS)
-ROUNDED = {"llama": Quantization.NF4, "phi3": Quantization.NF4}
+ROUNDED = dict.fromkeys(("llama", "phi3", "qwen3_5_text"), Quantization.NF4)
 PROMPTS = {"one": [7], "odd": list(range(40, 77)), "long": list(range(90, 0, -1))}
 
 
@@ -80,6 +83,13 @@ def test_eight_ranks_have_the_logits_of_one_process(tmp_path):
     for name in CONFIGS:
         assert_equal(leader[name], alone[name])
         assert all(len(rank[name]) == 0 for rank in followers)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_more_ranks_than_key_heads_of_delta_nets_are_refused(tiny_checkpoints, name):
+    with pytest.raises(SettingsError, match=r"linear_num_key_heads=2 .* 4 processes") as refused:
+        rehearse_load(tiny_checkpoints[name], torch.float32, shard=Shard(0, 4))
+    assert refused.value.field == "tensor_parallel"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,9 +80,13 @@ class Linear:
         return self.inputs is Width.VOCABULARY
 
     @property
-    def routes(self) -> bool:
-        """Whether the linear chooses or weighs experts, and is never quantised."""
-        return self.outputs in ((Width.EXPERTS,), (Width.ONE,))
+    def is_never_fp8(self) -> bool:
+        """Whether the linear stays in floats beside FP8 linears, as in Qwen's FP8 checkpoints.
+
+        Such linears choose or weigh experts, or are b and a of a delta net.
+        """
+        kinds = Width.EXPERTS, Width.ONE, Width.DELTA_GATES, Width.DELTA_BA
+        return self.outputs[0] in kinds
 
     @property
     def name(self) -> str:

@@ -65,6 +65,18 @@ class Fp8Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class PartlyFp8:
+    """Weight of fused linears, of which the first are FP8 and the others floats.
+
+    first [rows, width]: the FP8 linears.
+    others [rows, width]: the linears in floats.
+    """
+
+    first: Fp8Rows
+    others: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """Input of linear layers, both unrounded and rounded to FP8.
 
@@ -114,7 +126,7 @@ def rounds(weight: object, tokens: int) -> bool:
 
     A single token stays unrounded (fused.linear).
     """
-    return isinstance(weight, Fp8Rows) and tokens > 1
+    return isinstance(weight, Fp8Rows | PartlyFp8) and tokens > 1
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format.token_rows import MAX_TOKENS
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -46,23 +46,30 @@ Weight = torch.Tensor | Fp8Rows
 """Weight [d_out, d_in] of a linear layer, in floats or FP8."""
 
 
+FusedWeight = Weight | PartlyFp8
+"""Weight [sum(d_outs), d_in] of fused linears."""
+
+
 Inputs = torch.Tensor | Activations
 """Input [tokens, d_in] of a linear layer: a tensor or, for FP8 weights, Activations, which hold the
 input and the input rounded to FP8.
 """
 
 
-def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute x·Wᵀ + b without LoRA.
 
     x [tokens, d_in]
     weight: W [d_out, d_in]
-    bias: b [d_out]
+    bias: b [d_out]; None with PartlyFp8
     → [tokens, d_out]
 
     cuBLAS multiplies, or for a single token of a 16-bit dtype on CUDA our Triton kernel, which is
     faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8).
     """
+    if isinstance(weight, PartlyFp8):
+        assert bias is None
+        return torch.cat([linear(x, weight.first), linear(x, weight.others)], dim=1)
     if isinstance(weight, Fp8Rows):
         rounded = x.fp8 if isinstance(x, Activations) else None
         return fp8.linear(rows_of(x), weight, bias, rounded)
@@ -74,7 +81,7 @@ def linear(x: Inputs, weight: Weight, bias: torch.Tensor | None = None) -> torch
 
 
 def linear_act_and_mul(
-    x: Inputs, weight: Weight, bias: torch.Tensor | None, *, gelu: bool
+    x: Inputs, weight: FusedWeight, bias: torch.Tensor | None, *, gelu: bool
 ) -> torch.Tensor:
     """Compute a linear without LoRA and its activation, act_and_mul (kernels/pointwise).
 
@@ -113,7 +120,7 @@ def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraSte
 
 def linear_with_lora(
     x: Inputs,
-    weight: Weight,
+    weight: FusedWeight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
     layer: int,
@@ -169,7 +176,7 @@ def add_lora(
 
 def linear_with_lora_before_act(
     x: Inputs,
-    weight: Weight,
+    weight: FusedWeight,
     bias: torch.Tensor | None,
     step: LoraStep | None,
     layer: int,
@@ -190,7 +197,7 @@ def linear_with_lora_before_act(
 
 def linear_and_lora(
     x: Inputs,
-    weight: Weight,
+    weight: FusedWeight,
     bias: torch.Tensor | None,
     step: LoraStep,
     layer: int,
@@ -205,10 +212,11 @@ def linear_and_lora(
     """
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
-    sms = _sms_for_lora(step, weight, rows)
+    most = weight.first if isinstance(weight, PartlyFp8) else weight
+    sms = _sms_for_lora(step, most, rows)
     side.wait_stream(main)
     if sms:
-        reserve = _reserve_sms_of_lt if isinstance(weight, Fp8Rows) else _reserve_sms
+        reserve = _reserve_sms_of_lt if isinstance(most, Fp8Rows) else _reserve_sms
         with reserve(sms, rows.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):

@@ -13,9 +13,10 @@ from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.protocol import PartReader
 
 # Fixed scales of activations, which are not used: activations get a scale for each token.
-UNUSED = (".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".prob_scale")
-# Names of compressed-tensors, AutoFP8 and ModelOpt; and of transformers and DeepSeek.
-_SCALES = (".weight_scale", ".weight_scale_inv")
+UNUSED = (".input_scale", ".output_scale", "activation_scale", ".q_scale", ".prob_scale")
+# Names of compressed-tensors, AutoFP8 and ModelOpt; and of transformers and DeepSeek, the last of
+# them for linears of all experts in one tensor.
+_SCALES = (".weight_scale", ".weight_scale_inv", "_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +50,58 @@ class Fp8:
         return math.gcd(high, *heights), math.gcd(wide, *widths)
 
     def scales(
-        self, weight: str, cut: Cut, block: tuple[int, int] | None, parts: PartReader
+        self, weight: str, shape: Sequence[int], block: tuple[int, int] | None, parts: PartReader
     ) -> torch.Tensor:
-        """Read the scales of the kept part of a weight, in float32 and the layout of Fp8Rows.
+        """Read the scales of a whole weight, in float32 and the layout of Fp8Rows.
 
-        If the matrix has a single scale, it is repeated for all rows. Raises ModelError if the
-        scales are missing or have another shape.
+        If a matrix has a single scale, it is repeated for all rows. Raises ModelError if the scales
+        are missing or have another shape.
 
         weight: name of the weight.
-        cut: the part of the weight to keep.
+        shape: shape of the weight: a matrix; or several, each with its own blocks.
         block: height and width of the blocks that get scales, as the method `block` returns them;
             None: rows get scales.
         parts: reader of the stored tensors.
         """
-        d_out, d_in = cut.matrix_shape
+        *matrices, d_out, d_in = shape
         if self.stored.block is None or block is None:
-            shapes = (d_out, 1), (d_out,), (1,), ()
+            shapes = (*matrices, d_out, 1), (*matrices, d_out), (1,), ()
             of_rows = parts.scales(_scales_of(weight, parts), *shapes).float()
-            return of_rows.flatten().expand(d_out)[cut.rows.start : cut.rows.stop]
+            return of_rows.flatten().expand(math.prod((*matrices, d_out))).view(*matrices, d_out)
         (high, wide), (height, width) = self.stored.block, block
-        blocks = -(-d_out // high), -(-d_in // wide)
+        blocks = *matrices, -(-d_out // high), -(-d_in // wide)
         scales = parts.scales(_scales_of(weight, parts), blocks).float()
-        scales = scales.repeat_interleave(high // height, 0).repeat_interleave(wide // width, 1)
-        rows, columns = cut.rows, cut.columns or range(d_in)
-        return scales[
-            rows.start // height : -(-rows.stop // height),
-            columns.start // width : -(-columns.stop // width),
-        ]
+        scales = scales.repeat_interleave(high // height, -2).repeat_interleave(wide // width, -1)
+        return scales[..., : -(-d_out // height), : -(-d_in // width)]
 
-    def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return an FP8 weight's exact values [d_out, d_in] in float32.
+    def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
+        """Return an FP8 weight's exact values in float32.
 
         Raises ModelError if the weight or its scales are missing or malformed.
 
         weight: name of the weight.
+        shape: shape of the weight.
         parts: reader of the stored tensors.
         """
-        values = parts.part(weight, "F8_E4M3", d_out, d_in)
-        block, whole = self.stored.block, Cut.whole(d_out, d_in)
-        return Fp8Rows(values, self.scales(weight, whole, block, parts), block).floats()
+        values, block = parts.part(weight, "F8_E4M3", *shape), self.stored.block
+        return Fp8Rows(values, self.scales(weight, shape, block, parts), block).floats()
+
+
+def scales_of_part(scales: torch.Tensor, cut: Cut, block: tuple[int, int] | None) -> torch.Tensor:
+    """Return the scales of the kept part of a weight, in the layout of Fp8Rows.
+
+    scales: scales of the whole weight, from Fp8.scales.
+    cut: the part of the weight to keep.
+    block: height and width of the blocks that have scales; None: rows have scales.
+    """
+    rows, columns = cut.rows, cut.columns or range(cut.shape[-1])
+    if block is None:
+        return scales.flatten()[rows.start : rows.stop]
+    height, width = block
+    return scales.flatten(0, -2)[
+        rows.start // height : -(-rows.stop // height),
+        columns.start // width : -(-columns.stop // width),
+    ]
 
 
 def _scales_of(weight: str, parts: PartReader) -> str:

@@ -6,6 +6,7 @@ AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stor
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,15 +34,17 @@ class Int4:
     stored: QuantizedLinears
     marks: ClassVar[tuple[str, ...]] = (".qweight",)
 
-    def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
+    def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
         """Return a 4-bit weight's values [d_out, d_in] in the dtype of its scales.
 
         Raises ModelError if a tensor is missing or malformed, or if the weight cannot be cut into
         the format's groups.
 
         weight: name of the weight.
+        shape: (d_out, d_in).
         parts: reader of the stored tensors.
         """
+        d_out, d_in = shape
         path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
             raise ModelError(

@@ -7,6 +7,7 @@ stores them in 8 bits, in blocks of 256 with a float32 magnitude each.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,15 +35,17 @@ class Nf4:
 
     marks: ClassVar[tuple[str, ...]] = (f".weight{_STATE}",)
 
-    def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
+    def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
         """Return an NF4 weight's values [d_out, d_in], in its dtype before quantisation.
 
         The values equal the values that bitsandbytes computes. Raises ModelError if a tensor is
         missing or malformed.
 
         weight: name of the weight.
+        shape: (d_out, d_in).
         parts: reader of the stored tensors.
         """
+        d_out, d_in = shape
         state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
         if state.shape != (d_out, d_in):
             raise ModelError(

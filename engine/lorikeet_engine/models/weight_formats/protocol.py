@@ -1,5 +1,6 @@
 """Interface of formats of quantised linears, and of the reader that they use."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -43,11 +44,12 @@ class WeightFormat(Protocol):
 
     marks: ClassVar[tuple[str, ...]]
 
-    def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """Return a weight's exact values [d_out, d_in], in the dtype that the format determines.
+    def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
+        """Return a weight's exact values, in the dtype that the format determines.
 
         Raises ModelError if a tensor is missing or malformed.
 
         weight: name of the weight.
+        shape: shape of the weight.
         parts: reader of the stored tensors.
         """
