@@ -293,8 +293,8 @@ def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape)
     tensors = (states.inputs, states.matrices, *states.ring)
     for each in tensors:
         each.copy_(torch.arange(1, 5).view(1, 4, *[1] * (each.dim() - 2)).expand_as(each))
-    restores = torch.tensor([[1, 3], [3, 2]])
-    states.begin(StateRows(None, None, torch.tensor([0]), restores))
+    copies = ((3, 2), (1, 3))  # from the cache, then to the cache
+    states.begin(StateRows(None, None, torch.tensor([0]), copies))
     for each in tensors:
         assert each.flatten(2)[..., 0].tolist() == [[0, 2, 4, 2]] * 3
 

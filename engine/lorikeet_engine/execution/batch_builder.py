@@ -36,7 +36,7 @@ class StateInput:
     first_chunks: Int64s
     saves: Int64s
     fresh: Int64s
-    copies: Int64s
+    copies: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, uses: list[StateUse], begins: list[bool], query_starts: Int64s) -> "StateInput":
@@ -68,7 +68,7 @@ class StateInput:
             first_chunks=first_chunks,
             saves=saves,
             fresh=slots[begins],
-            copies=np.array(restores + copies, np.int64).reshape(-1, 2).T,
+            copies=(*restores, *copies),
         )
 
     def upload(self, device: torch.device) -> StateRows:
@@ -79,13 +79,11 @@ class StateInput:
         slots, tokens, starts, ends, of_prompts, chunks, *rest = torch.split(
             uploaded, [*map(len, narrow)]
         )
-        wide = upload(np.append(self.fresh, self.copies.ravel()), device)
-        fresh, copies = wide[: len(self.fresh)], wide[len(self.fresh) :].view(2, -1)
         return StateRows(
             Decodes(slots, tokens if len(starts) else None) if len(slots) else None,
             Prefills(starts, ends, of_prompts, chunks.view(-1, 2), *rest) if len(starts) else None,
-            fresh,
-            copies,
+            upload(self.fresh, device),
+            self.copies,
         )
 
 

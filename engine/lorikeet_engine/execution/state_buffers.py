@@ -35,13 +35,11 @@ class StateBuffers:
             first_chunks=padding(_PROMPTS + 1),
             saves=padding(chunks),
         )
-        self._no_copies = torch.zeros(2, 0, dtype=torch.int64, device=device)
+        self._none_fresh = torch.zeros(0, dtype=torch.int64, device=device)
 
     def of_decodes(self, sequences: int) -> StateRows:
         """Return the rows that a pass over one token of each of `sequences` sequences reads."""
-        return StateRows(
-            Decodes(self._slots[:sequences]), None, self._no_copies[0], self._no_copies
-        )
+        return StateRows(Decodes(self._slots[:sequences]), None, self._none_fresh, ())
 
     def of_any(self, tokens: int) -> StateRows:
         """Return the rows that a pass over `tokens` tokens of any sequences reads."""
@@ -55,7 +53,7 @@ class StateBuffers:
             first_chunks=p.first_chunks[: prompts + 1],
             saves=p.saves[:chunks],
         )
-        return StateRows(decodes, prefills, self._no_copies[0], self._no_copies)
+        return StateRows(decodes, prefills, self._none_fresh, ())
 
     @staticmethod
     def fit(rows: StateRows) -> bool:

@@ -20,14 +20,14 @@ class StateRows:
     decodes: sequences of which the step has one token; None: there are none.
     prefills: sequences of which the step has several tokens; None: there are none.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
-    copies [2, copies] int64: states to copy before the step, from the cache or to the cache: the
-        slots to copy from, then the slots to copy to.
+    copies: pairs of slots, from which a state is copied and to which, one after the other before
+        the step: first from the cache, then to the cache. On the host.
     """
 
     decodes: Decodes | None
     prefills: Prefills | None
     fresh: torch.Tensor
-    copies: torch.Tensor
+    copies: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,9 @@ class DeltaStates:
 
         rows: states that the next step reads and updates.
         """
-        source, slot = rows.copies.unbind(0)
         for states in self.tensors:
-            if len(source):
-                states[:, slot] = states[:, source]  # all are read before one is written
+            for source, slot in rows.copies:
+                states[:, slot].copy_(states[:, source])
             if len(rows.fresh):
                 states[:, rows.fresh] = 0
 
