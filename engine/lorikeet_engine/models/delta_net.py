@@ -36,8 +36,8 @@ class DeltaStates:
     inputs [layers, slots, convolution − 1, channels] in the model's dtype: the last inputs of the
         convolution; zeros stand for tokens before the first.
     matrices [layers, slots, value_heads, value_dim, key_dim]: states of the delta rule.
-    ring: last tokens, of which the matrices do not know yet, with dimensions [layers, slots, …];
-        None: the matrices know all tokens.
+    ring: last tokens, which are not yet added to the matrices, with dimensions [layers, slots, …];
+        None: all tokens are added.
     """
 
     inputs: torch.Tensor

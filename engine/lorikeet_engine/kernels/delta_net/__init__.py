@@ -140,7 +140,7 @@ class Prefills(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Last tokens of each slot's sequence, of which the slot's state does not know yet.
+    """Last tokens of each slot's sequence, which are not yet added to the slot's state.
 
     keys [slots, key_heads, entries, key_dim] float32: keys divided by their length
     corrections [slots, value_heads, entries, value_dim] float32: β (v − S k)
@@ -276,8 +276,8 @@ def prefill_delta_rule(
     states that they read.
 
     ring: tokens of each slot that decode_delta_rule has not added to the state; the prefill adds
-      them first, and leaves no tokens in the rings of its sequences and copied states. None: the
-      states know all tokens
+      them first, and leaves no tokens in the rings of its sequences and copied states. None: all
+      tokens are added to the states
     All other arguments and the result: as for decode_delta_rule
     """
     operator = _operators(qkv.device.type).prefill_delta_rule

@@ -305,7 +305,8 @@ def _scan_chunks(
 
     solved, mixed, factors, faded: results of _solve_chunks.
     slots, starts, ends, first_chunks, saves: see Prefills.
-    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
+    keys, corrections, decays, counts: see Ring.
+    entries: maximum number of tokens of a ring.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors.
     All other operands: see _decode.

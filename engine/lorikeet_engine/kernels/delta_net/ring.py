@@ -62,7 +62,8 @@ def add_tokens(
     """Return a state s after the tokens in its ring.
 
     s [values, key_dim] float32: rows `value` of the state of a slot and a value head.
-    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
+    keys, corrections, decays, counts: see Ring.
+    entries: maximum number of tokens of a ring.
     All other operands: see Heads.
     """
     column, index = tl.arange(0, key_dim), slot * value_heads + head
@@ -113,7 +114,8 @@ def _decode_with_ring(
     slots, tokens: see Decodes.
     a_log, dt_bias: see Decay.
     lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
-    keys, corrections, decays, counts: see Ring. entries: most tokens of a ring.
+    keys, corrections, decays, counts: see Ring.
+    entries: maximum number of tokens of a ring.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.
     values: number of values of a tile. tiles: number of tiles that the program computes, one after
