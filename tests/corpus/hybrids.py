@@ -16,7 +16,7 @@ from tests.corpus.cases import RANKS, Case
 from tests.corpus.draft import Draft, Tensors
 from tests.corpus.features import EQUAL, Axis, Build, Feature
 from tests.corpus.names import PLACE, WRAPPING
-from tests.corpus.peft_training import save
+from tests.corpus.peft_training import EVERY_LINEAR, save
 from tests.engine.moe_adapters import BOTH
 
 DENSE, MIXED, NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
@@ -121,6 +121,19 @@ def _without(part: str, *, target: bool = False) -> Build:
             draft.edit_config(target_modules=[name for name in names if name != part])
 
     return build
+
+
+def _one_layers_experts(draft: Draft) -> None:
+    """Add matrices of each expert, in layer 0 alone."""
+    rank, shapes = draft.rank, dict[str, tuple[int, ...]]()
+    for number in range(draft.base.shape.experts):
+        for name, d_in, d_out in (("gate", 64, 40), ("up", 64, 40), ("down", 40, 64)):
+            module = f"model.layers.0.mlp.experts.{number}.{name}_proj"
+            shapes |= {
+                f"{module}.lora_A.weight": (rank, d_in),
+                f"{module}.lora_B.weight": (d_out, rank),
+            }
+    _added(shapes)(draft)
 
 
 def _tinker_tied(draft: Draft) -> None:
@@ -242,6 +255,7 @@ _DRAFT_HEAD = {f"mtp.layers.0.self_attn.q_proj.lora_{side}.weight": (4, 64) for 
 _NO_LINEAR = "of a delta net cannot be adapted; train its linears alone"
 _QKV_APART = Feature("q, k and v apart", Axis.TRAINING, _as_three)
 _PLAIN = Feature("all-linear", Axis.TRAINING, _plain)
+_EVERY_LINEAR = _peft("every linear by name", target_modules=EVERY_LINEAR)
 _ALONE = Feature(
     "attention and delta nets",
     Axis.TRAINING,
@@ -282,6 +296,15 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
     (_peft("trained tokens", target_modules=["out_proj"], trainable_token_indices=[5, 250]), ALL),
     (_peft("MLP", target_modules=["gate_proj", "up_proj", "down_proj"]), (DENSE,)),
     (_peft("shared expert", target_modules=[*_SHARED, "shared_expert_gate"]), (MIXED, NEXT)),
+    (_EVERY_LINEAR, (MIXED, NEXT)),
+    (
+        _peft(
+            "every linear by name, and experts",
+            target_modules=EVERY_LINEAR,
+            target_parameters=BOTH,
+        ),
+        (MIXED,),
+    ),
     (_peft("experts", target_modules=["o_proj"], target_parameters=BOTH), (MIXED, NEXT)),
     (_peft("DoRA", "DoRA", target_modules=["in_proj_z", "q_proj"], use_dora=True), (DENSE,)),
     (_peft("a convolution's LoRA", _NO_LINEAR, target_modules=["conv1d"], r=128), (DENSE,)),
@@ -322,6 +345,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
 )
+_LOST = "no weight is for it"
 _TINKER_PART = "no weight is for it|train all three"
 # Forms of other trainers, each of an adapter that PEFT has saved.
 _CHOSEN = {
@@ -334,6 +358,21 @@ _CHOSEN = {
 FORMS: tuple[tuple[Feature, Feature, tuple[str, ...]], ...] = (
     *((_ALONE, each, ALL) for each in (*PLACE, *WRAPPING) if each.name in _CHOSEN),
     (_ALONE, _tool("Unsloth", _unsloth), ALL),
+    (_EVERY_LINEAR, _tool("Unsloth's every linear", _unsloth), (MIXED,)),
+    *(
+        (_EVERY_LINEAR, _tool(f"{part} is lost", _without(part, target=True), _LOST), (MIXED,))
+        for part in ("shared_expert", "self_attn", "shared_expert.up_proj", "layers.0.")
+    ),
+    (
+        _EVERY_LINEAR,
+        _tool(
+            "experts are lost",
+            lambda draft: draft.edit_config(target_modules=[*EVERY_LINEAR, "experts"]),
+            _LOST,
+        ),
+        (MIXED,),
+    ),
+    (_EVERY_LINEAR, _tool("experts of one layer are lost", _one_layers_experts, _LOST), (MIXED,)),
     (_ALONE, _tool("the vision tower beside it", _vision), ALL),
     (
         _ALONE,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
@@ -37,6 +38,7 @@ _MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwe
 _MAX_LINEARS = 200_000  # of all layers and their experts: 60 layers of 384 experts have 69,000
 _MORE_LAYERS = 8  # of hybrids, checked after the last layer that has weights
 _OUTER = (HEAD, EMBEDDINGS)
+_EXPERTS = "experts"  # no part of the shared expert's name
 
 Selects = Callable[[str], bool]
 
@@ -81,7 +83,9 @@ def check_targets(
         raise bad_config("no weight is for a parameter that it selects", "target_parameters")
     layers = {layer for layer, _ in located}
     last, with_weights = max(layers, default=0), {linears[index].module for _, index in located}
-    given, expected = set(modules), _expected(modules, outer, last, with_weights)
+    names_experts = _EXPERTS in str(raw.get("target_modules"))
+    given = set(modules)
+    expected = _expected(modules, outer, last, with_weights, names_experts=names_experts)
     every = given.union(*(names for each in expected.values() for names in each.all()))
     targeted = _targeted(raw, every, given, run)
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
@@ -168,7 +172,12 @@ def _lacking(names: set[str], given: set[str], targeted: Selects) -> list[str]:
 
 
 def _expected(
-    modules: Sequence[str], outer: Collection[str], last: int, with_weights: Collection[str]
+    modules: Sequence[str],
+    outer: Collection[str],
+    last: int,
+    with_weights: Collection[str],
+    *,
+    names_experts: bool,
 ) -> dict[str, _Expected]:
     """Return all modules that a config could target, in the trainer's naming, by family.
 
@@ -179,20 +188,29 @@ def _expected(
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: paths, in a layer, of the linears that have weights in some layer.
+    names_experts: whether target_modules names experts. Names of linears alone, such as down_proj,
+        select no expert where PEFT finds parameters instead of linears.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
-    names = {old: ConfiguredNames(modules, old_linears=old) for old in (False, True)}
     given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
     beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
     outside = {m if m == HEAD.module else place + m.removeprefix("model.") for m in beside}
-    found: dict[tuple[tuple[Linear, ...], bool], _Expected] = {}
+    found: dict[tuple[tuple[Linear, ...], bool, bool], _Expected] = {}
     expected = {}
+
+    @cache
+    def configured(old_linears: bool, parameters: bool) -> ConfiguredNames:
+        return ConfiguredNames(modules, old_linears=old_linears, parameters=parameters)
+
     for name, family in FAMILIES.items():
-        kind = family.linears, family.experts is not None and family.experts.old_linears
+        experts = family.experts
+        old_linears = experts is not None and experts.old_linears
+        parameters = experts is not None and experts.parameters and not names_experts
+        kind = family.linears, old_linears, parameters
         if not {linear.module for linear in family.linears}.issuperset(with_weights):
             continue
         if kind not in found:
-            saved = _SavedNames(names[kind[1]], place, family, given)
+            saved = _SavedNames(configured(old_linears, parameters), place, family, given)
             found[kind] = _Expected(outside | saved.of(layers))
             if family.is_hybrid:
                 beyond = range(len(layers), len(layers) + _MORE_LAYERS)

@@ -61,12 +61,16 @@ class ConfiguredNames:
     expert), stacked, or of wrapped parameters.
     """
 
-    def __init__(self, given: Collection[str], *, old_linears: bool) -> None:
+    def __init__(
+        self, given: Collection[str], *, old_linears: bool, parameters: bool = False
+    ) -> None:
         """Find the form in which experts have weights, and how their linears are named.
 
         given: modules that have weights, in the trainer's naming.
         old_linears: whether trainers' configs for this base model call the linears w1, w3 and w2.
             Matters only if no expert has weights.
+        parameters: whether a config can target experts as parameters alone. Matters only if no
+            expert has weights.
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
@@ -77,7 +81,7 @@ class ConfiguredNames:
         self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
         if not of_experts:
             self._has_old_linears = old_linears
-        self._is_numbered = bool(numbered) or not of_experts
+        self._is_numbered = bool(numbered) or not (of_experts or parameters)
         self._count = min(highest, len(numbered)) + 1
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 

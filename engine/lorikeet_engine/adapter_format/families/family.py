@@ -134,6 +134,8 @@ class ExpertKeys:
     normalised: whether the weights of a token's experts always add up to 1, whatever norm_topk_prob
         says.
     old_linears: whether trainers' configs call the linears w1, w3 and w2.
+    parameters: whether every release of transformers has parameters of all experts, not linears of
+        each, so that PEFT's target_modules selects none of them.
     shared: whether every token also passes one more expert, the shared one, whose output is
         multiplied by the sigmoid of shared_expert_gate's output.
     """
@@ -142,6 +144,7 @@ class ExpertKeys:
     width: str
     normalised: bool = False
     old_linears: bool = False
+    parameters: bool = False
     shared: bool = False
 
 

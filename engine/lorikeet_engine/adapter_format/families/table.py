@@ -325,7 +325,13 @@ FAMILIES: Mapping[str, Family] = {
         },
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
-        experts=ExpertKeys(("num_experts",), "moe_intermediate_size", normalised=True, shared=True),
+        experts=ExpertKeys(
+            ("num_experts",),
+            "moe_intermediate_size",
+            normalised=True,
+            parameters=True,
+            shared=True,
+        ),
     ),
     "qwen3_next": Family(
         "Qwen3-Next",
