@@ -93,7 +93,7 @@ def gemv_act_and_mul(
     """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
     One launch computes act_and_mul(gemv(x, weight, bias, config)), see kernels/pointwise. The
-    product is rounded to x's dtype before the activation, as in two launches.
+    product is rounded to x's dtype before the activation, as if each had a launch.
 
     gelu: GELU instead of SiLU.
     """

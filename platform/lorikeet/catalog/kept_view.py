@@ -66,7 +66,7 @@ class KeptView:
     def confirm(self, seq: int) -> bool:
         """Record that entry `seq` is the store's newest. Raises OSError.
 
-        Returns False, and records nothing, if the file holds another state.
+        Returns False, and records nothing, if the file holds the state after another entry.
         """
         with self.path.open("rb") as file:
             if file.readline() != b"%d\n" % seq:

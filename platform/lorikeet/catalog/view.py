@@ -67,14 +67,14 @@ class CatalogView:
                 self._state = apply_entries(self._state, new)
 
     def begin(self, manifest: Manifest) -> None:
-        """Begin with a snapshot. Does nothing if the view holds a state already."""
+        """Set the first state to that of a snapshot. Does nothing if there is a state already."""
         with self._changing:
             if self._state.seq == 0:
                 self._state = manifest.state()
                 self._base_seq = manifest.seq
 
     def begin_with(self, state: CatalogState) -> None:
-        """Begin with a state read from disk. Does nothing if the view holds a state already."""
+        """Set the first state to one read from disk. Does nothing if there is a state already."""
         with self._changing:
             if self._state.seq == 0:
                 self._state = state

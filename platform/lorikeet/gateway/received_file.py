@@ -59,8 +59,8 @@ async def receive_file(
 
 
 class _Body:
-    """Consumer of a body's bytes, in threads: updates the SHA-256, writes the file and, with a
-    ValueScan, scans the values of the blob's tensors.
+    """Consumer of a body's bytes in worker threads: updates the SHA-256, writes the file and, with
+    a ValueScan, scans the values of the blob's tensors.
     """
 
     def __init__(self, file: BinaryIO, scan: ValueScan | None) -> None:

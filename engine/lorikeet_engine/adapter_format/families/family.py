@@ -162,8 +162,8 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
-    scales_in_module: whether, in every release of transformers, the embeddings are multiplied by
-        the module that computes them, not by the model that calls this module.
+    scales_in_module: whether, in every release of transformers, the embedding module itself
+        multiplies the embeddings, and not the model that calls this module.
     """
 
     name: str

@@ -127,7 +127,8 @@ def multiply(
     → [tokens, d_out] of dtype
 
     The tensor cores add up a program's sums with about 14 bits of precision (see fused.linear). If
-    blocks have scales, each sum has only block_in columns, and these sums are added in float32.
+    blocks have scales, each such sum covers only block_in of the d_in columns, and these sums are
+    added in float32.
     """
     (count, d_in), d_out, device = tokens.rows.shape, len(weight.rows), tokens.rows.device
     y = torch.empty((count, d_out), dtype=dtype, device=device)

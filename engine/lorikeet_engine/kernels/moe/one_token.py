@@ -84,7 +84,7 @@ def down_of(
     shares [1, per_token] float32: weights of the experts
     → [1, d_out]
 
-    Each product is rounded before the sum, as in two launches.
+    Each product is rounded before the sum, as if products and sum had a launch each.
     """
     matrices, scales, high, wide = kernel_arguments(weight)
     config = DOWN if scales is None else FP8_DOWN

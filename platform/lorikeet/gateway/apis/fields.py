@@ -1,4 +1,4 @@
-"""Field types of requests with parsers that report one error for any number of bad values."""
+"""Types of request fields. Their parsers report one error for any number of bad values."""
 
 import re
 from collections.abc import Sequence

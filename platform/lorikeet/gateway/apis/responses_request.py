@@ -260,7 +260,7 @@ class InputTokensRequest(ResponsesRequest):
         """Return the Call for a replica. The Call has no adapter, because counting tokens needs
         none.
 
-        Raises InvalidInput as ResponsesRequest.to_call.
+        Raises InvalidInput in the same cases as ResponsesRequest.to_call.
         """
         call = super().to_call(context)
         return replace(

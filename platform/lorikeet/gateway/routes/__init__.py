@@ -1,6 +1,6 @@
-"""Routes that do not generate: models, stored responses, usage, explained requests, metrics,
+"""Routes that do not generate: models, stored responses, usage, explanations of requests, metrics,
 health.
 
-Tenants get their own data. Routes of the same subjects under /admin/v1, which show all tenants, are
-here too; gateway/admin/routes.py puts them behind an admin's key.
+A tenant gets its own data. The routes under /admin/v1 that show the same data of all tenants are
+also defined here; gateway/admin/routes.py requires an admin's key for them.
 """

@@ -92,8 +92,8 @@ class HeldSchema:
     """Schema rewritten, as far as possible, into keywords that grammars enforce.
 
     ignored: the removed formats, as "format:NAME"; formats do not restrict values.
-    let_go: pairs of a keyword that was removed because nothing can replace it, and the JSON path of
-        its schema.
+    let_go: for each keyword that was removed because nothing can replace it, the keyword and the
+        JSON path of the schema that had it.
     """
 
     schema: dict[str, Any]
