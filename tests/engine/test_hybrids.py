@@ -3,7 +3,9 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,11 +19,12 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.execution.batch_builder import StateInput
 from lorikeet_engine.execution.kv_tensors import allocate_states
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.kv_cache import KVCache, StateUse
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.status import StateUsage
 from tests.engine.engine_driver import (
@@ -293,10 +296,20 @@ def test_a_sequence_begins_with_a_copied_state_and_its_ring_or_with_zeros(shape)
     tensors = (states.inputs, states.matrices, *states.ring)
     for each in tensors:
         each.copy_(torch.arange(1, 5).view(1, 4, *[1] * (each.dim() - 2)).expand_as(each))
-    copies = ((3, 2), (1, 3))  # from the cache, then to the cache
-    states.begin(StateRows(None, None, torch.tensor([0]), copies))
+    states.begin(StateRows(None, None, torch.tensor([0]), ((3, 2), (1, 3))))
     for each in tensors:
         assert each.flatten(2)[..., 0].tolist() == [[0, 2, 4, 2]] * 3
+
+
+@pytest.mark.parametrize("order", permutations(range(4)))
+def test_a_state_evicted_in_the_step_that_begins_with_it_is_read_first(order):
+    """A sequence gets a copy of 5, whose slot the next gets; and so on, in any order of a step."""
+    uses = [StateUse(6, 5, ()), StateUse(5, 4, ()), StateUse(4, 3, ()), StateUse(2, None, (), 3)]
+    given = StateInput.of([uses[i] for i in order], [False] * 4, np.arange(5))
+    slots = list(range(7))
+    for source, slot in given.copies:
+        slots[slot] = slots[source]
+    assert slots == [0, 1, 2, 2, 3, 4, 5]
 
 
 def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):

@@ -68,7 +68,7 @@ class StateInput:
             first_chunks=first_chunks,
             saves=saves,
             fresh=slots[begins],
-            copies=(*restores, *copies),
+            copies=_read_before_written([*restores, *copies]),
         )
 
     def upload(self, device: torch.device) -> StateRows:
@@ -247,6 +247,25 @@ def _state_input(chunks: list[Chunk], query_starts: Int64s) -> StateInput | None
         return None
     assert len(uses) == len(chunks), "chunks without states"
     return StateInput.of(uses, [chunk.start == 0 for chunk in chunks], query_starts)
+
+
+def _read_before_written(copies: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Order copies of states so that each slot is read before another copy is written to it.
+
+    A cached state that a sequence begins with may be evicted for a sequence that is planned later
+    in the same step. Each slot is written at most once, and no copies form a circle, because a
+    sequence finds no state in a slot that was given away before.
+
+    copies: pairs of slots, from which a state is copied and to which.
+    """
+    ordered = list[tuple[int, int]]()
+    while copies:
+        read = {source for source, _ in copies}
+        ready = [pair for pair in copies if pair[1] not in read]
+        assert ready, "copies of states in a circle"
+        ordered += ready
+        copies = [pair for pair in copies if pair[1] in read]
+    return tuple(ordered)
 
 
 def _kv_places(

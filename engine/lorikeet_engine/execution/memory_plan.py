@@ -72,8 +72,7 @@ def plan_memory(
     shard: part of the model on this device.
 
     The memory of steps is an estimate; a starting engine measures it. Raises SettingsError if not
-    all parts fit, or if one sequence does not fit into the KV pages. Raises ModelError if the base
-    model is not served on such a device.
+    all parts fit, or if one sequence does not fit into the KV pages.
     """
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)

@@ -21,7 +21,7 @@ class StateRows:
     prefills: sequences of which the step has several tokens; None: there are none.
     fresh [sequences that begin] int64: slots of states to set to zeros before the step.
     copies: pairs of slots, from which a state is copied and to which, one after the other before
-        the step: first from the cache, then to the cache. On the host.
+        the step; a slot is read before it is written. On the host.
     """
 
     decodes: Decodes | None
