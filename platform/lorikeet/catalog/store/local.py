@@ -233,7 +233,8 @@ class LocalParts:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # of another process, which may remove it at once
+            folder.mkdir()
         _sync(folder.parent)
 
 
