@@ -323,7 +323,7 @@ class Engine:
     def _compute(
         self, plan: StepPlan, previous: steps.InFlightStep | None
     ) -> steps.ForwardPass | None:
-        expected = self._step_budget.expected(plan.chunks) if self._step_budget else None
+        expected = self._step_budget.expected(plan.chunks)
         try:
             return steps.compute(self._runner, plan, self._settings, previous, expected)
         except Exception as error:
@@ -347,7 +347,7 @@ class Engine:
             self._step_failed(step.chunks, error)
             return
         step_s, expected = self._counters.step_read(step.launch), step.launch.expected
-        if self._step_budget and expected is not None:
+        if expected is not None:
             self._step_budget.record(step_s, expected)
         if scores is not None:
             self._fail(scores.errors)

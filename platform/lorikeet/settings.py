@@ -251,7 +251,7 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         description="goal for the milliseconds between two tokens: bounds the ranks of a step's "
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
-        "bound",
+        "goal",
     )
     usage_flush_s: float = Field(
         15.0,

@@ -53,7 +53,7 @@ class Assembly:
     """Parts of an engine, with all memory allocated and all kernels compiled.
 
     kv_pages: number of KV pages in the runner's KV cache.
-    step_budget: bounds the work of steps, to meet the inter-token goal; None without such a goal.
+    step_budget: bounds the work of steps.
     forced_budget: bounds a step's forced tokens: the only tokens that a grammar allows, appended
         without sampling.
     ranks: processes that compute the model; just this one without tensor parallelism.
@@ -64,7 +64,7 @@ class Assembly:
     tiers: Tiers
     kv_pages: int
     info: EngineInfo
-    step_budget: StepBudget | None
+    step_budget: StepBudget
     forced_budget: ForcedBudget
     ranks: OneRank
 
@@ -120,9 +120,7 @@ def _assemble(
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
     info = _info(model.config, settings, min(context, kv_tokens), step_costs)
-    step_budget, goal_s = None, settings.inter_token_goal_s
-    if goal_s is not None:
-        step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
+    step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, ranks)

@@ -196,15 +196,14 @@ class Scheduler:
         cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
         return cost / self._throughput.cost_per_s
 
-    def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
+    def plan(self, step_budget: StepBudget) -> StepPlan:
         """Choose the next step's chunks and allocate their KV pages, in three phases.
 
         Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
-        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens in
-            steps with decodes; None for no bounds.
+        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
@@ -312,11 +311,9 @@ class Scheduler:
                 self._preempt(active.pop())
         return chunks
 
-    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
+    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
-        budget = PromptBudget(tokens)
-        if decodes and step_budget is not None:
-            budget = step_budget.prompt_budget(decodes, tokens)
+        budget = step_budget.prompt_budget(decodes, tokens)
         if self._cache.states is not None:
             budget.multiple = self._cache.state_piece
         return budget
@@ -326,7 +323,7 @@ class Scheduler:
         active: list[Sequence],
         prefilling: list[Sequence],
         budget: PromptBudget,
-        step_budget: StepBudget | None,
+        step_budget: StepBudget,
     ) -> "_Prefills":
         """Return chunks of prompts, and begin waiting sequences.
 
@@ -336,13 +333,13 @@ class Scheduler:
         active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.
         budget: prompt tokens that the step may still compute.
-        step_budget: bounds the sum of the ranks of the step's adapters; None for no bound.
+        step_budget: bounds the sum of the ranks of the step's adapters.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
         if self.waiting and budget and may_begin(active, max_running, self._tenants.level):
             context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
-            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
+            max_ranks = step_budget.max_ranks(context)
             admission = Admission(
                 self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
             )
