@@ -235,8 +235,7 @@ def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
 
     Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
     with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
-    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
-    gaps for LoRA's programs.
+    gets the multiprocessors that LoRA leaves.
 
     rows: input of the product.
     """
@@ -289,8 +288,7 @@ def embed_adapted(
     """Replace embeddings of trained tokens, and add LoRA to embeddings, in place.
 
     Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both
-    trained embedding rows and LoRA on embeddings. On CUDA these are two launches, whose programs
-    end at once if no adapter changes embeddings.
+    trained embedding rows and LoRA on embeddings.
 
     y [tokens, hidden]: the base model's embeddings
     token_ids [tokens] int64

@@ -190,8 +190,6 @@ def _act_and_mul_fp8(
 ) -> None:
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
-    The activation is read again because it does not fit in registers.
-
     Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
     block: number of columns computed at once. largest, least_scale: see fp8.fused.scale_of.
     """
