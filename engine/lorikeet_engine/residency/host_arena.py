@@ -184,8 +184,7 @@ class HostArena:
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
         """Evict images until an image of this size fits, and allocate a block for it.
 
-        Returns the block's offset, or None if not enough memory can be freed. Looks at each image
-        only once, as there may be thousands, and the engine's thread may wait for the lock.
+        Returns the block's offset, or None if not enough memory can be freed.
 
         elements: size of the new image.
         for_request: whether a request waits for the image. If so, pins are revoked if it does not
@@ -224,7 +223,7 @@ def host_memory(
 ) -> torch.Tensor:
     """Return host memory for images, as a tensor.
 
-    Does not use torch's pin_memory, which rounds up to the next power of two: 137 GB for 84 GB.
+    Does not use torch's pin_memory, which rounds the size up to a power of two.
 
     pin: whether to page-lock the memory in this process.
     shared: shared memory to use; None: private memory is allocated.

@@ -7,9 +7,8 @@ StepCosts, and limited to a mean share of the time that the other sequences' dec
 
     Σ more_s(forced tokens of a step) ≤ SHARE · Σ step_s(decodes of a step)
 
-Where CUDA graphs pad steps to certain sizes, the first token beyond a size costs as much as all
-tokens up to the next size. So no forced token is taken until the budget suffices to fill a step up
-to the next size; then one step (in three, say) takes enough forced tokens to fill it.
+Where CUDA graphs pad steps to certain sizes, forced tokens are taken only when the budget suffices
+to fill a step up to the next size.
 """
 
 from bisect import bisect_right
@@ -30,12 +29,11 @@ _SAVED_STEPS = 16  # steps whose unused share is kept
 
 
 class ForcedBudget:
-    """Limit on the forced tokens that each step of one engine may compute.
+    """Limit on the forced tokens (see the module) that each step of one engine may compute.
 
     Only for the engine's thread.
 
-    A forced token is the only one that a request's grammar allows, appended without sampling. Time
-    allowed for forced tokens that a step does not use is saved for later steps.
+    Time allowed for forced tokens that a step does not use is saved for later steps.
     """
 
     def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:

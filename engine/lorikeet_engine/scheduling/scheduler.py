@@ -408,8 +408,7 @@ class Scheduler:
     ) -> list[Chunk]:
         """Preempt prefilling sequences until those that remain have KV pages for a chunk.
 
-        Called if the step would otherwise have no chunk. Returns [] while an earlier step is in
-        flight, since that step's end may free pages.
+        Returns [] while an earlier step is in flight, whose end may free pages.
 
         prefilling: running sequences that do not decode; the last is preempted first.
         budget: prompt tokens that the step may compute.
