@@ -2,8 +2,7 @@
 
 Beside LoRA's matrices, PEFT saves lm_head if it is targeted, and lm_head and embeddings if the
 vocabulary seems to have grown. A blob contains hashes instead of these copies, so that whoever has
-the base model's weights can check that the copies equal them. A copy that differs was trained or
-resized.
+the base model's weights can check them: a copy that differs was trained or resized.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Forward pass as CUDA graphs that end before each attention, which is launched separately.
 
-This is for steps whose attention cannot be part of a graph, since its kernels depend on the
-sequences. One graph ends where a layer calls attention and the next begins there. So a pass of 32
-layers is 33 graphs and 32 launches of attention instead of about 400 launches.
+Used for steps whose attention cannot be part of a graph, since its kernels depend on the sequences.
+So a pass of 32 layers is 33 graphs and 32 launches of attention instead of about 400 launches.
 """
 
 from collections.abc import Callable

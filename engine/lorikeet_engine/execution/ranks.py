@@ -1,9 +1,8 @@
 """Ranks of one engine: this process alone, or this process and its followers.
 
-A follower (follower.py) allocates memory and captures graphs in the same order as the leader. The
-leader tells followers when to do so, because all ranks then take part in collective operations. A
-part of memory, such as the KV pages, has the same size in all ranks: the largest for which every
-rank has room.
+A follower (follower.py) allocates memory and captures graphs when the leader tells it to, because
+all ranks then take part in collective operations. A part of memory, such as the KV pages, has the
+same size in all ranks: the largest for which every rank has room.
 """
 
 import os
@@ -63,8 +62,6 @@ class CountPages:
 
 class OneRank:
     """The only rank of an engine without tensor parallelism: this process.
-
-    Subclassed by LeadingRank for engines with several ranks.
 
     group: collective operations over the ranks; None without other ranks.
     followers: processes of the other ranks; None without other ranks.

@@ -136,7 +136,7 @@ class StepTimer:
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
         """Make a chunk of the last `tokens` tokens of a sequence.
 
-        The token ids are varied: with one id, a mixture of experts would use only a few experts.
+        The token ids vary, as with one id a mixture of experts would use only a few experts.
 
         depth: tokens of the sequence before the chunk.
         index: number of the sequence; sequences have different KV pages while there are enough

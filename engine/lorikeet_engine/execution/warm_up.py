@@ -209,8 +209,7 @@ def with_states(chunks: list[Chunk], slots: int) -> list[Chunk]:
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
     """Hold random numbers in all KV pages during a `with` block; the pages are zero afterwards.
 
-    The more bits change in a GPU, the more power it takes and the lower its clock may be. With
-    zeros in the pages, steps may therefore seem faster than real steps.
+    With zeros in the pages, a GPU takes less power, and steps may seem faster than real steps.
 
     kv: [layers, 2, pages, …].
     """

@@ -139,9 +139,6 @@ def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
     """Read a boolean key of config.json; False if the model family does not use the key.
 
-    Files may contain keys copied from other families.
-
-    raw: content of config.json.
     switch: name of the key.
     """
     return switch in family.switches and flag(raw, switch)
@@ -266,7 +263,6 @@ def _sliding_layers(
 
     Raises ModelError if a key of config.json that selects these layers has a bad value.
 
-    raw: content of config.json.
     turning: whether each layer has a rotary embedding.
     """
     layers, switches = range(len(turning)), family.switches

@@ -4,8 +4,8 @@
            ◀── a pipe each: reports of finished copies ── follower
 
 A follower executes the leader's commands in order and has no notion of requests. No rank can
-continue without all others, as it would wait in a sum forever. So the leader's process ends as soon
-as a follower has ended or is stopped, and Linux ends a follower whose leader has ended.
+continue without all others. So the leader's process ends as soon as a follower has ended or is
+stopped, and Linux ends a follower whose leader has ended.
 """
 
 import logging

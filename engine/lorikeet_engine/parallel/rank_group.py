@@ -2,8 +2,8 @@
 
 Each process has a rank, its index; the leader's is 0. This rank has nothing to do with the rank of
 an adapter. On CUDA every collective is launched on the current stream and can be captured in a
-graph; only `minimum` makes the host wait. If a process is lost, all others wait forever, so
-followers.py watches all of them.
+graph; only `minimum` makes the host wait. If a process is lost, all others wait forever;
+followers.py watches them.
 """
 
 import os

@@ -135,11 +135,9 @@ class RankSums:
 class SymmetricSums:
     """Sums over ranks in one or two launches, in which each GPU reads all others' memory.
 
-    NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
-    memory that all ranks have mapped, and one of torch's kernels sums there. For a small tensor,
-    every rank sums the whole (one shot). For a larger tensor, every rank sums one part, then
-    fetches the other parts from the ranks that summed them (two shots). There is one buffer for
-    each dtype, used by all sums in the order of launches.
+    Each rank copies its tensor to memory that all ranks have mapped, and one of torch's kernels
+    sums there. For a small tensor, every rank sums the whole (one shot). For a larger tensor, every
+    rank sums one part, then fetches the other parts from the ranks that summed them (two shots).
 
     Call map_peers before the first sum.
     """
@@ -216,8 +214,7 @@ class SymmetricSums:
 class RowExchange:
     """Memory through which ranks send one another rows to sum, without any barrier.
 
-    A sum by torch's kernels is a copy to shared memory, a barrier, the sum and another barrier. A
-    row exchange is part of the kernel that normalises the sum
+    A row exchange is part of the kernel that normalises the sum
     (kernels/pointwise/sum_over_ranks.py): the kernel writes its row directly to the memory of every
     other rank, and waits until the rows of all other ranks have arrived in its own rank's memory.
 

@@ -40,9 +40,8 @@ class _PendingCall(NamedTuple):
 class EngineProcessClient:
     """Client of a replica's engine, which runs in a process of its own.
 
-    The engine's steps therefore share no Python interpreter with the replica. Results and errors of
-    Engine's methods come back through futures, in the order of the calls. No call waits for the
-    engine. Methods may be called on any thread.
+    Results and errors of Engine's methods come back through futures, in the order of the calls. No
+    call waits for the engine. Methods may be called on any thread.
     """
 
     def __init__(

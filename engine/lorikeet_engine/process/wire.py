@@ -1,9 +1,8 @@
 """Messages on the pipes between an engine's process and its client.
 
 Calls go through one pipe. Through the other come back a Reply to each call, the OutputRows of each
-step, and each EngineStatus. All queued messages are sent as one write: to receive a write, the
-reader must get Python's interpreter lock, which the stepping thread releases only every few
-milliseconds.
+step, and each EngineStatus. All queued messages are sent as one write, since the reader must get
+Python's interpreter lock for each.
 """
 
 import io

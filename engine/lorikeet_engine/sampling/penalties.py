@@ -1,8 +1,7 @@
 """Logit biases and penalties, with each sequence's token counts on the device.
 
 OpenAI's frequency and presence penalties cover a sequence's output; the repetition penalty covers
-prompt and output, as in transformers and vLLM. A step counts its sampled tokens on the device, so
-the host does not upload them again.
+prompt and output, as in transformers and vLLM.
 """
 
 from collections.abc import Mapping, Sequence

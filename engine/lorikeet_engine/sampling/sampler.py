@@ -23,8 +23,7 @@ class Sampler:
     """Sampler of one token for each row of logits, by temperature, top_k, top_p, min_p and a seed.
 
     The cumulative distribution is inverted at a number in [0, 1) that is a hash of the row's seed
-    and step. So a row needs only a few numbers whatever the vocabulary, and equal logits, seed and
-    step give the same token.
+    and step. Equal logits, seed and step give the same token.
 
     penalties: penalties and biases of the choices whose params change logits.
     """
