@@ -22,8 +22,7 @@ class ForcedXmlParser:
     """Incremental parser of an answer that a grammar constrains to tool calls in XML.
 
     Strings are streamed. Other values are sent whole, since their type may depend on their end. A
-    call is emitted only once its arguments begin or it ends: an answer cut off earlier would look
-    like a call without arguments.
+    call is emitted only once its arguments begin or it ends.
     """
 
     done = False

@@ -1,8 +1,7 @@
 """Both ends of the single stream that carries all answers from one replica to one gateway.
 
-A step of the engine adds a delta to every answer. One Ray Serve call for each delta would cost a
-replica's event loop 70 us, more than all other work on the delta, so one message carries all
-deltas. On a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
+A step of the engine adds a delta to every answer; one message carries all deltas for a gateway. On
+a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
 serving/engine_client.py reads the stream, delivers items to ResponseBuffers, and takes each call's
 items from its ResponseBuffer.
 """
@@ -165,9 +164,8 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    Joins deltas that come faster than the gateway can send them, so that they do not queue up one
-    by one. The next delta is ready `interval_s` after the previous one was taken. The first and the
-    last delta never wait.
+    Joins deltas that come faster than the gateway can send them. The next delta is ready
+    `interval_s` after the previous one was taken. The first and the last delta never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.

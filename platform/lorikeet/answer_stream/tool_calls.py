@@ -225,8 +225,8 @@ class ForcedCallParser:
     """Incremental parser of an answer that a grammar constrains to tool calls; it streams the
     arguments.
 
-    A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-    call without arguments.
+    A call is emitted only once its arguments begin, since an answer cut off earlier would look like
+    a call without arguments.
     """
 
     done = False

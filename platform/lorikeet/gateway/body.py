@@ -68,10 +68,7 @@ class Body(BaseModel):
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
         """Return an instance with the given fields, which are not validated, and defaults for all
-        others.
-
-        Takes a fifth of the time of pydantic's model_construct, which computes the defaults anew
-        each time.
+        others: faster than pydantic's model_construct.
         """
         made: Self = _with_defaults(cls).model_copy(update=fields)
         return made

@@ -17,8 +17,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
 
     receive: source of the ASGI messages of a request whose body has been read.
 
-    No task is created for `work`: a watcher cancels the current task. The cancellation is taken
-    back before this function returns, as asyncio.timeout does.
+    The cancellation is taken back before this function returns, as asyncio.timeout does.
     """
     current = asyncio.current_task()
     assert current is not None

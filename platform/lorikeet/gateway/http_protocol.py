@@ -1,9 +1,9 @@
 """HTTP protocol of both listeners: uvicorn's, with limits that apply before the application runs.
 
-The application limits bodies by size and time (body.py). It cannot limit what the server's parser
-accepts before or without it: header lines, the parts of a chunked body, and connections on which no
-request arrives. Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin
-listener from listeners.py.
+The application limits bodies by size and time (body.py), but not what the server's parser accepts
+before it: header lines, the parts of a chunked body, and connections on which no request arrives.
+Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin listener from
+listeners.py.
 """
 
 import asyncio

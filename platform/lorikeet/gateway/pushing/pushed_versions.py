@@ -1,8 +1,7 @@
 """Pushed versions that replicas have but that the catalog's log does not have yet.
 
 Every gateway knows these versions: the gateway that received a push announces it to the other
-gateways repeatedly, until the log has the version. If the announcements of another gateway's
-version stop, the version is forgotten.
+gateways until the log has the version, and they forget it if the announcements stop.
 """
 
 import time

@@ -58,8 +58,7 @@ because each occupies one of the requests that the gateway runs at once.
 
 
 class PushQuery(BaseModel):
-    """Query parameters of a push. Unknown parameters are refused: if lifetime_s were misspelt and
-    ignored, the version would become durable.
+    """Query parameters of a push. Unknown parameters are refused.
 
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.

@@ -147,9 +147,8 @@ class _Translation:
     """Translation of one schema into keywords that grammars enforce.
 
     root: the schema to translate.
-    lets_go: whether keywords that nothing can replace are removed. False within a negated schema:
-        without these keywords the schema would match more values, and so its negation would match
-        fewer.
+    lets_go: whether keywords that nothing can replace are removed. False within a negated schema,
+        whose negation would otherwise match fewer values.
     let_go: removed keywords that nothing could replace, with the JSON path of their schema.
     ignored: the removed formats.
     hoisted: by the JSON pointer to a subschema that is copied into `$defs`, the `$ref` of its copy.
