@@ -4,8 +4,7 @@ A name's counter starts at 0 when the name is chosen. A name that loses its seri
 is still shown for one round of ROUND_S seconds, so that a scrape sees its last uses, and then
 dropped. Uses of a name while it is not chosen count as OTHER.
 
-Every use therefore counts exactly once, and the sum of all rates is the total rate. No counter
-decreases, except that of a name that is chosen again, which Prometheus treats as a restart.
+Every use therefore counts exactly once.
 """
 
 import time

@@ -1,9 +1,8 @@
 """Number of replicas of a base model: a pure function of the pressure on each replica.
 
 The fleet grows after seconds of pressure, by as many replicas as the pressure needs. The fleet
-shrinks one by one, after minutes in which a fleet of one replica fewer would have been far from
-pressure, and after adapters in use have been copied to second replicas, because Ray Serve chooses
-the replica that goes.
+shrinks one by one, after minutes in which one replica fewer would have been far from pressure, and
+after adapters in use have second copies, because Ray Serve chooses the replica that goes.
 """
 
 import math

@@ -48,9 +48,8 @@ _COSTS_PERIOD_S = 1.0
 class Fleet:
     """Replicas of one base model, known from their status and this gateway's own requests.
 
-    Thread-safe, since Serve's router runs on another thread than the gateway's event loop: every
-    method holds one lock while it runs, for microseconds, or longer for snapshots of thousands of
-    adapters. No method blocks while it holds the lock.
+    Thread-safe: every method holds one lock while it runs, for microseconds, or longer for
+    snapshots of thousands of adapters.
 
     Events of unknown replicas and requests are ignored.
 
@@ -150,8 +149,7 @@ class Fleet:
         """Mark silent replicas as lost; return the ids of their requests without a first byte.
 
         A replica is silent if it sent a status before, but none for SILENT_S seconds, while another
-        replica's is recent. If no replica's status is recent, the fault is in this gateway, and no
-        replica counts as silent.
+        replica's is recent. If no replica's status is recent, no replica counts as silent.
         """
         with self._lock:
             now_s = self._clock()

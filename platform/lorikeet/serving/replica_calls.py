@@ -37,9 +37,7 @@ _CALLS = set[asyncio.Task[Any]]()
 def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
     """Return a handle for streaming methods, with plain pickle.
 
-    Serve's default, cloudpickle, takes twice the time and is only needed for classes and functions
-    that the other side cannot import. Callers should keep the handle: Serve builds a new one, with
-    all its options, at each call.
+    Keep the handle: Serve builds a new one at each call.
     """
     return handle.options(
         stream=True, request_serialization="pickle", response_serialization="pickle"
@@ -84,8 +82,8 @@ async def broadcast_with_failures(
     """Call a method on every replica; return the answers, and the errors of replicas without an
     answer.
 
-    When the caller is cancelled, the calls still run to their end, since grpc.aio leaks a kilobyte
-    for each cancelled call, and with it 64 KB of data that was read at the same time.
+    When the caller is cancelled, the calls still run to their end, since grpc.aio leaks memory for
+    each cancelled call.
 
     timeout_s: seconds to wait for the answers; a later one counts as an error.
 

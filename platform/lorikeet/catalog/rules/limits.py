@@ -157,8 +157,6 @@ def check_expiry(expires: float | None, now: float) -> None:
 def check_text(text: str, longest: int, param: str) -> None:
     """Raise InvalidInput unless a text is printable and at most `longest` characters.
 
-    Terminals show the text, so control characters are refused.
-
     param: name of the request's field, for the error.
     """
     if len(text) > longest or not text.isprintable():

@@ -24,8 +24,8 @@ class LocalStore:
     """ObjectStore in a folder, which the first write creates.
 
     A key's folders are created by a write and removed by the deletion of their last object. Each
-    object is written to a temporary file, synced, then renamed or linked into place, so that a
-    crash leaves at most a temporary file, which no reader looks at.
+    object is written to a temporary file, synced, then renamed or linked into place; a crash leaves
+    at most a temporary file.
     """
 
     def __init__(self, folder: Path) -> None:
