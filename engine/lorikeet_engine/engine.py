@@ -189,8 +189,8 @@ class Engine:
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
-        passing: whether the pin is temporary. For a temporary pin, the adapter's image is not
-            written to the disk.
+        passing: whether the pin is temporary, so that the adapter's image is not written to the
+            disk.
         """
         self._tiers.pin(ref, tier, passing)
         self.wake()

@@ -131,10 +131,7 @@ class BaseShape:
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers.
-
-        The index of a module is its place here.
-        """
+        """Linears of a layer, then modules outside the layers; a module's place is its index."""
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property

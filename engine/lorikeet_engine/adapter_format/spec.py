@@ -152,7 +152,7 @@ class AdapterSpec:
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
         """Yield each matrix as (its linear, 0 for A or 1 for B).
 
-        A matrix that two linears share is yielded for the first of them only.
+        A matrix that two linears share is yielded for the first only.
         """
         shared = self.shared_a
         for part in self.linears:

@@ -32,8 +32,8 @@ _OVERFLOWS = {
 class ValueScan:
     """Finds the largest magnitude of each of a blob's tensors while the blob's bytes arrive.
 
-    Tensors of one dtype that arrive together are scanned together. Rejects nothing: if the header
-    is malformed, or tensors are not aligned to their elements, it finds no magnitudes.
+    Rejects nothing: if the header is malformed, or tensors are not aligned to their elements, it
+    finds no magnitudes.
     """
 
     def __init__(self, size_bytes: int) -> None:

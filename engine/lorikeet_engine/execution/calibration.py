@@ -78,7 +78,6 @@ def measure_step_costs(
 
 
 def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
-    """Measure the costs of steps without adapters."""
     most, full = settings.max_running, settings.max_batch_tokens
     decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
     costs = StepCosts(

@@ -66,10 +66,7 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """Captured forward pass over CudaGraphs' static tensors.
-
-    Implemented by _WholeGraph, for small steps, and PiecewiseGraphs (piecewise_graphs.py).
-    """
+    """Captured forward pass over CudaGraphs' static tensors."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a batch whose contents are in the static tensors already."""
@@ -101,9 +98,7 @@ class _Adapters(NamedTuple):
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Captured passes by number of tokens, then by adapters.
-
-A pass computes batches of up to this many tokens and adapters. Both mappings ascend.
+"""Captured passes by the largest number of tokens that they compute, then by adapters; both ascend.
 """
 
 

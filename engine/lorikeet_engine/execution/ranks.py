@@ -75,10 +75,7 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks, if any, carry out a command. This rank does the same work itself.
-
-        message: the command.
-        """
+        """Have the other ranks, if any, carry out a command, which this rank does itself."""
 
     def runner(self, *parts: Any) -> ModelRunner:
         """Make a runner whose steps run in all ranks.
@@ -138,10 +135,7 @@ class LeadingRank(OneRank):
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks carry out a command. This rank does the same work itself.
-
-        message: the command.
-        """
+        """Have the other ranks carry out a command, which this rank does itself."""
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:
@@ -169,11 +163,7 @@ def _check_gpus(device: torch.device, world: int) -> None:
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """Return the bytes of the leader's ring buffer to its followers, enough for the largest step.
-
-    A step lists the pages of each sequence in each group of layers; a page that several sequences
-    share is listed several times.
-    """
+    """Return the bytes of the leader's ring buffer to its followers: enough for any step."""
     pages = -(-config.max_context // settings.page_size)
     tables = settings.max_running * len(config.kv_groups.windows)
     return _MESSAGES_BYTES + tables * pages * 4  # int32

@@ -1,7 +1,7 @@
 """Step on the device: its forward pass, the tokens sampled from it, and reading them back.
 
 `compute` lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it.
-`sample` draws the next tokens. PendingSample.wait reads them while a later step is under way.
+`sample` draws the next tokens.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Dummy steps at an engine's start, which compile kernels and show the memory that steps take.
 
-They are built like real steps. All keys and values go to KV page 0. The adapters' entries in the
-table say rank 0, so a step launches every LoRA kernel but computes nothing in it.
+All keys and values go to KV page 0. The adapters' entries in the table say rank 0, so a step
+launches every LoRA kernel but computes nothing in it.
 """
 
 from array import array

@@ -132,7 +132,6 @@ class ModelConfig:
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
-    """Return whether each layer has keys and values."""
     return tuple(shape.kind(layer) is LayerKind.ATTENTION for layer in range(shape.layers))
 
 

@@ -49,10 +49,7 @@ class CopyReport(NamedTuple):
 
 
 class RankCopies:
-    """Reports of all followers that they have finished one copy to their GPUs.
-
-    One thread adds reports, another waits for them.
-    """
+    """Reports of all followers that they have finished one copy to their GPUs."""
 
     def __init__(self, followers: int) -> None:
         self._totals: list[int] = []
@@ -60,10 +57,7 @@ class RankCopies:
         self._over = threading.Event()
 
     def add(self, total: int) -> None:
-        """Add the report of one follower.
-
-        total: checksum of the bytes that it has copied.
-        """
+        """Add the report of one follower."""
         self._totals.append(total)
         if len(self._totals) == self._followers:
             self._over.set()

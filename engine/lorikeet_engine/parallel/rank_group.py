@@ -107,7 +107,7 @@ class RankGroup:
     def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
         """Return, for each position in `values`, the smallest number that any rank has passed.
 
-        Waits for all ranks, so it is for start-up only, not for steps.
+        Waits for all ranks; for start-up only.
         """
         least = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -31,14 +31,14 @@ T_co = TypeVar("T_co", covariant=True)
 ONE_SHOT_BYTES = 256 << 10
 """Limit on the bytes of a tensor that is summed in one shot, by every rank for itself.
 
-The limit was measured on two H200s (docs/benchmarks.md).
+Measured on two H200s (docs/benchmarks.md).
 """
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger tensors."""
 MOST_SENT_BYTES = 1 << 20
 """Limit on the bytes that a rank sends for one row exchange; larger sums use another way.
 
-The limit was measured on two H200s (docs/log.md).
+Measured on two H200s (docs/log.md).
 """
 _DTYPES = (torch.bfloat16, torch.float32)  # that torch's symmetric memory kernels add
 # Limit of the wait, in torch's exchange of memory handles, for a rank that has failed there.

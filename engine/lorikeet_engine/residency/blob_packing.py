@@ -260,10 +260,7 @@ class _Writer:
         return _strided(typed, at, (len(run), experts, rows, columns), stride)
 
     def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return B multiplied by the scaling, in the image's dtype.
-
-        Values of lower precision than float32 are multiplied as float32.
-        """
+        """Return B multiplied by the scaling, in the image's dtype."""
         if b.dtype not in (self._dtype, torch.float32):
             b = self._wide[: b.numel()].view(b.shape).copy_(b)
         b.mul_(scaling)

@@ -31,10 +31,7 @@ class ResidencyChanges:
         self.changed = threading.Event()
 
     def note(self, digest: str) -> None:
-        """Record that an adapter has changed tier.
-
-        Call it after the change: `moved` looks up the tier.
-        """
+        """Record that an adapter has changed tier; call it after the change."""
         with self._lock:
             self._touched.add(digest)
         self.changed.set()

@@ -78,8 +78,7 @@ class HostArena:
     def image(self, digest: str) -> PackedImage | None:
         """Return an adapter's image if it is complete, else None.
 
-        The image's data is valid only while someone holds the image. Each load makes a new object,
-        so `is` tells whether the image was reloaded.
+        The image's data is valid only while someone holds the image.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None

@@ -330,10 +330,7 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Pack an adapter's blob from the disk to the host.
-
-        The blob is verified at the same time, unless this load has just downloaded it.
-        """
+        """Pack an adapter's blob from the disk to the host."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)

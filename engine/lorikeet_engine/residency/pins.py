@@ -64,10 +64,7 @@ class Pins:
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Note that a load has ended, so that the next `maintain` looks at all pins.
-
-        result: the load, for a pin or not.
-        """
+        """Note that a load has ended, so that the next `maintain` looks at all pins."""
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0

@@ -127,7 +127,6 @@ class ResidencyStats:
         return int(self._times.reads.size_bytes)
 
     def _image_bytes(self, digest: str) -> int | None:
-        """Return the bytes of an adapter's image; None if unknown."""
         elements = self._seen.elements(digest)
         return None if elements is None else elements * self._itemsize
 

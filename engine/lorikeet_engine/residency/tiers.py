@@ -131,8 +131,7 @@ class Tiers:
     def victim(self) -> EvictionCandidate | None:
         """Adapter on the GPU that would be evicted first; None if none can be evicted.
 
-        The returned number of uses is rounded to tenths, because the exact number changes all the
-        time.
+        The number of uses is rounded to tenths.
         """
         return self._gpu.victim(self.weights.arena.itemsize)
 
@@ -315,8 +314,7 @@ class Tiers:
     def take_damaged(self) -> dict[str, AdapterDamaged]:
         """Return an error for each adapter found damaged on the GPU since the last call.
 
-        Keys are digests. Tokens computed with these adapters may be wrong. Each adapter is loaded
-        again once its last lease has ended.
+        Keys are digests. Tokens computed with these adapters may be wrong.
         """
         return self._checks.take_damaged()
 

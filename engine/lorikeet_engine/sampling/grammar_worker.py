@@ -100,10 +100,7 @@ class GrammarWorker(Generic[Result]):
             return queue[grammar]
 
     def close(self) -> None:
-        """Finish the grammar that `work` is computing, and fail all waiting ones with EngineClosed.
-
-        Safe to call twice.
-        """
+        """Finish the grammar that `work` is computing; fail waiting ones with EngineClosed."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

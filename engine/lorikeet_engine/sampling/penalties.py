@@ -38,11 +38,7 @@ class PenaltySlot:
 
 
 class Penalties:
-    """Biases, penalties and token counts of sequences, with a slot for each sequence.
-
-    The device works in the order of launches. So if a running step still counts tokens in a
-    released slot, it does so before the slot is filled for its next sequence.
-    """
+    """Biases, penalties and token counts of sequences, with a slot for each sequence."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
         """Allocate the slots, with 8 bytes a slot for each token of the vocabulary.
@@ -162,7 +158,6 @@ def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]
 def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
     """Copy rows of a tensor to other slots.
 
-    state: tensor with a row for each slot.
     others: slots to copy to, by the slot to copy from.
     """
     for owner, slots in others.items():

@@ -17,11 +17,6 @@ _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Log probabilities of some rows of a step.
-
-    rows: rows of the step, in the order of the rows in `logprobs`.
-    """
-
     rows: tuple[int, ...]
     logprobs: LogprobReadback
 

@@ -184,8 +184,7 @@ class VirtualCounters:
     def _forget(self) -> None:
         """Drop the counters that have no open sequence and whose value is at most the level.
 
-        Their value would be raised to the level anyway, so they do not affect the order.
-        Counters above the level stay; by the fairness bound the level reaches them soon.
+        Their value would be raised to the level anyway.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -87,8 +87,7 @@ class ForcedBudget:
     def _sizes_worth_paying(self) -> range | list[int]:
         """Return the numbers of forced tokens for which a step is not padded, ascending.
 
-        With each of them, the step has exactly one of the sizes to which steps are padded. Without
-        such sizes, these are all numbers from 1 to the most forced tokens of a step.
+        With each of them, the step has exactly one of the sizes to which steps are padded.
         """
         if not self._sizes:
             return range(1, self._most + 1)

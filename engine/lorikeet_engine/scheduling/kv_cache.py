@@ -300,8 +300,6 @@ class KVCache(PagePool):
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute pages that another sequence is about to
         write.
-
-        Takes constant time until the last of these pages is written.
         """
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True

@@ -119,10 +119,7 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge prefilling and waiting sequences, keeping the order within each of the two groups.
-
-    A waiting sequence goes before a prefilling one that arrived later and has no higher priority.
-    """
+    """Merge prefilling and waiting sequences, keeping the order within each of the two groups."""
     rest = iter(waiting)
     queued = next(rest, None)
     for sequence in prefilling:

@@ -49,7 +49,6 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
-    seconds: the expected time.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -189,10 +188,7 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether the first chunk of a new prompt would fit.
-
-        Tokens deeper in a prompt take more time, and may not fit.
-        """
+        """Whether the first chunk of a new prompt would fit."""
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:

@@ -41,8 +41,6 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 class AnswerProgress(Protocol):
     """Interface to the token counts and stop strings of a growing answer, which its deltas do not
     contain.
-
-    Implemented by Answer.
     """
 
     def usage(self) -> FinalUsage:

@@ -114,10 +114,7 @@ class ResponseStreams:
 
     @contextmanager
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
-        """Open a gateway's stream until the context ends.
-
-        An older stream that the gateway still has is closed: it must be a broken one.
-        """
+        """Open a gateway's stream until the context ends; close an older stream of the gateway."""
         if gateway in self._open:
             self._open[gateway].close()
         stream = self._open[gateway] = ResponseStream()
@@ -272,7 +269,5 @@ class ResponseBuffers:
     def _interval_s(self) -> float:
         """Return the shortest interval in seconds between an answer's deltas that this gateway can
         sustain.
-
-        The interval grows with the number of open calls.
         """
         return len(self._open) / DELTAS_PER_S

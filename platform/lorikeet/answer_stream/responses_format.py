@@ -278,7 +278,6 @@ class ResponseEventStream:
         self._item = None
 
     def _next_index(self) -> int:
-        """Return the output index of the next item to open."""
         return len(self._output) + (self._item is not None)
 
     def _add_of_item(self, event: ItemEvent) -> None:

@@ -34,9 +34,8 @@ from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
 LEAST_GRACE_S = 86400.0
-"""Shortest grace period, in seconds.
-
-Twice the longest time between a writer's protection of an object and the write that names it.
+"""Shortest grace period, in seconds: twice the longest time between a writer's protection of an
+object and the write that names it.
 """
 
 _NEWEST_KEPT = 4  # snapshots; readers keep using one while a few newer ones appear

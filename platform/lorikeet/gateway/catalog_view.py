@@ -229,8 +229,6 @@ class GatewayCatalogView:
     async def _read(self) -> bool:
         """Wait for a refresh that begins after this call; return whether it succeeds within
         LONGEST_WAIT_S seconds.
-
-        Calls made before that refresh begins share the refresh.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())

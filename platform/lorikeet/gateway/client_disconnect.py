@@ -1,8 +1,4 @@
-"""Watchers for a client's disconnect, which cancel the work that the client was waiting for.
-
-ASGI reports a disconnect only as a message from `receive`, so a task has to await that message
-while the work runs.
-"""
+"""Watchers for a client's disconnect, which cancel the work that the client was waiting for."""
 
 import asyncio
 from collections.abc import Coroutine

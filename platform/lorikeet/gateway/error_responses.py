@@ -153,10 +153,7 @@ async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Respond to an error that FastAPI found in a path or query parameter.
-
-    The first item of the error's `loc` is "path" or "query".
-    """
+    """Respond to an error that FastAPI found in a path or query parameter."""
     assert isinstance(error, RequestValidationError)
     problem = input_error([{**p, "loc": p["loc"][1:]} for p in error.errors()])
     return error_response(problem, request.scope)

@@ -135,7 +135,6 @@ async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _bind(address: Address) -> socket.socket:
-    """Return a socket bound to the address, without listening yet."""
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

@@ -110,10 +110,7 @@ class PushedAdapters:
                 return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
-        """Forget a gateway's hold of an adapter whose pin the controller has removed.
-
-        The gateway's next HoldPushed then pins the adapter again.
-        """
+        """Forget a gateway's hold of an adapter whose pin the controller has removed."""
         self._held.pop(digest, None)
 
     async def _expect(self, message: ExpectPushed) -> HoldState:

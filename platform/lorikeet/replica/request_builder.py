@@ -182,8 +182,8 @@ class RequestBuilder:
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
         """Try a call's grammar in the sandbox; return the encoded call.
 
-        The returned call's queue time is reduced by the time that the trial took. Raises the errors
-        of GrammarSandbox.check.
+        The time that the trial took is subtracted from the call's queue time. Raises the errors of
+        GrammarSandbox.check.
         """
         began_s = time.monotonic()
         assert encoded.tried_grammar is not None

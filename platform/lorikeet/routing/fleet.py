@@ -192,9 +192,8 @@ class Fleet:
             return self._is_held(digest)
 
     def on_adapter_failed(self, digest: str) -> bool:
-        """Pause fetches of one adapter that the store cannot give or that does not load.
-
-        Returns True if a replica already has the adapter, so that it can serve it.
+        """Pause fetches of one adapter that the store cannot give or that does not load; return
+        True if a replica already has the adapter.
         """
         with self._lock:
             self._pause_fetches_of(digest, self._clock())
@@ -259,10 +258,7 @@ class Fleet:
             self._assign(request_id, replica, request, candidates)
 
     def on_accepted(self, request_id: str, replica: str) -> None:
-        """Record the replica that accepted a request; only the first call counts.
-
-        Serve and the answer's header both report the replica.
-        """
+        """Record the replica that accepted a request; only the first call counts."""
         with self._lock:
             sent = self._in_flight.get(request_id)
             if sent is None or sent.accepted_s is not None:
@@ -334,7 +330,6 @@ class Fleet:
         self._unfetchable = {**recent, digest: now_s}
 
     def _is_held(self, digest: str) -> bool:
-        """Whether a usable replica has an adapter."""
         tier = self._locations.tier
         return any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
 
@@ -368,7 +363,6 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """Return the replicas in `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

@@ -1,7 +1,4 @@
-"""Deployment that turns pins and demand into adapters for replicas to keep and prefetch.
-
-No request passes through the controller.
-"""
+"""Deployment that turns pins and demand into adapters for replicas to keep and prefetch."""
 
 import asyncio
 import logging

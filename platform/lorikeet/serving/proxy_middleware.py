@@ -291,10 +291,7 @@ class UnavailableMiddleware:
 
 
 class HiddenRoutesMiddleware:
-    """Middleware that hides /-/routes, Serve's public list of its applications.
-
-    Serve's /-/healthz stays visible for KubeRay's probes and HAProxy's health checks.
-    """
+    """Middleware that hides /-/routes, Serve's public list of its applications."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -369,7 +366,6 @@ class NoReadAheadMiddleware:
 
 
 def _is_gateway() -> bool:
-    """Return whether this process is a gateway rather than Serve's proxy."""
     try:
         serve.get_replica_context()
     except RayServeException:

@@ -1,8 +1,4 @@
-"""Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica.
-
-The calls of clients' requests are in engine_client.py, and so is their cancellation when a client
-hangs up, which gateway/client_disconnect.py notices.
-"""
+"""Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica."""
 
 import asyncio
 import logging
@@ -60,9 +56,8 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
 
 
 async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -> list[Any]:
-    """Call a method on every replica of several deployments; return the answers that come in time.
-
-    A deployment that Serve cannot call is logged and left out.
+    """Call a method on every replica of several deployments that Serve can call; return the answers
+    that come in time.
     """
     answers = await asyncio.gather(*(_broadcast_or_log(handle, method) for handle in handles))
     return [answer for some in answers for answer in some]
@@ -186,7 +181,6 @@ class ReplicaStreams:
                 failures += 1
 
     async def _listen_once(self, replica: str) -> None:
-        """Read one stream to its end."""
         stream = self.open_stream(replica)
         try:
             while True:

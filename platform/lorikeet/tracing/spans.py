@@ -228,7 +228,6 @@ def _engine_start_s(
 
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
-    """Return attributes of the request and its outcome."""
     status = record.code and error_status(record.code, api_of_path(record.path))
     if record.first_byte_s is not None or record.usage is not None:
         status = HTTPStatus.OK
@@ -250,7 +249,6 @@ def _request(record: RequestRecord, operation: str) -> Attributes:
 
 
 def _answer(record: RequestRecord) -> Attributes:
-    """Return attributes of the answer: replica, model, adapter and tokens."""
     adapter = record.adapter
     usage = record.usage
     return {

@@ -230,10 +230,7 @@ class FlashInferAttention:
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens.
-
-        See CapturableAttention.captured.
-        """
+        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens."""
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)

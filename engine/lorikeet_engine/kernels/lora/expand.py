@@ -1,7 +1,4 @@
-"""LoRA's second product in Triton: B·v, from rank to hidden width.
-
-One launch computes all parts of a fused linear, such as q, k and v.
-"""
+"""LoRA's second product in Triton: B·v, from rank to hidden width."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """LoRA of experts for short runs: a program computes one row, without tensor cores.
 
-A run is the neighbouring rows of one expert and one adapter. Products of one row are bound by
-reading A and B. A tile of several rows, as in expert_tiles, would hold mostly zeros.
+A run is the neighbouring rows of one expert and one adapter. A tile of several rows, as in
+expert_tiles, would hold mostly zeros.
 """
 
 import torch

@@ -344,10 +344,7 @@ def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
 
 @cache
 def _cublas() -> ctypes.CDLL | None:
-    """Return the cuBLAS library that torch has loaded, or None if its name is not the usual one.
-
-    Without the library, products take all multiprocessors.
-    """
+    """Return the cuBLAS library that torch has loaded, or None if its name is not the usual one."""
     try:
         return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
     except OSError:

@@ -85,8 +85,7 @@ class ReadsEnd:
 class ClearRow:
     """Command to clear a freed slot's row of the table: rank 0 everywhere.
 
-    Copies that follow this command begin only after the steps that may still read the evicted
-    image.
+    Copies that follow begin only after the steps that may still read the evicted image.
     """
 
     slot: int

@@ -176,7 +176,7 @@ class LocalStore:
 class LocalParts:
     """PartStore in which every part is an object of its own, and no part has a URL.
 
-    Parts arrive through the gateway. `download` concatenates them; `join` and `copy` do nothing.
+    `download` concatenates them; `join` and `copy` do nothing.
     """
 
     def __init__(self, store: LocalStore) -> None:

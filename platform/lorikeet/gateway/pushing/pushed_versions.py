@@ -260,10 +260,7 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """Prevent later announcements of a version from moving the version's alias.
-
-        Called once the catalog's log has moved the alias, to this version or another.
-        """
+        """Prevent later announcements of a version from moving the version's alias."""
         claim = self._claims.get((version.tenant, version.name, version.alias or ""))
         if claim is not None and claim.created == version.created:
             claim.is_over = True
