@@ -303,8 +303,6 @@ class Engine:
         tokens that may be wrong, so their requests fail; requests that have no token yet wait until
         the adapter is loaded again. Keys and values computed with the adapter leave the prefix
         cache. When this method returns, no sequence leases the damaged copy.
-
-        damaged: errors of the adapters, by digest.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():

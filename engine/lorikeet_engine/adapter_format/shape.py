@@ -231,7 +231,6 @@ def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[Laye
     """Return the kind of each layer; empty for a family whose layers all have attention.
 
     config: the base model's config, with defaults of the family's switches for missing keys.
-    layers: number of layers.
     """
     if not family.is_hybrid:
         return ()

@@ -161,10 +161,7 @@ class AdapterSpec:
 
 
 def _without_layer(name: str) -> str:
-    """Return the name of a linear within its layer, such as q_proj.
-
-    name: LinearLora.name.
-    """
+    """Return the name of a linear within its layer, such as q_proj."""
     return name.removeprefix("layers.").lstrip("0123456789").removeprefix(".")
 
 
@@ -319,7 +316,6 @@ def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape:
     """Raise AdapterRejected if biases of the base model were trained but not saved.
 
     config: tells whether biases may have been lost.
-    linears: linears that the adapter changes.
     """
     family = FAMILIES[shape.family]
     for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():

@@ -346,7 +346,6 @@ def _matched(
     patterns: rank_pattern and alpha_pattern.
     modules: modules that have weights, in the trainer's naming.
     run: matcher for the patterns' expressions.
-    release: the release of PEFT.
     """
     ranks, alphas = patterns
     if release < SEPARATE_PATTERNS:  # the first key of both patterns is looked up in each

@@ -109,7 +109,6 @@ def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
     Returns () if the header is malformed, or tensors are not aligned to their elements.
 
     data: beginning of the blob, including the whole header.
-    size_bytes: size of the whole blob.
     """
     try:
         tensors = parse_header(io.BytesIO(data), size_bytes, "").tensors.values()

@@ -296,7 +296,6 @@ def _kv_places(
 def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
     """Return the page table of a group of layers, without the pages that no token attends to.
 
-    group: index of the group of layers.
     first: [chunks], first page to include of each chunk's sequence.
     """
     tables = [chunk.pages[group] for chunk in chunks]

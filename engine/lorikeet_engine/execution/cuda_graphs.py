@@ -322,8 +322,6 @@ def _segment_counts(most: int) -> tuple[int, ...]:
 
     The number of segments selects the LoRA kernels' launch parameters (Regime); a launch has
     programs for every segment, padding included.
-
-    most: maximum number of adapters of a step.
     """
     counts = [0, 2]
     while counts[-1] < most:

@@ -340,8 +340,6 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
     """Return, by row, how many likeliest tokens to report beside the sampled one.
 
     Only sequences that want log probabilities of this mode have a row in the result.
-
-    sequences: sequences by their row in the logits.
     """
     params = {i: sequence.request.sampling for i, sequence in sequences.items()}
     return {

@@ -139,8 +139,6 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
     """Sample a token for each row of the logits, after masking them as a grammar would.
 
     The mask allows all tokens.
-
-    params: sampling parameters of each row.
     """
     all_tokens = np.full((len(params), octets_of(logits.shape[-1])), 255, np.uint8)
     every = np.arange(len(params))

@@ -166,10 +166,7 @@ def _rope(
 
 
 def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
-    """Return name and content of config.json's RoPE section for layers without a window.
-
-    raw: content of config.json.
-    """
+    """Return name and content of config.json's RoPE section for layers without a window."""
     # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(name) or {}

@@ -106,8 +106,6 @@ class RankSums:
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
         """Allocate this rank's memory and map the memory of all ranks; return None if any rank
         fails.
-
-        allocate: allocates this rank's memory.
         """
         # in two steps: no rank enters the exchange of handles unless all can
         unmapped = self._attempt(allocate)

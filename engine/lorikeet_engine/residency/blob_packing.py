@@ -168,10 +168,8 @@ def _write_layers(
     Returns checksums, by (span, layer). The checksum of the outer layer (lm_head and embeddings)
     does not yet cover its rows of trained tokens.
 
-    layout: layout of the image.
     spans: parts of the image, one for each tensor parallel rank.
     arrived: waits until the blob's file has this many bytes; None for a complete blob.
-    layers: the layers to write.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
@@ -342,7 +340,6 @@ def _strided(
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
     """Read matrices from a blob; matrices that are adjacent in the file share one system call.
 
-    descriptor: descriptor of the blob's file.
     targets: memory for each matrix, in the file's order.
     """
     buffers, begin, end = list[memoryview](), 0, 0

@@ -185,7 +185,6 @@ class HostArena:
 
         Returns the block's offset, or None if not enough memory can be freed.
 
-        elements: size of the new image.
         for_request: whether a request waits for the image. If so, pins are revoked if it does not
             fit otherwise.
         """

@@ -116,10 +116,7 @@ class Pins:
                 return True
 
     def _promote(self, pin: _Pin, may_place: bool) -> bool:
-        """Move a pinned adapter towards its tier; return False if that is impossible now.
-
-        may_place: whether to place adapters on the GPU.
-        """
+        """Move a pinned adapter towards its tier; return False if that is impossible now."""
         digest = pin.ref.digest
         if pin.tier is Residency.GPU and self._gpu.placed(digest):
             return self._gpu.pin(digest)

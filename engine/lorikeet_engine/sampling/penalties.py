@@ -168,10 +168,7 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
 def _places(
     tokens: Mapping[int, Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upload all pairs of a slot and one of its tokens: slots and tokens, both int64 [pairs].
-
-    tokens: token ids by slot.
-    """
+    """Upload all pairs of a slot and one of its tokens: slots and tokens, both int64 [pairs]."""
     lengths = [len(some) for some in tokens.values()]
     slots = np.repeat(np.array(list(tokens), np.int64), lengths)
     ids = np.concatenate([np.array(some, np.int64) for some in tokens.values()])

@@ -79,7 +79,6 @@ def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
     """Return logits divided by temperature, and -inf at tokens that top_k, top_p or min_p exclude.
 
     x [rows, vocab] float32: logits.
-    params: sampling parameters of each row.
     """
     fields = {i: SamplingRow(p, 0, 0) for i, p in enumerate(params)}
     draws = upload(draws_of(fields, x.shape[-1]), x.device)

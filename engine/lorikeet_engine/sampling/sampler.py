@@ -80,8 +80,6 @@ def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tens
     """Ban tokens and draw a token for some rows of logits → [all rows of logits] int64.
 
     The result is undefined for all other rows.
-
-    rows: sampling parameters by row of the logits.
     """
     _mask_banned(logits, rows)
     best, tokens = logits.max(dim=-1)

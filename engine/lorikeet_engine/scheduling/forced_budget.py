@@ -96,7 +96,6 @@ class ForcedBudget:
     def _more_s(self, tokens: int, seen: float) -> float:
         """Return the seconds that forced tokens add to a step.
 
-        tokens: number of forced tokens.
         seen: number of (forced token, token that it attends to) pairs.
         """
         rows_s = self._costs.rows_s

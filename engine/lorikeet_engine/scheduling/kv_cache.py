@@ -465,7 +465,6 @@ class KVCache(PagePool):
 
         In groups with a window, only the pages of the prefix's last window must be cached.
 
-        keys: keys of the sequence's first pages.
         most: number of the pages with these keys that are cached in the first group; ignored if all
             groups have windows.
         """

@@ -248,11 +248,7 @@ class Detokenizer:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
-        """Record newly decoded characters.
-
-        characters: number of new characters.
-        tokens: number of the choice's tokens whose text is decoded by now.
-        """
+        """Record newly decoded characters."""
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))
 

@@ -250,8 +250,6 @@ class CatalogState:
     def _need(self, numbers: Iterable[int]) -> None:
         """Raise PartitionsNotRead if any of these partitions is unread; the error names all of
         them.
-
-        numbers: numbers of partitions.
         """
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)

@@ -151,7 +151,6 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
-        trace: record of the request.
         caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
 

@@ -142,8 +142,6 @@ class RequestBuilder:
     ) -> str | None:
         """Return the first violation of the schemas in a choice, in words; None if there is none.
 
-        said: the choice.
-
         Raises Unchecked if the choice cannot be checked.
         """
         by_tool = {each.tool: each.schema for each in schemas}

@@ -78,8 +78,6 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
     """Return a config whose block_in divides the width of a weight's blocks with scales.
 
     More stages make up for a smaller block_in, so that as many bytes are in flight.
-
-    block: height and width of the weight's blocks.
     """
     columns = gcd(config.block_in, block[1])
     stages = config.stages * config.block_in // columns

@@ -236,8 +236,6 @@ def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
     Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
     with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
     gets the multiprocessors that LoRA leaves.
-
-    rows: input of the product.
     """
     if len(rows) == 1:
         return 0

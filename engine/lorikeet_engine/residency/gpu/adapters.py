@@ -435,7 +435,6 @@ class GpuAdapters:
 
         Gives up once the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size.
 
-        layout: layout of the image.
         below: evict only adapters with a score lower than this.
         """
         left = _EVICT_BEFORE_MOVING * layout.elements

@@ -125,7 +125,6 @@ class LocalStore:
     def _place(self, key: str, unfinished: Path, place: Callable[[Path], object]) -> None:
         """Bring a temporary file to an object's path, and sync the path's folder.
 
-        unfinished: the temporary file.
         place: renames or links the temporary file to a path.
         """
         path = self._path(key)

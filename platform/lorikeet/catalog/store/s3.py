@@ -408,11 +408,7 @@ def _is_conflict(error: ClientError) -> bool:
 
 
 def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
-    """Translate S3's answer about a key into an error that says what to do.
-
-    url: the store's URL.
-    bucket, key: bucket and key of the failed call.
-    """
+    """Translate S3's answer about a key into an error that says what to do."""
     code = _code(error)
     if code in _ABSENT:
         return ObjectNotFound(f"no object {key} in {url}")

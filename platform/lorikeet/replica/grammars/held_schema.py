@@ -415,8 +415,6 @@ class _Translation:
     def _listed(self, items: Any) -> list[Any]:
         """Return the distinct values that an array's items may have.
 
-        items: schema of the items.
-
         Raises Inexpressible if that schema lists no values, or too many.
         """
         for _ in range(_MOST_REFERENCES):
@@ -648,10 +646,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _can_be_counted(parts: Mapping[str, Any]) -> bool:
-    """Return True if llguidance can enforce a schema's minProperties and maxProperties.
-
-    parts: the schema's keywords.
-    """
+    """Return True if llguidance can enforce a schema's minProperties and maxProperties."""
     required = set(parts.get("required", ()))
     if not parts.get("properties", {}).keys() - required:
         return True
