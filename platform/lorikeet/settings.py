@@ -116,10 +116,8 @@ class Settings(BaseModel):
 
     Construct with `Settings.from_env()`, which reads the environment.
 
-    The constructor itself, `Settings(...)`, ignores the environment: fields that are not given have
-    their defaults, so a bare `Settings()` means the demo's base model, with catalog and cache in
-    `.lorikeet` of the current folder. Only tests and benchmarks call it, with a catalog of their
-    own.
+    The constructor itself ignores the environment: a bare `Settings()` means the demo's base model,
+    with catalog and cache in `.lorikeet` of the current folder.
 
     A field's description is its documentation in docs/settings.md.
     """

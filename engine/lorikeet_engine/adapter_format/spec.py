@@ -153,7 +153,7 @@ class AdapterSpec:
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
         """Yield each matrix as (its linear, 0 for A or 1 for B).
 
-        A matrix that two linears share is yielded for the first of them only.
+        A matrix that two linears share is yielded for the first only.
         """
         shared = self.shared_a
         for part in self.linears:
@@ -162,10 +162,7 @@ class AdapterSpec:
 
 
 def _without_layer(name: str) -> str:
-    """Return the name of a linear within its layer, such as q_proj.
-
-    name: LinearLora.name.
-    """
+    """Return the name of a linear within its layer, such as q_proj."""
     return name.removeprefix("layers.").lstrip("0123456789").removeprefix(".")
 
 
@@ -322,7 +319,6 @@ def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape:
     """Raise AdapterRejected if biases of the base model were trained but not saved.
 
     config: tells whether biases may have been lost.
-    linears: linears that the adapter changes.
     """
     family = FAMILIES[shape.family]
     for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():

@@ -208,10 +208,9 @@ def build_runner(
 ) -> tuple[ModelRunner, int]:
     """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
-    The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
-    page and one state runs first. Then the runner is built again, with as many states and pages as
-    fit into the memory that the trial left free. The trial's graphs cannot be kept, since they hold
-    the address of its KV pages. Raises SettingsError if the memory for pages is too little for one
+    The memory of steps and graphs is measured: on CUDA a trial runner with one KV page and one
+    state runs first. Then the runner is built with as many states and pages as fit into the memory
+    that the trial left free. Raises SettingsError if the memory for pages is too little for one
     sequence, if the memory for states is too little for max_running sequences, or if either is more
     than is free.
 

@@ -98,7 +98,7 @@ class Throughput:
     def add(self, cost: float) -> None:
         """Record work that the device is given.
 
-        cost: cost of the work, in the cost units of fairness.py.
+        cost: in the cost units of fairness.py.
         """
         self._step_cost += cost
 
@@ -175,8 +175,8 @@ class Scheduler:
     def request_adapter(self, sequence: Sequence) -> None:
         """Begin to load a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` calls this. If a sequence's grammar must be compiled first, the engine calls this
-        before `add`, so that the adapter is loaded meanwhile.
+        If a sequence's grammar must be compiled first, call this before `add`, so that the adapter
+        is loaded meanwhile.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -408,8 +408,7 @@ class Scheduler:
     ) -> list[Chunk]:
         """Preempt prefilling sequences until those that remain have KV pages for a chunk.
 
-        Called if the step would otherwise have no chunk. Returns [] while an earlier step is in
-        flight, since that step's end may free pages.
+        Returns [] while an earlier step is in flight, whose end may free pages.
 
         prefilling: running sequences that do not decode; the last is preempted first.
         budget: prompt tokens that the step may compute.
@@ -474,10 +473,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
-        """Whether the host has read the results of all launched steps.
-
-        Reading the results of a step may end sequences, which frees their pages.
-        """
+        """Whether the host has read the results of all launched steps."""
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:

@@ -16,12 +16,10 @@ the other two terms. So
 
     allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
-Wrong coefficients only slow the convergence to the right sum.
-
-In a step with decodes, prompt tokens get the time that the decodes leave of the goal. These cost
-the time of more rows in a step, and the time of attention. The time that steps with prompts took
-beyond these costs is learned as well. Where steps with prompts are padded to certain sizes, they
-take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. Prompt tokens
+cost the time of more rows in a step, and the time of attention. The time that steps with prompts
+take beyond these costs is learned. Where steps with prompts are padded to certain sizes, they take
+as long as the next larger size.
 """
 
 import math
@@ -51,7 +49,6 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
-    seconds: the expected time.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -137,9 +134,7 @@ class StepBudget:
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
         """Learn from a step that has run. A step without prompts tells the base time, and a step
-        with prompts tells the extra time of prompts.
-
-        Both times are learned as step_s less the seconds in `expected`.
+        with prompts the extra time of prompts, each as step_s less the seconds in `expected`.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -193,10 +188,7 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether the first chunk of a new prompt would fit.
-
-        Tokens deeper in a prompt take more time, and may not fit.
-        """
+        """Whether the first chunk of a new prompt would fit."""
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:

@@ -229,8 +229,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
 def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
     """Return, for each request after the warm-up, seconds to first token, tier and tenant.
 
-    The tier is the one where the request found its adapter; the tenant is BASE_MODEL for a request
-    without an adapter.
+    The tier is where the request found its adapter; the tenant is BASE_MODEL without an adapter.
     """
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]

@@ -3,8 +3,7 @@
 All decoding sequences get one token per step, so they share one clock that counts steps. The clock
 runs as fast as steps of the current batch take, and a sequence ends when the clock has advanced by
 the length of its answer. Prompts whose adapters are loaded join at the start of a step, in the
-tenants' fair order, as far as the step's token limit allows. A request is therefore a handful of
-events, however many tokens it has.
+tenants' fair order, as far as the step's token limit allows.
 """
 
 import math

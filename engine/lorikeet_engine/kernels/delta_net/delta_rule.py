@@ -10,8 +10,8 @@ D[i, j] = exp(γ[i] − γ[j]) for j ≤ i, else 0:
     r = v − exp(γ) k Sᵀ                  part of the values that the state does not predict
     o = exp(γ) q Sᵀ + (qkᵀ D) T r
     S = exp(γ[last]) S + (exp(γ[last] − γ) T r)ᵀ k
-The first launch returns T, (qkᵀ D) T, and factors of rows, so that the second multiplies the
-tokens as they are in memory: lengths and decays are factors of the products' rows.
+The first launch returns T, (qkᵀ D) T, and each token's factors: lengths and decays, with which the
+second launch multiplies the rows of its products.
 """
 
 import torch
@@ -223,7 +223,7 @@ def _solve_chunks(
 ) -> None:
     """Compute T and other operands of _scan_chunks for one value head of one chunk.
 
-    See the module's docstring. Nothing that this kernel computes depends on the state.
+    See the module's docstring.
 
     solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
     ends, chunks: see Prefills. precision: precision of tl.dot for float32 factors.

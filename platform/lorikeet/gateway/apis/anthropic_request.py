@@ -295,10 +295,7 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return variables for the chat template that the request implies by leaving fields out.
-
-        Only templates that read these variables are affected.
-        """
+        """Return variables for the chat template that the request implies by leaving fields out."""
         return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:
