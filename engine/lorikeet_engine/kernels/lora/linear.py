@@ -74,7 +74,7 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
         assert bias is None
         return torch.cat([linear(x, weight.first), linear(x, weight.others)], dim=1)
     if isinstance(weight, StackedWeight):
-        biases = [None] * len(weight.parts) if bias is None else bias.split(weight.heights)
+        biases = [None] * len(weight.parts) if bias is None else torch.split(bias, weight.heights)
         products = map(linear, repeat(x), weight.parts, biases)
         return torch.cat(list(products), dim=1)
     if isinstance(weight, PackedWeight):

@@ -134,10 +134,7 @@ def _of_group(
     place: indices in scales and zeros. middle: zero point if none are stored.
     """
     scale = tl.load(scales + place).to(tl.float32)
-    if zeros is None:
-        zero = tl.zeros_like(scale) + middle
-    else:
-        zero = tl.load(zeros + place).to(tl.float32)
+    zero = tl.zeros_like(scale) + middle if zeros is None else tl.load(zeros + place).to(tl.float32)
     return scale, zero
 
 
