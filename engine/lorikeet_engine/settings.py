@@ -25,8 +25,8 @@ class EngineSettings:
     weight_dtype: `auto` leaves the linears' weights as they are, those of 4 bits as floats in
         dtype. `packed` keeps a checkpoint's weights of 4 bits, which are decoded while they are
         multiplied. `nf4` rounds weights to NF4's values, on which QLoRA trains adapters, but stores
-        them in dtype. `fp8` rounds them to FP8 and
-        stores them in FP8, which takes half of bfloat16's bytes.
+        them in dtype. `fp8` rounds them to FP8 and stores them in FP8, which takes half of
+        bfloat16's bytes.
     kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, which takes half the
         bytes of 16 bits.
     state_dtype: dtype of the states of delta nets: `float32`, as Qwen's checkpoints say, or

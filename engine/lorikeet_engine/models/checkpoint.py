@@ -425,7 +425,7 @@ def _packed_part(name: str, whole: PackedWeight, cut: Cut) -> PackedWeight:
         raise ModelError(
             f"weight_dtype=packed: {name} cannot be divided among GPUs in 4 bits: {error}: want "
             "another number of GPUs, or weight_dtype=auto",
-            field=name,
+            field="weight_dtype",
         ) from error
 
 

@@ -78,5 +78,5 @@ def not_packed(weight: str, error: ValueError) -> ModelError:
     """Return the error for a weight that cannot stay packed."""
     return ModelError(
         f"weight_dtype=packed: {weight} cannot stay in 4 bits: {error}: want weight_dtype=auto",
-        field=weight,
+        field="weight_dtype",
     )
