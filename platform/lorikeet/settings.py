@@ -118,10 +118,8 @@ class Settings(BaseModel):
 
     Construct with `Settings.from_env()`, which reads the environment.
 
-    The constructor itself, `Settings(...)`, ignores the environment: fields that are not given have
-    their defaults, so a bare `Settings()` means the demo's base model, with catalog and cache in
-    `.lorikeet` of the current folder. Only tests and benchmarks call it, with a catalog of their
-    own.
+    The constructor itself ignores the environment: a bare `Settings()` means the demo's base model,
+    with catalog and cache in `.lorikeet` of the current folder.
 
     A field's description is its documentation in docs/settings.md.
     """
@@ -254,7 +252,7 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         description="goal for the milliseconds between two tokens: bounds the ranks of a step's "
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
-        "bound",
+        "goal",
     )
     usage_flush_s: float = Field(
         15.0,

@@ -127,9 +127,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
 
 
 def _online_transforms(config: Mapping[str, Any]) -> list[str]:
-    """Return the places of rotations (QuIP, SpinQuant) that are not merged into the weights.
-
-    Such rotations must be computed at run time, which is not supported.
+    """Return the places of rotations (QuIP, SpinQuant) that are not merged into the weights, which
+    is not supported.
 
     config: transform_config of compressed-tensors.
     """

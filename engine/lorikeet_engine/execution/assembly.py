@@ -67,7 +67,7 @@ class Assembly:
     """Parts of an engine, with all memory allocated and all kernels compiled.
 
     kv_pages: number of KV pages in the runner's KV cache.
-    step_budget: bounds the work of steps, to meet the inter-token goal; None without such a goal.
+    step_budget: bounds the work of steps.
     forced_budget: bounds a step's forced tokens: the only tokens that a grammar allows, appended
         without sampling.
     ranks: processes that compute the model; just this one without tensor parallelism.
@@ -78,7 +78,7 @@ class Assembly:
     tiers: Tiers
     kv_pages: int
     info: EngineInfo
-    step_budget: StepBudget | None
+    step_budget: StepBudget
     forced_budget: ForcedBudget
     ranks: OneRank
 
@@ -134,9 +134,7 @@ def _assemble(
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
     info = _info(model.config, settings, min(context, kv_tokens), step_costs)
-    step_budget, goal_s = None, settings.inter_token_goal_s
-    if goal_s is not None:
-        step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
+    step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, ranks)
@@ -226,10 +224,9 @@ def build_runner(
 ) -> tuple[ModelRunner, int]:
     """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
-    The memory of steps and graphs is measured, not estimated: on CUDA a trial runner with one KV
-    page and one state runs first. Then the runner is built again, with as many states and pages as
-    fit into the memory that the trial left free. The trial's graphs cannot be kept, since they hold
-    the address of its KV pages. Raises SettingsError if the memory for pages is too little for one
+    The memory of steps and graphs is measured: on CUDA a trial runner with one KV page and one
+    state runs first. Then the runner is built with as many states and pages as fit into the memory
+    that the trial left free. Raises SettingsError if the memory for pages is too little for one
     sequence, if the memory for states is too little for max_running sequences, or if either is more
     than is free.
 

@@ -94,10 +94,9 @@ def allowed_tokens(
 class _ForcedTokens:
     """Forced tokens chosen for the next step; tokens beyond the budget are left to later steps.
 
-    A forced token is the only one that a grammar allows, so it is not sampled. The next step
-    computes forced tokens in one chunk with the token before them. The number of forced tokens, and
-    of the tokens that they attend to, is bounded so that the step remains a single graph on CUDA
-    (cuda_graphs.py).
+    A forced token is the only one that a grammar allows, so it is not sampled. Their number, and
+    that of the tokens that they attend to, is bounded so that the step remains a single graph on
+    CUDA (cuda_graphs.py).
     """
 
     def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
@@ -165,8 +164,7 @@ def _fill_bitmasks(
 ) -> list[EngineError | None]:
     """Set the bits of the allowed tokens; return the error of each row, or None.
 
-    If the grammars' own code fails for all rows together, rows are filled one by one, so that only
-    rows with a faulty grammar fail.
+    If the grammars' own code fails for all rows together, rows are filled one by one.
 
     bitmasks: [rows, octets_of(vocab)] uint8, zeros at first, in the order of `matched`.
     """

@@ -205,10 +205,7 @@ class Checkpoint:
         self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
-        """Raise ModelError unless CUDA can multiply by an FP8 weight [d_out, d_in].
-
-        name: name of the weight, for the error.
-        """
+        """Raise ModelError unless CUDA can multiply by an FP8 weight [d_out, d_in]."""
         if self.device.type == "cuda" and (d_out % 16 or d_in % 16):
             others = "another number of GPUs, or " if self.shard.world > 1 else ""
             raise ModelError(
@@ -399,10 +396,7 @@ class Checkpoint:
         return is_stored or self.rounding is Quantization.FP8
 
     def _is_quantized(self, name: str) -> bool:
-        """Return whether a linear's weight is stored in config.json's quantised format.
-
-        name: name of the weight, ending in .weight.
-        """
+        """Return whether a linear's weight is stored in config.json's quantised format."""
         marks = self._weight_format.marks if self._weight_format is not None else ()
         return any(name.removesuffix(".weight") + mark in self._stored for mark in marks)
 

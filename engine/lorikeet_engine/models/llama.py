@@ -1,8 +1,7 @@
 """Decoder of all model families: Llama and its relatives, which differ only in ModelConfig.
 
 Contains LlamaModel, its layers and their attention. `linears` has the linears with LoRA, `mlp` and
-`experts` the MLPs, `norms` the norms. On CUDA these launch the kernels of kernels/lora/linear.py,
-kernels/pointwise/fused.py and, in small steps, kernels/attention/paged_decode.py.
+`experts` the MLPs, `norms` the norms.
 """
 
 from collections.abc import Mapping
@@ -237,8 +236,8 @@ def rehearse_load(
 ) -> tuple[ModelConfig, int]:
     """Check that a checkpoint can be loaded, and return its config and its weights' bytes.
 
-    Reads only the files' headers. Takes no memory and little time, except to compare a stored
-    lm_head with the embeddings to which it is tied. Raises ModelError and SettingsError as
+    Reads only the files' headers. Takes no memory and little time, unless a stored lm_head must be
+    compared with the embeddings to which it is tied. Raises ModelError and SettingsError as
     load_model does.
 
     max_context, rounding, packed: as for load_model.

@@ -98,8 +98,8 @@ class LayerRopes:
 def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
     """Return the number of positions that the rotary embedding supports.
 
-    With YaRN this is at least `factor` times the original context, because many config.json files
-    have YaRN switched on but leave max_position_embeddings at its original value.
+    With YaRN this is at least `factor` times the original context, since many config.json files
+    leave max_position_embeddings at its original value.
 
     raw: content of config.json.
     """
@@ -139,7 +139,6 @@ def _rope(
 ) -> RopeConfig:
     """Parse one RoPE section of config.json.
 
-    raw: content of config.json.
     name: name of the section, for errors.
     rope: content of the section, with its rope_theta.
     context: maximum number of tokens of a context that the engine serves.
@@ -167,10 +166,7 @@ def _rope(
 
 
 def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, Any]]:
-    """Return name and content of config.json's RoPE section for layers without a window.
-
-    raw: content of config.json.
-    """
+    """Return name and content of config.json's RoPE section for layers without a window."""
     # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(name) or {}
@@ -192,8 +188,6 @@ def _local_section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return name and content of config.json's RoPE section for sliding-window layers.
 
     The content is empty if there is no such section.
-
-    raw: content of config.json.
     """
     parameters = raw.get("rope_parameters") or {}
     return "rope_parameters.sliding_attention", parameters.get("sliding_attention") or {}
@@ -269,11 +263,9 @@ def _longrope(
     """Parse LongRoPE: two lists of factors, one for contexts up to the original context, one for
     longer contexts.
 
-    The long factors are used for all sequences if the engine serves more than the original context.
-    transformers switches from short to long factors as a sequence grows, which leaves earlier keys
-    rotated by the short ones.
+    The long factors are used for all sequences if the engine serves more than the original context;
+    transformers instead switches as a sequence grows.
 
-    raw: content of config.json.
     rope: content of its RoPE section.
     plain: the rotary embedding without scaling.
     context: maximum number of tokens of a context that the engine serves.

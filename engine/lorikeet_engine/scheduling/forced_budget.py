@@ -7,9 +7,8 @@ StepCosts, and limited to a mean share of the time that the other sequences' dec
 
     Σ more_s(forced tokens of a step) ≤ SHARE · Σ step_s(decodes of a step)
 
-Where CUDA graphs pad steps to certain sizes, the first token beyond a size costs as much as all
-tokens up to the next size. So no forced token is taken until the budget suffices to fill a step up
-to the next size; then one step (in three, say) takes enough forced tokens to fill it.
+Where CUDA graphs pad steps to certain sizes, forced tokens are taken only when the budget suffices
+to fill a step up to the next size.
 """
 
 from bisect import bisect_right
@@ -30,12 +29,11 @@ _SAVED_STEPS = 16  # steps whose unused share is kept
 
 
 class ForcedBudget:
-    """Limit on the forced tokens that each step of one engine may compute.
+    """Limit on the forced tokens (see the module) that each step of one engine may compute.
 
     Only for the engine's thread.
 
-    A forced token is the only one that a request's grammar allows, appended without sampling. Time
-    allowed for forced tokens that a step does not use is saved for later steps.
+    Time allowed for forced tokens that a step does not use is saved for later steps.
     """
 
     def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
@@ -89,8 +87,7 @@ class ForcedBudget:
     def _sizes_worth_paying(self) -> range | list[int]:
         """Return the numbers of forced tokens for which a step is not padded, ascending.
 
-        With each of them, the step has exactly one of the sizes to which steps are padded. Without
-        such sizes, these are all numbers from 1 to the most forced tokens of a step.
+        With each of them, the step has exactly one of the sizes to which steps are padded.
         """
         if not self._sizes:
             return range(1, self._most + 1)
@@ -99,7 +96,6 @@ class ForcedBudget:
     def _more_s(self, tokens: int, seen: float) -> float:
         """Return the seconds that forced tokens add to a step.
 
-        tokens: number of forced tokens.
         seen: number of (forced token, token that it attends to) pairs.
         """
         rows_s = self._costs.rows_s

@@ -148,8 +148,7 @@ class PromptEncoder:
     def _check_length(self, text: str, param: str) -> None:
         """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
 
-        The whole text could take seconds and a gigabyte to tokenise, and the conversion of so many
-        tokens to Python integers would hold the GIL and so block the replica's event loop.
+        The whole text would be tokenised for seconds, with the GIL held.
 
         param: name of the request's field that holds the text.
         """
@@ -244,8 +243,7 @@ class PromptEncoder:
     ) -> str:
         """Return the prompt up to the end of the last message, which the answer continues.
 
-        A mark behind the last message keeps templates from trimming the whitespace at its end,
-        which transformers' continue_final_message loses.
+        A mark behind the last message keeps templates from trimming the whitespace at its end.
 
         arguments: variables for the chat template.
 

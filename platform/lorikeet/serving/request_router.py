@@ -82,10 +82,7 @@ class AdapterAffinityRouter(RequestRouter):
             log.exception("replicas_not_updated")
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Mark a replica as lost, after Serve's router has found it dead.
-
-        Serve's router may notice this before Serve's controller does.
-        """
+        """Mark a replica as lost, after Serve's router has found it dead."""
         super().on_replica_actor_died(replica_id)
         self._fleet.on_replica_lost(replica_id.unique_id)
 

@@ -306,10 +306,7 @@ class RateLimitHold:
         self._reading = True
 
     def body_is_here(self) -> None:
-        """Stop counting the request among those whose body has not arrived. Idempotent.
-
-        Called when the body has arrived, or when it is known that it never will.
-        """
+        """Stop counting the request among those whose body has not arrived. Idempotent."""
         if not self._reading:
             return
         self._reading = False

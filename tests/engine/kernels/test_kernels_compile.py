@@ -239,7 +239,11 @@ def test_gated_delta_net(
         assert convolve(qkv, weight, inputs, where, deltas[0]).shape == qkv.shape
         o = apply(qkv, ba, decay, states, where, heads, deltas[1], ring=ring)
         assert o.shape == (300, heads.value_heads, heads.value_dim)
-    rules = {"_decode_with_ring" if entries else "_decode", "_solve_chunks", "_scan_chunks"}
+    rules = {
+        "_decode_with_ring" if entries else "_decode_delta_rule",
+        "_solve_chunks",
+        "_scan_chunks",
+    }
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
 
 

@@ -81,10 +81,7 @@ class Linear:
 
     @property
     def is_never_fp8(self) -> bool:
-        """Whether the linear stays in floats beside FP8 linears, as in Qwen's FP8 checkpoints.
-
-        Such linears choose or weigh experts, or are b and a of a delta net.
-        """
+        """Whether the linear stays in floats beside FP8 linears, as in Qwen's FP8 checkpoints."""
         kinds = Width.EXPERTS, Width.ONE, Width.DELTA_GATES, Width.DELTA_BA
         return self.outputs[0] in kinds
 

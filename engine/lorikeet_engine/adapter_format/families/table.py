@@ -1,7 +1,7 @@
 """Table of the families of base models: adaptable linears, and all other differences.
 
-A new family of decoders needs an entry in FAMILIES. Names, widths, images, the adapters' table and
-the model's matrix products follow from its linears, and models/config.py reads its switches.
+A new family of decoders needs an entry in FAMILIES. All else follows from its linears, and
+models/config.py reads its switches.
 """
 
 from collections.abc import Mapping

@@ -6,13 +6,13 @@ product for them.
 A decode step's products are bound by reading their weights. For Llama-3.1-8B and 32 tokens on an
 H200, these kernels take 72 µs a layer (3.0 TB/s), and cuBLASLt takes 106 µs. A tensor core's
 product has at least 64 rows, while 16 columns are enough: so the weight's outputs are the rows
-here, and tokens the columns. If a weight has few outputs for its columns, several programs share
-the columns (split-K): each writes its partial sums, and the program that ends last adds all of
-these sums, in the order of the columns whichever program it is.
+here, and tokens the columns. If a weight has few outputs, several programs share its columns
+(split-K): each writes its partial sums, and the program that ends last adds them up, always in the
+same order.
 
 Launch parameters are read from tuning.json, by GPU, weight and number of tokens; on a GPU,
-`loadtest/engine/tune_fp8.py` writes that GPU's entry. Weights without an entry are multiplied by
-cuBLASLt, except few tokens with scales of blocks, for which cuBLASLt takes up to twice as long.
+`loadtest/engine/tune_fp8.py` writes that GPU's entry. A weight without an entry is multiplied by
+cuBLASLt, unless the tokens are few and blocks of the weight have scales.
 """
 
 import json
@@ -61,9 +61,7 @@ def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> Produc
 def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConfig:
     """Return a config whose block_in divides the width of a weight's blocks with scales.
 
-    More stages make up for a smaller block_in, so that the same number of bytes is in flight.
-
-    block: height and width of the weight's blocks.
+    More stages make up for a smaller block_in, so that as many bytes are in flight.
     """
     columns = gcd(config.block_in, block[1])
     stages = config.stages * config.block_in // columns

@@ -247,11 +247,8 @@ def _sms_for_lora(
 
     Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), of few tokens
     with an FP8 weight (kernels/fp8/few_tokens.py), or of fewer tokens than DECODED_FROM with a
-    weight of 4 bits (kernels/w4a16/fused.py). Then LoRA is launched first, and the product
-    gets the multiprocessors that LoRA leaves. Our kernels have many small programs, which leave
-    gaps for LoRA's programs.
-
-    rows: input of the product.
+    weight of 4 bits (kernels/w4a16/fused.py). Then LoRA is launched first, and the product gets the
+    multiprocessors that LoRA leaves.
     """
     if len(rows) == 1:
         return 0
@@ -305,8 +302,7 @@ def embed_adapted(
     """Replace embeddings of trained tokens, and add LoRA to embeddings, in place.
 
     Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both
-    trained embedding rows and LoRA on embeddings. On CUDA these are two launches, whose programs
-    end at once if no adapter changes embeddings.
+    trained embedding rows and LoRA on embeddings.
 
     y [tokens, hidden]: the base model's embeddings
     token_ids [tokens] int64
@@ -362,10 +358,7 @@ def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
 
 @cache
 def _cublas() -> ctypes.CDLL | None:
-    """Return the cuBLAS library that torch has loaded, or None if its name is not the usual one.
-
-    Without the library, products take all multiprocessors.
-    """
+    """Return the cuBLAS library that torch has loaded, or None if its name is not the usual one."""
     try:
         return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
     except OSError:

@@ -144,10 +144,6 @@ def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Ten
     """Read the group of each input of a GPTQ linear → [d_in]. Inputs of a group share their scales.
 
     With desc_act, groups are not in the order of inputs.
-
-    name: name of the tensor.
-    groups: number of groups.
-    parts: reader of the stored tensors.
     """
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):
