@@ -306,7 +306,7 @@ class RateLimitHold:
         self._reading = True
 
     def body_is_here(self) -> None:
-        """Stop counting the request among those whose body has not arrived. Idempotent."""
+        """Record that the request's body has arrived, or never will. Idempotent."""
         if not self._reading:
             return
         self._reading = False
