@@ -186,8 +186,7 @@ def _write_layers(
 class _Writer:
     """Writer of runs of layers to every span of an image (one span for each tensor parallel rank).
 
-    A run is a list of layers that are packed together (see _layers_together). The writer reuses its
-    buffers, since fresh memory for each run costs more than the copies.
+    A run is a list of layers that are packed together (see _layers_together).
     """
 
     def __init__(

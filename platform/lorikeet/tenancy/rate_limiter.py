@@ -285,8 +285,7 @@ class RateLimitHold:
     def check(self, *, takes_tokens: bool) -> None:
         """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        The request is counted before its body arrives, because a request whose body never comes
-        takes up the gateway too.
+        The request is counted before its body arrives.
         """
         self._limiter.check_capacity()
         now = self._limiter.clock()
