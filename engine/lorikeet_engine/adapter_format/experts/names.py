@@ -88,7 +88,7 @@ class ConfiguredNames:
     def of(self, path: str) -> set[str]:
         """Return the names by which a config can target a linear.
 
-        path: path of the linear, as blobs have it.
+        path: path of the linear in its layer, in the naming of blobs.
         """
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 
