@@ -61,10 +61,10 @@ input and the input rounded to FP8.
 def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute x·Wᵀ + b without LoRA.
 
-        x [tokens, d_in]
-        weight: W [d_out, d_in]
-        bias: b [d_out]; None with PartlyFp8
-        → [tokens, d_out]
+    x [tokens, d_in]
+    weight: W [d_out, d_in]
+    bias: b [d_out]; None with PartlyFp8
+    → [tokens, d_out]
 
     cuBLAS multiplies, or on CUDA for a single token of a 16-bit dtype our Triton kernel
     (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8), a weight of 4
