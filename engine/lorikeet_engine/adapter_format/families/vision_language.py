@@ -11,8 +11,7 @@ class TextDecoder:
 
     family: name of that family.
     defaults: values to assume for keys that config.json leaves out, if different from the family's.
-    unread: keys of config.json to ignore, since the head of the vision-language model does not read
-        them.
+    unread: keys of config.json to ignore.
     """
 
     family: str
