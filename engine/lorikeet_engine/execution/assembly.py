@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -43,9 +44,22 @@ from lorikeet_engine.telemetry.status import EngineInfo
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[
-    [Path, torch.device, torch.dtype, int | None, Quantization | None, RankGroup | None], LlamaModel
-]
+
+class LoadModel(Protocol):
+    """Function that reads the base model, as load_model does."""
+
+    def __call__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_context: int | None = None,
+        rounding: Quantization | None = None,
+        ranks: RankGroup | None = None,
+        *,
+        packed: bool = False,
+    ) -> LlamaModel:
+        """Read the base model, or this rank's part of it. See load_model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,9 @@ def load_weights(
     """
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
-        model = load(settings.model, device, dtype, context, settings.rounding, group)
+        model = load(
+            settings.model, device, dtype, context, settings.rounding, group, packed=settings.packed
+        )
         if device.type == "cuda":
             torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
     return model
