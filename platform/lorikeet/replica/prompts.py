@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.reasoning import (
-    CLOSES,
+    MISTRAL_TAGS,
+    THINK_TAGS,
     Thinking,
+    tags_of,
     thinking_behind,
     thinking_within,
 )
@@ -86,7 +88,9 @@ class PromptEncoder:
         self._wants_parts = self._shows_only_parts()
         self._system_only_first = self._takes_system_only_first()
         self.syntax = self._syntax()
-        self._thinks = any(CLOSES in template for template in templates)
+        tags = tags_of(templates)
+        self._thinks, self.think_tags = tags is not None, tags or THINK_TAGS
+        self._thoughts_in_text = tags is MISTRAL_TAGS and self._drops_reasoning()
         self._max_context = max_context
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
@@ -114,9 +118,10 @@ class PromptEncoder:
         if not self._thinks or call.endpoint is Endpoint.COMPLETIONS:
             return Thinking.NEVER
         if call.continue_final:
-            return thinking_within(call.messages[-1]["content"])
+            return thinking_within(call.messages[-1]["content"], self.think_tags)
         end = list(prompts[0][-_END_TOKENS:])
-        return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
+        said = self.backend.decode(end, skip_special_tokens=False)
+        return thinking_behind(said, self.think_tags)
 
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return names of fields that this replica ignores in a call.
@@ -179,7 +184,8 @@ class PromptEncoder:
     def _takes_system_only_first(self) -> bool:
         """Return True if the template refuses a system message behind other messages.
 
-        Templates of Qwen 3.5 do so; coding agents send such messages.
+        Templates of Qwen 3.5 do so, and Ministral 3's behind an answer; coding agents send such
+        messages.
         """
         said = {"role": "system", "content": "Be brief."}
         try:
@@ -187,10 +193,20 @@ class PromptEncoder:
         except InvalidInput:
             return False
         try:
-            self._render([said, *_HELLO, said])
+            self._render([said, *_HELLO, {"role": "assistant", "content": "Hi"}, said, *_HELLO])
         except InvalidInput:
             return True
         return False
+
+    def _drops_reasoning(self) -> bool:
+        """Return True if the template does not show the thinking of earlier answers that is a
+        field of their messages.
+        """
+        said = {"role": "assistant", "content": "Hi", "reasoning_content": "A greeting."}
+        try:
+            return said["reasoning_content"] not in self._render([*_HELLO, said, *_HELLO])
+        except InvalidInput:
+            return True
 
     def _syntax(self) -> ToolSyntax | None:
         """Return the model's syntax of tool calls; None if its chat template renders no tools."""
@@ -231,6 +247,8 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]] = call.messages
         if self._system_only_first:
             messages = _with_one_system(messages)
+        if self._thoughts_in_text:
+            messages = [_with_thought_in_text(message) for message in messages]
         if not call.continue_final:
             return self._render(messages, tools, **how, **known)
         return self._render_begun(messages, tools, **how, **known)
@@ -316,6 +334,17 @@ def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
     texts = [message["content"] for message in messages if message["role"] == "system"]
     others = (message for message in messages if message["role"] != "system")
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
+def _with_thought_in_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content begins with its thinking, if it has any.
+
+    Templates of Mistral's first models that think show it there alone.
+    """
+    if not (thought := message.get("reasoning_content")):
+        return message
+    opens, closes = MISTRAL_TAGS
+    return {**message, "content": f"{opens}{thought}{closes}{message['content']}"}
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
