@@ -66,9 +66,15 @@ class PromptEncoder:
         max_context: the engine's longest sequence, tokens.
         """
         if not (model / "tokenizer.json").exists():
+            how = "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            if (model / "tekken.json").exists():  # which AutoTokenizer would only copy
+                how = (
+                    "with mistral-common installed, "
+                    "PreTrainedTokenizerFast.from_pretrained(…).save_pretrained(…)"
+                )
             raise InvalidSetting(
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
-                "tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+                f"tokenizer there ({how})"
             )
         # Imported here: it takes a second, and gateways and the controller do not need it. Not
         # AutoTokenizer, which imports torch as well: tokenizer.json has all that is needed.
