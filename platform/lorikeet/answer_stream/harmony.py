@@ -27,7 +27,7 @@ from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.tool_call_bodies import JsonEnd
 from lorikeet.answer_stream.tool_calls import call_id
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.request import TokenLogprobs, Tokens
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -84,7 +84,8 @@ class HarmonyChoice:
     """Converter of one choice's tokens into thinking, text and tool calls, with ChoiceStream's
     interface.
 
-    The texts of several messages of one kind are separated by an empty line. A call's arguments are
+    The texts of several messages of one kind are separated by an empty line, unless the stream
+    returns them in blocks of their own. A call's arguments are
     returned while they are generated. Text without a header, as models write that were trained
     without channels, is text of the answer.
 
@@ -128,6 +129,9 @@ class HarmonyChoice:
         self._calls = self._whole_calls = 0
         self._thought = 0
         self._said: set[_Kind] = set()
+        self._shown: _Kind | None = None  # kind of the last part of the answer
+        # Streams of these APIs have a block for each run of parts of one kind.
+        self._in_blocks = call.stream and call.endpoint in (Endpoint.RESPONSES, Endpoint.MESSAGES)
         # The new delta.
         self._new: dict[_Kind, list[str]] = {_Kind.THINKING: [], _Kind.TEXT: []}
         self._new_calls: list[ToolCallPart] = []
@@ -312,10 +316,21 @@ class HarmonyChoice:
         if self._kind is _Kind.CALL:
             self._emit_call(text)
             return
-        gap = _GAP if self._is_new and self._kind in self._said else ""
-        self._new[self._kind].append(gap + text)
+        self._new[self._kind].append(self._gap() + text)
         self._said.add(self._kind)
         self._is_new = False
+        self._note_shown()
+
+    def _gap(self) -> str:
+        """Return the text between the open message and an earlier one of its kind."""
+        if not self._is_new or self._kind not in self._said:
+            return ""
+        opens_block = self._in_blocks and self._shown is not self._kind
+        return "" if opens_block and not self._new[self._kind] else _GAP
+
+    def _note_shown(self) -> None:
+        if self._kind is not _Kind.THINKING or self._call.thinking_shown:
+            self._shown = self._kind
 
     def _emit_call(self, text: str) -> None:
         """Emit the next part of a call's arguments. Text behind the arguments is dropped."""
@@ -328,6 +343,7 @@ class HarmonyChoice:
                 self._emit(text)
                 return
             self._arguments = JsonEnd()
+            self._note_shown()
             self._new_calls.append(ToolCallPart(self._calls, "", call_id(), self._name))
             self._calls += 1
         elif self._whole_calls == self._calls:
