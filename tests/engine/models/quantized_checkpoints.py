@@ -37,6 +37,7 @@ W4A16 = {
     "kv_cache_scheme": None,
 }
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT4 = {"awq": AWQ, "gptq": GPTQ, "gptq_shared": GPTQ, "w4a16": W4A16}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -250,3 +251,13 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
     config = {"group_size": group} | config
     checkpoint = saved(folder, target / kind, tensors, quantization_config=config)
     return checkpoint, saved(folder, target / "floats", floats)
+
+
+def write_int4_values(folder, target, kind):
+    """Write a checkpoint of random 4-bit integers; return it and the exact floats, by name.
+
+    kind: key of INT4.
+    """
+    checkpoint, floats = write_int4(folder, target, kind, exact=True, **INT4[kind])
+    names, values = linears(floats)
+    return checkpoint, {name: values[name] for name in names}
