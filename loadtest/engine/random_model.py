@@ -69,6 +69,27 @@ LLAMA_3_1_70B: Mapping[str, Any] = LLAMA_3_1_8B | {
 }
 LLAMA_3_1_70B_AWQ: Mapping[str, Any] = LLAMA_3_1_70B | {"quantization_config": AWQ}
 
+MINISTRAL_3_8B: Mapping[str, Any] = {
+    "model_type": "ministral3",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 QWEN3_8B: Mapping[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -169,6 +190,7 @@ CONFIGS = {
     "llama-3.1-8b-nf4": LLAMA_3_1_8B_NF4,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "llama-3.1-70b-awq": LLAMA_3_1_70B_AWQ,
+    "ministral-3-8b": MINISTRAL_3_8B,
     "qwen3-8b": QWEN3_8B,
     "phi-4": PHI_4,
     "qwen3-30b-a3b": QWEN3_30B_A3B,

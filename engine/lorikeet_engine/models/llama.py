@@ -367,6 +367,7 @@ class _Attention:
         rotary_and_store_kv(
             qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
+            query_gain=turns.query_gain,
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend

@@ -294,8 +294,7 @@ class KVCache(PagePool):
     def expected_hit(self, kv: SequencePages) -> int:
         """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
 
-        The estimate is exact for a single group of layers, since prefixes are evicted from their
-        ends.
+        The estimate is exact for a single group of layers.
         """
         keys, pages = kv.shareable_keys(), self._pages_of[0]
         if self.states is not None:

@@ -41,8 +41,7 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, counted per GPU, since each GPU holds a part of every
-    adapter, and for requests.
+    """Memory of a replica for adapters and for requests, counted per GPU.
 
     gpu_bytes: memory of each GPU.
     host_bytes, disk_bytes: host memory and disk space of the replica, divided by its number of

@@ -182,6 +182,8 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     squares = fused.mean_squares(qkv, 8, 2, added)
     shared = replace(whole, mean_squares=squares)
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, shared)
+    gain = empty(8, dtype=torch.float32)
+    fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)

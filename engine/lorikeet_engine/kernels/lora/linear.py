@@ -66,9 +66,9 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
     bias: b [d_out]; None with PartlyFp8
     → [tokens, d_out]
 
-    cuBLAS multiplies, or for a single token of a 16-bit dtype on CUDA our Triton kernel, which is
-    faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8), a
-    weight of 4 bits is decoded while it is multiplied (kernels/w4a16).
+    cuBLAS multiplies, or on CUDA for a single token of a 16-bit dtype our Triton kernel
+    (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8), a weight of 4
+    bits is decoded while it is multiplied (kernels/w4a16).
     """
     if isinstance(weight, PartlyFp8):
         assert bias is None

@@ -346,9 +346,7 @@ class CountTokensRequest(PromptRequest):
     """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
-        none.
-        """
+        """Return the Call for a replica. The Call has no adapter."""
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

@@ -259,8 +259,7 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
-        none.
+        """Return the Call for a replica. The Call has no adapter.
 
         Raises InvalidInput in the same cases as ResponsesRequest.to_call.
         """
