@@ -479,7 +479,7 @@ def test_lora_of_experts(compiled: set[str], tokens: int, segments: int, rank: i
 
 def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
     """A weight of 4 bits on the meta device."""
-    group = {"whole": d_in, "nf4": 64}.get(stored, 128)
+    group = {"whole": d_in, "nf4": 64, "small groups": 32}.get(stored, 128)
     scales = empty(d_out, d_in // group, dtype=torch.float16)
     zeros = empty(d_out, d_in // group, dtype=torch.uint8)
     codes = empty(d_in // 32, d_out, 16, dtype=torch.uint8)
@@ -490,14 +490,26 @@ def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
     return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, order)
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 128, 256])
-@pytest.mark.parametrize("stored", ["groups", "whole", "act-order", "nf4"])
+@pytest.mark.parametrize("tokens", [1, 33, 256])
+@pytest.mark.parametrize("stored", ["groups", "small groups", "whole", "act-order", "nf4"])
 def test_products_of_4_bits(compiled: set[str], stored: str, tokens: int) -> None:
-    for d_out, d_in in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        weight = packed_weight(stored, d_out, d_in)
-        for bias in (None, empty(d_out)):
-            assert w4a16_fused.linear(empty(tokens, d_in), weight, bias).shape == (tokens, d_out)
+    weight = packed_weight(stored, 6144, 4096)
+    for bias in (None, empty(6144)):
+        assert w4a16_fused.linear(empty(tokens, 4096), weight, bias).shape == (tokens, 6144)
     assert compiled == {"_multiply"}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
+    w4a16_fused.linear(empty(16, 4096), packed_weight("groups", 6144, 4096))
+    loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    assert loop.count("warp_group_dot ") == 2
+    assert "convert_layout" not in loop
+    assert "async_copy_global_to_local" in loop
 
 
 @pytest.mark.parametrize("stored", ["groups", "whole", "nf4"])

@@ -37,6 +37,7 @@ W4A16 = {
     "kv_cache_scheme": None,
 }
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT4 = {"awq": AWQ, "gptq": GPTQ, "gptq_shared": GPTQ, "w4a16": W4A16}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -250,3 +251,38 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
     config = {"group_size": group} | config
     checkpoint = saved(folder, target / kind, tensors, quantization_config=config)
     return checkpoint, saved(folder, target / "floats", floats)
+
+
+def write_int4_values(folder, target, kind):
+    """Write a checkpoint of random 4-bit integers; return it and the exact floats, by name.
+
+    kind: key of INT4.
+    """
+    checkpoint, floats = write_int4(folder, target, kind, exact=True, **INT4[kind])
+    names, values = linears(floats)
+    return checkpoint, {name: values[name] for name in names}
+
+
+def write_rounded(folder, target, order=None):
+    """Round a checkpoint's linears to 4-bit integers in groups of 32; return it and its values.
+
+    order: function from a number of inputs to the group of each input, for GPTQ; None: AWQ.
+    """
+    names, tensors = linears(folder)
+    values = {}
+    for name in names:
+        weight = tensors.pop(name).t()  # [d_in, d_out]
+        d_in, d_out = weight.shape
+        group_of = torch.arange(d_in) // 32 if order is None else order(d_in)
+        by_group = weight[group_of.argsort(stable=True)].view(-1, 32, d_out)
+        least, most = by_group.amin(1).clamp(max=0), by_group.amax(1).clamp(min=0)
+        scales = ((most - least) / 15).half()
+        zeros = (-least / scales).round().clamp(0, 15).int()
+        wide = scales.float()[group_of]
+        q = (weight / wide + zeros[group_of]).round().clamp(0, 15).int()
+        values[name] = ((q - zeros[group_of]) * wide).t()
+        path = name.removesuffix(".weight")
+        stored = (path, q, zeros, scales)
+        tensors |= awq(*stored) if order is None else gptq(*stored, group_of)
+    config = AWQ if order is None else GPTQ
+    return saved(folder, target, tensors, quantization_config=config), values
