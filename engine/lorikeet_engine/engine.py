@@ -100,7 +100,7 @@ class Engine:
 
         max_tokens is cut to what the context leaves after each prompt. The context always fits into
         the KV cache, so every accepted request can run. If the grammar is bad, the request fails
-        later; no other request waits for a grammar to compile.
+        later.
 
         Raises InvalidRequest if the request can never run, EngineClosed after `close`, and
         EngineOverloaded if the estimated wait is far beyond max_queue_s, or if too many of the
@@ -189,8 +189,8 @@ class Engine:
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
-        passing: whether the pin is temporary. For a temporary pin, the adapter's image is not
-            written to the disk.
+        passing: whether the pin is temporary, so that the adapter's image is not written to the
+            disk.
         """
         self._tiers.pin(ref, tier, passing)
         self.wake()
@@ -300,12 +300,9 @@ class Engine:
         """Stop using damaged adapters, and fail the requests that used them.
 
         Damage is found some time after it happened (residency/image_checks.py). Clients have read
-        tokens that may be wrong, so their requests fail instead of continuing to an answer that
-        looks right. Keys and values computed with the adapter leave the prefix cache. Requests that
-        have no token yet give back their leases and wait until the adapter is loaded again. When
-        this method returns, no sequence leases the damaged copy.
-
-        damaged: errors of the adapters, by digest.
+        tokens that may be wrong, so their requests fail; requests that have no token yet wait until
+        the adapter is loaded again. Keys and values computed with the adapter leave the prefix
+        cache. When this method returns, no sequence leases the damaged copy.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():
@@ -323,7 +320,7 @@ class Engine:
     def _compute(
         self, plan: StepPlan, previous: steps.InFlightStep | None
     ) -> steps.ForwardPass | None:
-        expected = self._step_budget.expected(plan.chunks) if self._step_budget else None
+        expected = self._step_budget.expected(plan.chunks)
         try:
             return steps.compute(self._runner, plan, self._settings, previous, expected)
         except Exception as error:
@@ -347,7 +344,7 @@ class Engine:
             self._step_failed(step.chunks, error)
             return
         step_s, expected = self._counters.step_read(step.launch), step.launch.expected
-        if self._step_budget and expected is not None:
+        if expected is not None:
             self._step_budget.record(step_s, expected)
         if scores is not None:
             self._fail(scores.errors)

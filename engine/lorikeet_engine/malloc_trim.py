@@ -1,8 +1,4 @@
-"""Gives memory that this process has freed back to the operating system, through glibc.
-
-Lies at the package's top because the platform's gateways, which load no tensors, use it as well as
-the engine.
-"""
+"""Gives memory that this process has freed back to the operating system, through glibc."""
 
 import ctypes
 import functools
@@ -18,8 +14,7 @@ def glibc() -> ctypes.CDLL | None:
 def trim_malloc() -> None:
     """Give every free page of glibc's arenas back to the operating system.
 
-    Does nothing without glibc. Without this call, 410 MB of compiled grammars stayed with the
-    process after they were freed.
+    Does nothing without glibc.
     """
     if (library := glibc()) is not None:
         library.malloc_trim(0)

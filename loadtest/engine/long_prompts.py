@@ -136,8 +136,7 @@ def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
 
     goal_s: the goal in seconds; None: no goal.
     """
-    costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
-    engine._step_budget = None if goal_s is None else StepBudget(goal_s, costs, sizes)
+    _set_goal(engine, goal_s)
     requests = _requests(engine, work.prompts, work.prompt_tokens, 1)
     with _streams(engine, work) as streams, ThreadPoolExecutor(1) as submitting:
         began_s = done_s = time.perf_counter()
@@ -171,7 +170,7 @@ def measure_short(engine: Engine, count: int, long_tokens: int, *, short: bool) 
     long_tokens: tokens of a long prompt.
     short: whether short prompts come.
     """
-    engine._step_budget = None
+    _set_goal(engine, None)
     longs, shorts = _requests(engine, count, long_tokens, 1), _requests(engine, 1024, _SHORT, 1)
     left, began_s = {request.request_id for request in longs}, time.perf_counter()
     for request in longs:
@@ -215,6 +214,11 @@ def main() -> None:
         short_rows = harness.show(each)
     parts = {"long_prompts": rows, "short_prompts": short_rows}
     harness.write(options.json, facts, kv_dtype=options.kv_dtype, **parts)
+
+
+def _set_goal(engine: Engine, goal_s: float | None) -> None:
+    costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
+    engine._step_budget = StepBudget(goal_s, costs, sizes)
 
 
 def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:

@@ -43,7 +43,6 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
     """Whether the served linears equal the linears of a quantised copy of the base model.
 
-    copy: name of the copy.
     quantization: quantization of the served linears, as in EngineInfo; None if they are not
         quantised.
     """

@@ -22,8 +22,7 @@ MAX_TEMPLATE_BYTES = 8 << 20
 def template_digest(folder: Path) -> str | None:
     """Return the SHA-256 in hex of a folder's stripped chat template; None without a template.
 
-    Skips files larger than MAX_TEMPLATE_BYTES, and files that are not regular: reading a pipe or a
-    device would never end.
+    Skips files larger than MAX_TEMPLATE_BYTES, and files that are not regular.
     """
     for name in TEMPLATE_FILES:
         try:

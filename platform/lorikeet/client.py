@@ -216,10 +216,6 @@ class Client:
         """Send a request, and repeat it until the deadline while the service is busy or down.
 
         deadline_s: time.monotonic() after which the request is not repeated.
-        key: API key to send.
-        query: parameters of the URL.
-        blob: file to send as the body.
-        body: JSON to send as the body.
         """
         headers = {"authorization": f"Bearer {key}"}
         while True:

@@ -30,8 +30,7 @@ LorikeetError             `code` names the kind, `message` says what to do
     └── ObjectExists      the object of an if-absent write already exists
 
 Clients see an error's code. ERRORS maps each code to its HTTP status and to the error types of the
-OpenAI and Anthropic APIs; docs/openai.md lists the table. Four codes have no class: two are named
-by replicas' Refusals, one is raised by Starlette, and one refuses WebSockets.
+OpenAI and Anthropic APIs; docs/openai.md lists the table.
 """
 
 from collections.abc import Mapping, Sequence

@@ -33,9 +33,6 @@ def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
     """Return the seconds, at least 1, until the queue is expected to be short enough for a refused
     request.
 
-    The result is at most `max_queue_s`: by then, every request that waits now has started or has
-    exceeded its own limit.
-
     wait_s: seconds that the request would wait in the queue now.
     max_queue_s: seconds that a request may wait in the queue.
     """

@@ -1,5 +1,7 @@
 """Failures of a store in a folder."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,6 +64,27 @@ def test_no_write_fails_because_others_remove_its_empty_folder(tmp_path: Path, p
     with ThreadPoolExecutor(len(stores)) as pool:
         list(pool.map(write_and_delete, range(len(stores))))
     assert [path.name for path in (tmp_path / "store").iterdir()] == [".unfinished"]
+
+
+@pytest.mark.parametrize("put", ["put_if_absent", "put_file"])
+def test_a_folder_that_others_created_and_removed_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: str
+) -> None:
+    store, folder, mkdir = LocalStore(tmp_path / "store"), tmp_path / "store" / "uploads", os.mkdir
+    (tmp_path / "source").write_bytes(b"1")
+    others = [folder]  # exists when this store creates it, and no more afterwards
+
+    def mkdir_too_late(path: Path, mode: int = 0o777) -> None:
+        if path in others:
+            others.remove(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_too_late)
+    getattr(store, put)("uploads/a/1", b"1" if put == "put_if_absent" else tmp_path / "source")
+
+    assert not others
+    assert store.get("uploads/a/1") == b"1"
 
 
 def test_a_file_in_the_folders_place_is_an_error_with_its_remedy(tmp_path: Path) -> None:

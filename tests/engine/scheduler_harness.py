@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections import Counter, defaultdict
-from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import StepCosts
@@ -13,7 +12,7 @@ from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
-from lorikeet_engine.scheduling.step_budget import PromptBudget
+from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 
 PAGE = 4
@@ -78,16 +77,15 @@ class FakeLease:
         self.tiers.leases[self.digest] -= 1
 
 
-class FixedBudget(NamedTuple):
-    """StepBudget with a constant limit of ranks."""
+class FixedBudget(StepBudget):
+    """StepBudget without a goal for latency, and with a constant limit of ranks."""
 
-    ranks: float
+    def __init__(self, ranks):
+        super().__init__(None, COSTS)
+        self.ranks = ranks
 
     def max_ranks(self, _context):
         return self.ranks
-
-    def prompt_budget(self, _decodes, tokens):
-        return PromptBudget(tokens)
 
 
 class SchedulerHarness:

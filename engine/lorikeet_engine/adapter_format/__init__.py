@@ -7,8 +7,8 @@ affect the results. The SHA-256 of the blob is the adapter's digest.
 An adapter is checked at three trust boundaries, none of which relies on the one before. The CLI and
 the Python client make a blob from a trainer's folder (`write_blob`), the gateway checks uploaded
 and pushed blobs (`read_spec`, `check_values`), and each replica checks a blob again before it packs
-the blob (`read_spec`). All three parse headers, configs and pairs of tensors by the same functions.
-Regular expressions of a config run at the first boundary only, in a child process.
+the blob (`read_spec`). Regular expressions of a config run at the first boundary only, in a child
+process.
 
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
                                 `lora_config` (adapter_config.json, with `targets`,

@@ -2,8 +2,7 @@
 
 Beside LoRA's matrices, PEFT saves lm_head if it is targeted, and lm_head and embeddings if the
 vocabulary seems to have grown. A blob contains hashes instead of these copies, so that whoever has
-the base model's weights can check that the copies equal them. A copy that differs was trained or
-resized.
+the base model's weights can check them: a copy that differs was trained or resized.
 """
 
 import hashlib
@@ -52,9 +51,8 @@ def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
 
 
 def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
-    """Return the metadata entries of a blob that describe copies of the base model's matrices.
-
-    Empty without copies.
+    """Return the metadata entries of a blob that describe copies of the base model's matrices;
+    empty without copies.
     """
     entries = [asdict(copy) for copy in sorted(copies, key=lambda copy: copy.module)]
     if not entries:

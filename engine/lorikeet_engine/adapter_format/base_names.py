@@ -24,8 +24,8 @@ def unquantised_name(name: str) -> str:
     """Return the name of the model that a quantised copy was made from.
 
     unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B. For other models, return the last part of the
-    name. Knows the endings of Unsloth's and MLX's copies, and of FP8 copies. AWQ models do not
-    count as copies, since the inputs of their linears are scaled differently.
+    name. Knows the endings of Unsloth's and MLX's copies, and of FP8 copies; not of AWQ models,
+    whose linears' inputs are scaled differently.
     """
     return _QUANTISED.sub("", last_part(name))
 

@@ -1,7 +1,7 @@
 """Child process of expressions.py: runs untrusted regular expressions, with little time and memory.
 
-A script that imports only the standard library, so that it starts in 30 ms. Arguments: descriptor
-of a connection, seconds of CPU time for all expressions, and bytes of memory.
+Imports only the standard library, so that it starts in 30 ms. Arguments: descriptor of a
+connection, seconds of CPU time for all expressions, and bytes of memory.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Reads the header of an untrusted safetensors file.
 
 Format: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes. Size
-and tensor count are limited before anything is parsed or allocated: the safetensors library accepts
-headers whose parsing takes a gigabyte.
+and tensor count are limited before anything is parsed or allocated.
 """
 
 import json

@@ -100,7 +100,6 @@ def _check_alike(parts: tuple[str, ...], modules: Mapping[str, Pair], config: Lo
     """Raise AdapterRejected if parts cannot be joined.
 
     parts: names of all parts of a linear.
-    modules: A and B by module.
     config: tells the scaling of each module.
     """
     first, *others = sorted(parts, key=lambda part: part not in modules)

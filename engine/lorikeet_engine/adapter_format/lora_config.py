@@ -207,8 +207,8 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
-    The option for biases is not refused here, since PEFT accepts it for base models without biases;
-    trained biases are refused later, by the names of their tensors.
+    The option `bias` is accepted; trained biases are refused later, by the names of their
+    tensors.
 
     raw: PEFT's config.
     """
@@ -239,7 +239,6 @@ def _is_unscaled(
     False if the adapter does not change embeddings.
 
     raw: PEFT's config.
-    modules: modules that have weights.
     warn: called with a sentence if the config does not show the release.
     """
     adapts = any(is_outer(module, EMBEDDINGS) for module in modules)
@@ -277,8 +276,6 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 def _is_of_vision_alone(key: str, value: Any) -> bool:
     """Whether an option only names modules of a vision part to save; blobs leave out the tensors of
     that part.
-
-    key, value: the option in PEFT's config.
     """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)

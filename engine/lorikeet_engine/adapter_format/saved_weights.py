@@ -111,8 +111,6 @@ def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
 def refuse_added_tokens(names: Container[str]) -> None:
     """Raise AdapterRejected if the folder has a separate file with embeddings of added tokens.
 
-    Earlier releases of vLLM read such files.
-
     names: names of the files in the adapter's folder.
     """
     for name in _NEW_TOKENS:

@@ -131,10 +131,7 @@ class BaseShape:
 
     @property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers.
-
-        The index of a module is its place here.
-        """
+        """Linears of a layer, then modules outside the layers; a module's place is its index."""
         return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
@@ -234,7 +231,6 @@ def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[Laye
     """Return the kind of each layer; empty for a family whose layers all have attention.
 
     config: the base model's config, with defaults of the family's switches for missing keys.
-    layers: number of layers.
     """
     if not family.is_hybrid:
         return ()

@@ -22,6 +22,7 @@ from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
+    parts_of,
     split_tensor_name,
     tensor_name,
     token_rows_module,
@@ -152,7 +153,7 @@ class AdapterSpec:
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
         """Yield each matrix as (its linear, 0 for A or 1 for B).
 
-        A matrix that two linears share is yielded for the first of them only.
+        A matrix that two linears share is yielded for the first only.
         """
         shared = self.shared_a
         for part in self.linears:
@@ -161,10 +162,7 @@ class AdapterSpec:
 
 
 def _without_layer(name: str) -> str:
-    """Return the name of a linear within its layer, such as q_proj.
-
-    name: LinearLora.name.
-    """
+    """Return the name of a linear within its layer, such as q_proj."""
     return name.removeprefix("layers.").lstrip("0123456789").removeprefix(".")
 
 
@@ -285,8 +283,10 @@ def _linear(
     layer, linear = _place(module, shape)
     rank = check_rank(module, sides, want=config.rank(module))
     if rank > limits.max_rank:
+        joined = ", the sum of those of q, k and v if they were trained apart, as by Tinker"
         raise AdapterTooLarge(
-            f"{module} has rank {rank}: the limit is {limits.max_rank}",
+            f"{module} has rank {rank}{joined if parts_of(module) else ''}: the limit is "
+            f"{limits.max_rank}",
             field=module,
             rank=rank,
             max_rank=limits.max_rank,
@@ -319,7 +319,6 @@ def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape:
     """Raise AdapterRejected if biases of the base model were trained but not saved.
 
     config: tells whether biases may have been lost.
-    linears: linears that the adapter changes.
     """
     family = FAMILIES[shape.family]
     for part in linears if config.lost_biases and family.usually_has_qkv_bias else ():

@@ -61,9 +61,7 @@ def check_targets(
     """Check that the linears with weights are exactly the linears that a PEFT config targets.
 
     PEFT skips targets that the base model lacks. So this function returns the base models in which
-    each target has weights: all base models if the config has neither target_modules nor
-    target_parameters. Layers after the last layer with weights are checked for hybrids only, since
-    only the base model knows the number of layers.
+    each target has weights: all if the config has neither target_modules nor target_parameters.
 
     raw: PEFT's config.
     modules: modules that have weights, in the trainer's naming, to which the config's expressions
@@ -188,8 +186,8 @@ def _expected(
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: paths, in a layer, of the linears that have weights in some layer.
-    names_experts: whether target_modules names experts. Names of linears alone, such as down_proj,
-        select no expert where PEFT finds parameters instead of linears.
+    names_experts: whether target_modules names experts. Linears alone, such as down_proj, select no
+        expert where PEFT finds parameters instead.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
@@ -348,7 +346,6 @@ def _matched(
     patterns: rank_pattern and alpha_pattern.
     modules: modules that have weights, in the trainer's naming.
     run: matcher for the patterns' expressions.
-    release: the release of PEFT.
     """
     ranks, alphas = patterns
     if release < SEPARATE_PATTERNS:  # the first key of both patterns is looked up in each

@@ -1,8 +1,7 @@
 """Names of PEFT's tensors: base_model.model.<module>.lora_A[.default].weight.
 
-A blob has one canonical name for each tensor. Trainers save variants, which contain wrappers of the
-model or its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's path in a
-larger model.
+A blob has one canonical name for each tensor. Trainers save variants, with wrappers of the model or
+its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's path in a larger model.
 """
 
 import re

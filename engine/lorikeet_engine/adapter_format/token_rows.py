@@ -151,10 +151,7 @@ def _require(good: bool, module: str, fault: str) -> None:
 
 
 def digits(ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the three base-256 digits of each token id, lowest first.
-
-    Every dtype of an image can hold such digits exactly.
-    """
+    """Yield the three base-256 digits of each token id, lowest first."""
     return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
 
 

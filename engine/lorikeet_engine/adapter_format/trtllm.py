@@ -97,7 +97,6 @@ def _linears(
     row: number of the row, for errors.
     values: A and B of the row, flattened.
     kind: TensorRT-LLM's module id.
-    layer, rank: layer and LoRA rank of the row.
     """
     if kind not in _LINEARS:
         what = _ELSEWHERE.get(kind, "no module that is known here")

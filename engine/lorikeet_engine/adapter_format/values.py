@@ -32,9 +32,8 @@ _OVERFLOWS = {
 class ValueScan:
     """Finds the largest magnitude of each of a blob's tensors while the blob's bytes arrive.
 
-    Tensors of one dtype that arrive together are scanned together, since each scan must get the
-    interpreter lock of a busy gateway. A scan rejects nothing. If the header is malformed, or
-    tensors are not aligned to their elements, it finds no magnitudes.
+    Rejects nothing: if the header is malformed, or tensors are not aligned to their elements, it
+    finds no magnitudes.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -110,7 +109,6 @@ def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
     Returns () if the header is malformed, or tensors are not aligned to their elements.
 
     data: beginning of the blob, including the whole header.
-    size_bytes: size of the whole blob.
     """
     try:
         tensors = parse_header(io.BytesIO(data), size_bytes, "").tensors.values()

@@ -1,8 +1,7 @@
 """Asynchronous copies between host and device.
 
 On CUDA, copies go through pinned memory and run in the order of the current stream, so the host
-never waits for running steps; torch keeps the pinned memory until the copy has finished. On a CPU
-nothing is copied: the device's tensors are the host's.
+never waits for running steps. On a CPU nothing is copied: the device's tensors are the host's.
 """
 
 import numpy as np

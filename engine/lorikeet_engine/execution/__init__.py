@@ -8,9 +8,9 @@ For each step, batch_builder lays the chunks end to end, those of one adapter si
 module steps then runs the forward pass and samples the tokens. Steps of up to 2,048 tokens replay
 CUDA graphs: a small step one graph (cuda_graphs), a larger step many, with attention launched
 between them (piecewise_graphs). A step is launched before the host has read the tokens that the
-previous step samples. On the device, these pending tokens are copied into the input of the new
-step. Where a grammar restricts the sampled tokens (grammar_masks), the host reads the pending
-tokens while the device computes the forward pass. prompt_scores adds log probabilities of prompts.
+previous step samples; these pending tokens are copied into its input on the device. Where a grammar
+restricts the sampled tokens, grammar_masks waits for the pending tokens while the device computes
+the forward pass. prompt_scores adds log probabilities of prompts.
 
 With tensor parallelism, ranks starts a process for each other GPU; leading_runner sends every step
 to these processes, and a follower in each runs it.

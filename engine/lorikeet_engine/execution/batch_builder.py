@@ -252,9 +252,7 @@ def _state_input(chunks: list[Chunk], query_starts: Int64s) -> StateInput | None
 def _read_before_written(copies: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Order copies of states so that each slot is read before another copy is written to it.
 
-    A cached state that a sequence begins with may be evicted for a sequence that is planned later
-    in the same step. Each slot is written at most once, and no copies form a circle, because a
-    sequence finds no state in a slot that was given away before.
+    Each slot is written at most once, and no copies form a circle.
 
     copies: pairs of slots, from which a state is copied and to which.
     """
@@ -298,7 +296,6 @@ def _kv_places(
 def _page_table(chunks: list[Chunk], group: int, first: Int64s, page_size: int) -> PageTable:
     """Return the page table of a group of layers, without the pages that no token attends to.
 
-    group: index of the group of layers.
     first: [chunks], first page to include of each chunk's sequence.
     """
     tables = [chunk.pages[group] for chunk in chunks]

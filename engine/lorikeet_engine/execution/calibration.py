@@ -58,8 +58,7 @@ def measure_step_costs(
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
     Where an adapter of rank 1 on all linears does not fit into the arena, the costs of adapters
-    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set, since the
-    goal needs these costs.
+    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set.
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
@@ -78,7 +77,6 @@ def measure_step_costs(
 
 
 def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
-    """Measure the costs of steps without adapters."""
     most, full = settings.max_running, settings.max_batch_tokens
     decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
     costs = StepCosts(
@@ -125,7 +123,6 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
     """Time prompt chunks; return StepCosts.prompt_seen_s and a chunk's seconds without attention.
 
-    tokens: number of tokens in a chunk.
     usual: default costs; its prompt_seen_s is returned if contexts are too short to measure.
     """
     deep = min(_DEEP, steps.longest - tokens)
@@ -143,7 +140,6 @@ def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> f
     a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
-    costs: costs measured so far.
     """
     if not steps.in_pieces:
         return 0.0

@@ -1,24 +1,21 @@
 """CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
-Graphs are captured at start. Only then does the Python code of the model's layers and operators run
-(LlamaModel.forward, called by `_run`). A step runs none of this code, except that of attention if
+Graphs are captured at start. A step runs no Python code of the model's layers, except attention if
 the step is large: `CudaGraphs.forward` copies the batch to the static tensors and replays the
 recorded graphs.
 
-Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms: far
-more than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for
-a ladder of sizes: tokens × segments of adapters. A mixture of experts has each pass twice, for
-adapters that change experts and for others. A step uses the smallest pass that is large enough; the
-rest of the static tensors is padding, which writes no key and uses no adapter.
+Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms. Passes
+are captured for a ladder of sizes: tokens × segments of adapters. A mixture of experts has each
+pass twice, for adapters that change experts and for others. A step uses the smallest pass that is
+large enough; the rest of the static tensors is padding, which writes no key and uses no adapter.
 
-The graphs do not depend on the adapters of a step: the computation of the list of tiles
-(kernels/lora/tiles.py) is part of the graphs, and each replay repeats it from the static segments.
-The upper bound of the ranks is fixed at the capture. Pages and lengths come through attention.plan.
+The graphs do not depend on the adapters of a step: each replay computes the list of tiles
+(kernels/lora/tiles.py) from the static segments. The upper bound of the ranks is fixed at the
+capture. Pages and lengths come through attention.plan.
 
-A small step, whether it decodes, begins short prompts or both, is one graph, since attention
-computes each token independently. A larger step is one graph between every two attentions
-(piecewise_graphs.py). In a model with delta nets only steps of decodes are one graph, so that it
-has no launches for the delta nets of prompts.
+A small step is one graph, since attention computes each token independently. A larger step is one
+graph between every two attentions (piecewise_graphs.py). In a model with delta nets only steps of
+decodes are one graph.
 """
 
 from dataclasses import dataclass
@@ -69,10 +66,7 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """Captured forward pass over CudaGraphs' static tensors.
-
-    Implemented by _WholeGraph, for small steps, and PiecewiseGraphs (piecewise_graphs.py).
-    """
+    """Captured forward pass over CudaGraphs' static tensors."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a batch whose contents are in the static tensors already."""
@@ -104,9 +98,7 @@ class _Adapters(NamedTuple):
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Captured passes by number of tokens, then by adapters.
-
-A pass computes batches of up to this many tokens and adapters. Both mappings ascend.
+"""Captured passes by the largest number of tokens that they compute, then by adapters; both ascend.
 """
 
 
@@ -328,11 +320,8 @@ def _seen_by_prompts(batch: Batch) -> int:
 def _segment_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is ≥ `most`.
 
-    A launch has programs for every segment, padding included, and the number of segments selects
-    the LoRA kernels' launch parameters (Regime). A step of 256 tokens with 40 adapters loses 0.7 ms
-    if padded to 128 segments. A step with fewer adapters, padded to 32 segments, loses nothing.
-
-    most: maximum number of adapters of a step.
+    The number of segments selects the LoRA kernels' launch parameters (Regime); a launch has
+    programs for every segment, padding included.
     """
     counts = [0, 2]
     while counts[-1] < most:

@@ -3,10 +3,8 @@
 In a model with delta nets, each running sequence has a state of fixed size, and states are cached
 behind prefixes (scheduling/state_pool.py). States and KV pages share what all other parts leave.
 First come the states of max_running sequences, and one more, with which the next sequence begins.
-The rest is divided so that there is a cached state for each _TOKENS_OF_STATE tokens of KV pages: a
-prefix is found by a state and its pages, so states for more prefixes than the pages hold would be
-useless, and so would pages that no state leads to. A turn of a chat leaves two states, behind its
-prompt and near the end of its answer.
+The rest is divided so that there is a cached state for each _TOKENS_OF_STATE tokens of KV pages,
+since a prefix is found only by both.
 """
 
 import math
@@ -195,8 +193,8 @@ def count_pages(
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     """Return the number of rows of LoraWeights.table: a limit on the adapters in a slot pool.
 
-    The pool holds this many adapters of rank 4 on q_proj and v_proj (the first and the last linear
-    of the first group), and hardly any adapter is smaller. A row is small compared with an adapter.
+    So many adapters of rank 4 on q_proj and v_proj fit into the pool, and hardly any adapter is
+    smaller.
 
     elements: size of the slot pool, in elements of the adapters' dtype.
     at_least: number of distinct adapters in a step; the result is never less.

@@ -1,8 +1,7 @@
 """Forward pass as CUDA graphs that end before each attention, which is launched separately.
 
-This is for steps whose attention cannot be part of a graph, since its kernels depend on the
-sequences. One graph ends where a layer calls attention and the next begins there. So a pass of 32
-layers is 33 graphs and 32 launches of attention instead of about 400 launches.
+Used for steps whose attention cannot be part of a graph, since its kernels depend on the sequences.
+A pass of 32 layers is 33 graphs and 32 launches of attention.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,7 @@ from lorikeet_engine.models.batch import Batch
 class AttentionBuffers:
     """Tensors that pass attention's inputs and outputs from graph to graph.
 
-    Both are [tokens, heads, head_dim]. Captured passes may share them. Otherwise each pass would
-    hold its own queries for every layer: 25 MB each, for 2,048 tokens of an 8B model.
+    Both are [tokens, heads, head_dim]. Captured passes may share them.
     """
 
     queries: torch.Tensor

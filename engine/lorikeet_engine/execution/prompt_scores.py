@@ -65,7 +65,7 @@ class PromptScores:
         chunks: the step's chunks in the order of the batch.
         scored: tokens to score, each range in one of the chunks.
         max_running: maximum number of rows of logits to compute at once. The largest step computes
-            this many rows, so the memory measured at start includes them.
+            this many rows.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}

@@ -1,9 +1,8 @@
 """Ranks of one engine: this process alone, or this process and its followers.
 
-A follower (follower.py) allocates memory and captures graphs in the same order as the leader. The
-leader tells followers when to do so, because all ranks then take part in collective operations. A
-part of memory, such as the KV pages, has the same size in all ranks: the largest for which every
-rank has room.
+A follower (follower.py) allocates memory and captures graphs when the leader tells it to, because
+all ranks then take part in collective operations. A part of memory, such as the KV pages, has the
+same size in all ranks: the largest for which every rank has room.
 """
 
 import os
@@ -64,8 +63,6 @@ class CountPages:
 class OneRank:
     """The only rank of an engine without tensor parallelism: this process.
 
-    Subclassed by LeadingRank for engines with several ranks.
-
     group: collective operations over the ranks; None without other ranks.
     followers: processes of the other ranks; None without other ranks.
     """
@@ -78,9 +75,8 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks, if any, carry out a command. This rank does the same work itself.
-
-        message: the command.
+        """Have the other ranks, if any, carry out a command; the caller carries it out in this
+        rank.
         """
 
     def runner(self, *parts: Any) -> ModelRunner:
@@ -141,10 +137,7 @@ class LeadingRank(OneRank):
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks carry out a command. This rank does the same work itself.
-
-        message: the command.
-        """
+        """Have the other ranks carry out a command; the caller carries it out in this rank."""
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:
@@ -172,11 +165,7 @@ def _check_gpus(device: torch.device, world: int) -> None:
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """Return the bytes of the leader's ring buffer to its followers, enough for the largest step.
-
-    A step lists the pages of each sequence in each group of layers; a page that several sequences
-    share is listed several times.
-    """
+    """Return the bytes of the leader's ring buffer to its followers: enough for any step."""
     pages = -(-config.max_context // settings.page_size)
     tables = settings.max_running * len(config.kv_groups.windows)
     return _MESSAGES_BYTES + tables * pages * 4  # int32

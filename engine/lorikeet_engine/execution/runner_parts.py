@@ -25,10 +25,7 @@ _LONG_CONTEXT = 16_384  # tokens; at half of them, FA3 would save a sixth of a s
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a ModelRunner that are kept when it is built again with more KV pages and states.
-
-    The graphs are not among them, since they hold the address of the KV pages.
-    """
+    """Parts of a ModelRunner that are kept when it is built again with more KV pages and states."""
 
     model: LlamaModel
     attention: AttentionBackend

@@ -88,10 +88,7 @@ class StepTimer:
         return self._chunk(depth, tokens, 0, lease)
 
     def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the seconds of the fastest of a few runs of a step with these chunks.
-
-        The fastest counts because other work can only slow a run down.
-        """
+        """Return the seconds of the fastest of a few runs of a step with these chunks."""
         taken_s = list[float]()
         for step_s in self._times_s(chunks):
             taken_s.append(step_s)
@@ -102,8 +99,8 @@ class StepTimer:
     def sustained_s(self, chunks: list[Chunk]) -> float:
         """Return the seconds of a step with these chunks after equal steps have run for a while.
 
-        Steps of a long prompt take this time, because a GPU that attends to many tokens soon lowers
-        its clocks. On a CPU the result is that of shortest_s.
+        A GPU that attends to many tokens soon lowers its clocks. On a CPU the result is that of
+        shortest_s.
         """
         if self._runner.model.device.type != "cuda":
             return self.shortest_s(chunks)
@@ -136,7 +133,7 @@ class StepTimer:
     def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
         """Make a chunk of the last `tokens` tokens of a sequence.
 
-        The token ids are varied: with one id, a mixture of experts would use only a few experts.
+        The token ids vary, as with one id a mixture of experts would use only a few experts.
 
         depth: tokens of the sequence before the chunk.
         index: number of the sequence; sequences have different KV pages while there are enough

@@ -1,7 +1,7 @@
 """Step on the device: its forward pass, the tokens sampled from it, and reading them back.
 
 `compute` lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it.
-`sample` draws the next tokens. PendingSample.wait reads them while a later step is under way.
+`sample` draws the next tokens.
 """
 
 import time
@@ -38,10 +38,8 @@ from lorikeet_engine.settings import EngineSettings
 class ModelRunner:
     """Runner of batches through a model; holds the KV pages and the adapters' weights.
 
-    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py). The
-    matrix, attention and LoRA kernels in the graph are those that LlamaModel.forward
-    (models/llama.py) launched at the capture. A step calls no code of models/ and kernels/ except
-    `logits`, unless the step is too large for the graphs.
+    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py), unless
+    it is too large for the graphs.
 
     small_sizes: numbers of tokens to which small steps are padded, ascending; empty without graphs.
     prompt_sizes: numbers of tokens to which other steps with prompts are padded, ascending; empty
@@ -287,8 +285,8 @@ def sample(
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
-    Each token is the likeliest one, or drawn with a random number that is a hash of the sequence's
-    seed and step. So a request with a seed gets the same tokens in any batch with the same logits.
+    Each token is the likeliest one, or drawn with a hash of the sequence's seed and step, so that a
+    request with a seed gets the same tokens in any batch with the same logits.
 
     The matchers of the sequences' grammars must have accepted the tokens of the previous step. The
     host waits for nothing. Grammars, penalties and log probabilities cost time only for sequences
@@ -342,8 +340,6 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
     """Return, by row, how many likeliest tokens to report beside the sampled one.
 
     Only sequences that want log probabilities of this mode have a row in the result.
-
-    sequences: sequences by their row in the logits.
     """
     params = {i: sequence.request.sampling for i, sequence in sequences.items()}
     return {

@@ -1,7 +1,7 @@
 """Dummy steps at an engine's start, which compile kernels and show the memory that steps take.
 
-They are built like real steps. All keys and values go to KV page 0. The adapters' entries in the
-table say rank 0, so a step launches every LoRA kernel but computes nothing in it.
+All keys and values go to KV page 0. The adapters' entries in the table say rank 0, so a step
+launches every LoRA kernel but computes nothing in it.
 """
 
 from array import array
@@ -139,8 +139,6 @@ def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]
     """Sample a token for each row of the logits, after masking them as a grammar would.
 
     The mask allows all tokens.
-
-    params: sampling parameters of each row.
     """
     all_tokens = np.full((len(params), octets_of(logits.shape[-1])), 255, np.uint8)
     every = np.arange(len(params))
@@ -209,8 +207,7 @@ def with_states(chunks: list[Chunk], slots: int) -> list[Chunk]:
 def random_kv(kv: torch.Tensor) -> Iterator[None]:
     """Hold random numbers in all KV pages during a `with` block; the pages are zero afterwards.
 
-    The more bits change in a GPU, the more power it takes and the lower its clock may be. With
-    zeros in the pages, steps may therefore seem faster than real steps.
+    With zeros in the pages, a GPU takes less power, and steps may seem faster than real steps.
 
     kv: [layers, 2, pages, …].
     """

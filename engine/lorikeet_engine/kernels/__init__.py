@@ -11,7 +11,5 @@
     probabilities of tokens.
 
 In each package, `reference` holds the equations in pure torch, which run on CPUs and which tests
-compare the kernels with; `by_device` imports Triton on CUDA only. The package
-`lorikeet_engine.sampling` calls `penalties`, `masks`, `sampling` and `log_softmax`; the package
-`models` calls all other packages above.
+compare the kernels with; `by_device` imports Triton on CUDA only.
 """

@@ -20,9 +20,7 @@ class GemvConfig:
     """Launch parameters of a matrix-vector product.
 
     rows, columns: size of the weight tile that a program reads at once.
-    summed: number of neighbouring columns whose products a thread adds up as it reads them. With 1
-        a program keeps a sum for each column of a tile, in registers that other programs on the
-        multiprocessor could use.
+    summed: number of neighbouring columns whose products a thread adds up as it reads them.
     stages: number of tiles that are loaded at the same time.
     programs: number of persistent programs, which share all rows of the weight and prefetch their
         next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
@@ -221,9 +219,6 @@ def _added_up(
     products: tl.tensor, rows: tl.constexpr, block: tl.constexpr, summed: tl.constexpr
 ) -> tl.tensor:
     """Add up each group of `summed` neighbouring columns of products [rows, block].
-
-    Each group lies in the registers of a single thread, so the sums need no exchange between
-    threads.
 
     → [rows, block / summed]
     """

@@ -132,18 +132,11 @@ class ModelConfig:
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
-    """Return whether each layer has keys and values."""
     return tuple(shape.kind(layer) is LayerKind.ATTENTION for layer in range(shape.layers))
 
 
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
-    """Read a boolean key of config.json; False if the model family does not use the key.
-
-    Files may contain keys copied from other families.
-
-    raw: content of config.json.
-    switch: name of the key.
-    """
+    """Read a boolean key of config.json; False if the model family does not use the key."""
     return switch in family.switches and flag(raw, switch)
 
 
@@ -228,7 +221,6 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
     """Return whether each layer has a rotary embedding.
 
     raw: content of config.json.
-    layers: number of layers.
     """
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
@@ -250,7 +242,6 @@ def _windows(
     if sliding_window is not a positive integer.
 
     raw: content of config.json.
-    sliding: whether each layer has a sliding window, from _sliding_layers.
     context: maximum number of tokens of a sequence.
     """
     if not any(sliding) or raw["sliding_window"] is None:
@@ -265,9 +256,6 @@ def _sliding_layers(
     """Return whether each layer has a sliding window, if config.json gives the window's size.
 
     Raises ModelError if a key of config.json that selects these layers has a bad value.
-
-    raw: content of config.json.
-    turning: whether each layer has a rotary embedding.
     """
     layers, switches = range(len(turning)), family.switches
     if "sliding_window" not in switches:

@@ -123,9 +123,8 @@ class SharedExpert:
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
-    Every rank has the whole router. All ranks compute its logits from bitwise equal inputs, the
-    result of an all-reduce, so they choose the same experts. Each rank computes its part of every
-    expert.
+    Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
+    experts. Each rank computes its part of every expert.
     """
 
     def __init__(

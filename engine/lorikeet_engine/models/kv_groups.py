@@ -18,9 +18,8 @@ _MOST_GROUPS = 8  # each group costs a step page tables, and copies of them in a
 
 
 class KvPlace(NamedTuple):
-    """Location of a layer's keys and values: its group, and its index in the group's pages.
-
-    Layers without keys and values, such as delta nets, have no place.
+    """Location of a layer's keys and values: its group, and its index in the group's pages. Delta
+    nets have none.
     """
 
     group: int

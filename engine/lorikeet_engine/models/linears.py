@@ -21,7 +21,7 @@ class LoraLinear:
     """Linear layer y[t] = x[t]·Wᵀ + b + B(t)·A(t)·x[t], with A and B of token t's adapter, if any.
 
     Linears of one group are fused: their weights are stacked in weight [sum(d_outs), d_in], and
-    their outputs lie side by side in y. This process has the part of each linear that the
+    their outputs lie side by side in y. This process has the part of each linear that its
     checkpoint's shard keeps.
     """
 

@@ -50,8 +50,8 @@ def summed_product(
 ) -> Product:
     """Sum the output of o_proj or down_proj over ranks (the all-reduce of tensor parallelism).
 
-    Only large outputs are summed by this function (RankSums.all_reduce). Small outputs are summed
-    later, by the kernel of the norm that reads the returned Product (RowExchange).
+    Sums large outputs (RankSums.all_reduce); the kernel of the norm that reads the returned Product
+    sums small ones (RowExchange).
 
     y [tokens, width]: this rank's part of the output.
     lora: LoRA delta of y; None: no adapter.

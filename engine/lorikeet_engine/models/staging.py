@@ -43,8 +43,7 @@ class Span:
 class Staging:
     """Threads that copy tensors from files to a device, each through a buffer of its own.
 
-    Files are read piece by piece. While a thread waits for its copy to the device, the other
-    threads read. On CUDA buffers are pinned.
+    Files are read piece by piece. On CUDA buffers are pinned.
     """
 
     def __init__(self, device: torch.device) -> None:

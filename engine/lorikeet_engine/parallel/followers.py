@@ -4,8 +4,8 @@
            ◀── a pipe each: reports of finished copies ── follower
 
 A follower executes the leader's commands in order and has no notion of requests. No rank can
-continue without all others, as it would wait in a sum forever. So the leader's process ends as soon
-as a follower has ended or is stopped, and Linux ends a follower whose leader has ended.
+continue without all others. So the leader's process ends as soon as a follower has ended or is
+stopped, and Linux ends a follower whose leader has ended.
 """
 
 import logging
@@ -49,10 +49,7 @@ class CopyReport(NamedTuple):
 
 
 class RankCopies:
-    """Reports of all followers that they have finished one copy to their GPUs.
-
-    One thread adds reports, another waits for them.
-    """
+    """Reports of all followers that they have finished one copy to their GPUs."""
 
     def __init__(self, followers: int) -> None:
         self._totals: list[int] = []
@@ -60,10 +57,7 @@ class RankCopies:
         self._over = threading.Event()
 
     def add(self, total: int) -> None:
-        """Add the report of one follower.
-
-        total: checksum of the bytes that it has copied.
-        """
+        """Add the report of one follower."""
         self._totals.append(total)
         if len(self._totals) == self._followers:
             self._over.set()

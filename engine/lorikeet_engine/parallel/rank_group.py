@@ -2,8 +2,8 @@
 
 Each process has a rank, its index; the leader's is 0. This rank has nothing to do with the rank of
 an adapter. On CUDA every collective is launched on the current stream and can be captured in a
-graph; only `minimum` makes the host wait. If a process is lost, all others wait forever, so
-followers.py watches all of them.
+graph; only `minimum` makes the host wait. If a process is lost, all others wait forever;
+followers.py watches them.
 """
 
 import os
@@ -107,7 +107,7 @@ class RankGroup:
     def minimum(self, values: Sequence[int]) -> tuple[int, ...]:
         """Return, for each position in `values`, the smallest number that any rank has passed.
 
-        Waits for all ranks, so it is for start-up only, not for steps.
+        Waits for all ranks; for start-up only.
         """
         least = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(least, dist.ReduceOp.MIN)

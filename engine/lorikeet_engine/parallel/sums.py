@@ -31,14 +31,14 @@ T_co = TypeVar("T_co", covariant=True)
 ONE_SHOT_BYTES = 256 << 10
 """Limit on the bytes of a tensor that is summed in one shot, by every rank for itself.
 
-The limit was measured on two H200s (docs/benchmarks.md).
+Measured on two H200s (docs/benchmarks.md).
 """
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest tensor that is summed over symmetric memory; NCCL sums larger tensors."""
 MOST_SENT_BYTES = 1 << 20
 """Limit on the bytes that a rank sends for one row exchange; larger sums use another way.
 
-The limit was measured on two H200s (docs/log.md).
+Measured on two H200s (docs/log.md).
 """
 _DTYPES = (torch.bfloat16, torch.float32)  # that torch's symmetric memory kernels add
 # Limit of the wait, in torch's exchange of memory handles, for a rank that has failed there.
@@ -106,8 +106,6 @@ class RankSums:
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
         """Allocate this rank's memory and map the memory of all ranks; return None if any rank
         fails.
-
-        allocate: allocates this rank's memory.
         """
         # in two steps: no rank enters the exchange of handles unless all can
         unmapped = self._attempt(allocate)
@@ -135,11 +133,9 @@ class RankSums:
 class SymmetricSums:
     """Sums over ranks in one or two launches, in which each GPU reads all others' memory.
 
-    NCCL's sum of a decode step's tensors is mostly waiting. Here each rank copies its tensor to
-    memory that all ranks have mapped, and one of torch's kernels sums there. For a small tensor,
-    every rank sums the whole (one shot). For a larger tensor, every rank sums one part, then
-    fetches the other parts from the ranks that summed them (two shots). There is one buffer for
-    each dtype, used by all sums in the order of launches.
+    Each rank copies its tensor to memory that all ranks have mapped, and one of torch's kernels
+    sums there. For a small tensor, every rank sums the whole (one shot). For a larger tensor, every
+    rank sums one part, then fetches the other parts from the ranks that summed them (two shots).
 
     Call map_peers before the first sum.
     """
@@ -216,8 +212,7 @@ class SymmetricSums:
 class RowExchange:
     """Memory through which ranks send one another rows to sum, without any barrier.
 
-    A sum by torch's kernels is a copy to shared memory, a barrier, the sum and another barrier. A
-    row exchange is part of the kernel that normalises the sum
+    A row exchange is part of the kernel that normalises the sum
     (kernels/pointwise/sum_over_ranks.py): the kernel writes its row directly to the memory of every
     other rank, and waits until the rows of all other ranks have arrived in its own rank's memory.
 
@@ -273,7 +268,7 @@ def most_rows(width: int, world: int) -> int:
 
 
 class RowMemory:
-    """Memory of this rank for a RowExchange, which the ranks have yet to map."""
+    """Memory of this rank for a RowExchange, before the other ranks have mapped it."""
 
     def __init__(self, device: torch.device, width: int) -> None:
         """Allocate this rank's memory. Raises RuntimeError if symmetric memory is not available.

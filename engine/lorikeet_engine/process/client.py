@@ -40,9 +40,8 @@ class _PendingCall(NamedTuple):
 class EngineProcessClient:
     """Client of a replica's engine, which runs in a process of its own.
 
-    The engine's steps therefore share no Python interpreter with the replica. Results and errors of
-    Engine's methods come back through futures, in the order of the calls. No call waits for the
-    engine. Methods may be called on any thread.
+    Results and errors of Engine's methods come back through futures, in the order of the calls. No
+    call waits for the engine. Methods may be called on any thread.
     """
 
     def __init__(
@@ -133,10 +132,7 @@ class EngineProcessClient:
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does.
-
-        The parameters are those of Engine.pin.
-        """
+        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does."""
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
@@ -156,10 +152,7 @@ class EngineProcessClient:
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
     ) -> Future[None]:
-        """Load an adapter before a request asks for it, as Engine.prefetch does.
-
-        The parameters are those of Engine.prefetch.
-        """
+        """Load an adapter before a request asks for it, as Engine.prefetch does."""
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:

@@ -85,9 +85,8 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
 def _leave_cores() -> None:
     """Let torch use no CPU threads of its own if the engine runs on a GPU.
 
-    Otherwise each thread that packs adapters would have one torch thread per core. The torch
-    threads would wait for one another in busy loops, and take the cores from the threads that
-    launch steps. Packing has its own threads (blob_packing.pack).
+    Otherwise each thread that packs adapters would have one torch thread per core, which waits in
+    busy loops.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)

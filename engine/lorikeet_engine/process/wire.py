@@ -1,9 +1,8 @@
 """Messages on the pipes between an engine's process and its client.
 
 Calls go through one pipe. Through the other come back a Reply to each call, the OutputRows of each
-step, and each EngineStatus. All queued messages are sent as one write: to receive a write, the
-reader must get Python's interpreter lock, which the stepping thread releases only every few
-milliseconds.
+step, and each EngineStatus. All queued messages are sent as one write, since the reader must get
+Python's interpreter lock for each.
 """
 
 import io
@@ -18,10 +17,7 @@ from typing import Any
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Tokens
 
 OutputRows = list[PromptLogprobs | Failed | tuple[Any, ...]]
-"""Outputs of one step.
-
-Tokens are converted to plain tuples, which are pickled ten times as fast.
-"""
+"""Outputs of one step; Tokens are converted to plain tuples, which are pickled fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ Eviction is decided once for each tier:
     disk   `disk/cache.py`         least recently used file     pinned, by any process
 
 On GPU and host, `reservations` limits the memory of pins, and revokes pins whose memory a request
-needs. `gpu/slots.py` and `free_list` choose places for images and evict nothing.
+needs.
 
-`image_checks` finds images that memory has damaged, by their `checksums`. `stats` and `changes`
-report. Importing this package loads no torch, so that a simulator can import `eviction_score`.
+`image_checks` finds images that memory has damaged, by their `checksums`. Importing this package
+loads no torch, so that a simulator can import `eviction_score`.
 """

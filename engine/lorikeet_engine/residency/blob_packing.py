@@ -1,9 +1,8 @@
 """Packing: writes the matrices of a blob as an image, in the layout of `packed_image`.
 
-A blob is an adapter's safetensors file; its image is what the GPU reads. Each call into torch
-releases Python's interpreter lock, and must get it back while the engine's step loop runs. So calls
-must be few: layers that differ only in the values of their matrices are read and written together,
-some megabytes at a time.
+A blob is an adapter's safetensors file; its image is what the GPU reads. Layers that differ only in
+the values of their matrices are read and written together, some megabytes at a time: few calls into
+torch interrupt the engine's step loop, which shares Python's interpreter lock.
 """
 
 import math
@@ -34,8 +33,6 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 class _StagedLayer(NamedTuple):
     """Adapted linears of one layer, and where their matrices lie in a staging buffer.
-
-    The staging buffer holds several layers, each in a part of its own.
 
     parts: the linears.
     places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
@@ -68,15 +65,15 @@ def pack(
     """Write the image of a blob into `out`; return the checksum of each layer.
 
     B is multiplied by its scaling in float32, then rounded to the dtype of `out`. Each thread needs
-    16 MiB of memory, or the size of one layer in the file if that is more. If the blob's dtype
-    differs from that of `out`, each thread needs twice the size of its largest matrix in addition.
+    16 MiB of memory, or the size of the file's largest layer if that is more; and twice the size of
+    its largest matrix if the blob's dtype differs from that of `out`.
 
     blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
     threads: number of threads that divide the layers among them; None: chosen by the number of
         cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
-        many bytes. A single thread then packs the blob.
+        many bytes. In this case a single thread packs.
 
     Raises AdapterRejected if a value does not fit the dtype, and the errors of `arrived`.
     """
@@ -122,9 +119,9 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs.
+    """Group layers into runs, which are packed together.
 
-    The layers of a run are packed together: they have equal `likeness`, and lie in the image at
+    The layers of a run have matrices of the same sizes (equal `likeness`), and lie in the image at
     equal distances.
 
     max_bytes: limit on a run's bytes in the staging buffer; a single layer may exceed it.
@@ -168,13 +165,11 @@ def _write_layers(
 ) -> dict[tuple[int, int], int]:
     """Write layers of a blob to each span of the image.
 
-    Returns checksums, by (index of the span, index of the layer). The checksum of the outer layer
-    (lm_head and embeddings) is not final: its rows of trained tokens are written later.
+    Returns checksums, by (span, layer). The checksum of the outer layer (lm_head and embeddings)
+    does not yet cover its rows of trained tokens.
 
-    layout: layout of the image.
     spans: parts of the image, one for each tensor parallel rank.
     arrived: waits until the blob's file has this many bytes; None for a complete blob.
-    layers: the layers to write.
     """
     runs = list(_layers_together(layers, _BYTES_TOGETHER))
     writer, sums = _Writer(layout, spans, runs), dict[tuple[int, int], int]()
@@ -191,8 +186,7 @@ def _write_layers(
 class _Writer:
     """Writer of runs of layers to every span of an image (one span for each tensor parallel rank).
 
-    A run is a list of layers that are packed together (see _layers_together). The writer reuses its
-    buffers, since fresh memory for each run costs more than the copies.
+    A run is a list of layers that are packed together (see _layers_together).
     """
 
     def __init__(
@@ -229,8 +223,8 @@ class _Writer:
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
         """Return, for each of a layer's matrices, the memory that it is read into.
 
-        An A that the image holds unchanged is read into the image itself; all other matrices are
-        read into the staging buffer.
+        An A that the image holds unchanged is read into the image itself, any other matrix into the
+        staging buffer.
 
         row: offset of the layer's part of the staging buffer, in bytes.
         """
@@ -263,10 +257,7 @@ class _Writer:
         return _strided(typed, at, (len(run), experts, rows, columns), stride)
 
     def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return B multiplied by the scaling, in the image's dtype.
-
-        Values of lower precision than float32 are multiplied as float32.
-        """
+        """Return B multiplied by the scaling, in the image's dtype."""
         if b.dtype not in (self._dtype, torch.float32):
             b = self._wide[: b.numel()].view(b.shape).copy_(b)
         b.mul_(scaling)
@@ -335,8 +326,6 @@ def _strided(
 ) -> torch.Tensor:
     """Return a view of the same matrix in several equally spaced layers.
 
-    The view is made by one call into torch, since each call releases the interpreter lock.
-
     memory: contiguous tensor that contains the matrices.
     at: index in `memory` at which the first layer's matrix begins.
     shape: layers, experts, rows, columns. Matrices of one layer are contiguous.
@@ -350,7 +339,6 @@ def _strided(
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
     """Read matrices from a blob; matrices that are adjacent in the file share one system call.
 
-    descriptor: descriptor of the blob's file.
     targets: memory for each matrix, in the file's order.
     """
     buffers, begin, end = list[memoryview](), 0, 0

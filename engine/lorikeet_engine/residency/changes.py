@@ -16,8 +16,8 @@ def ignore_change(_digest: str) -> None:
 class ResidencyChanges:
     """Digests of adapters that came to a tier or left it since the last call of `moved`.
 
-    Records only that an adapter's tier may have changed. `moved` looks up the tier itself, so order
-    and repetition of records do not matter. Thread-safe.
+    Records only that an adapter's tier may have changed, in any order and any number of times.
+    Thread-safe.
 
     changed: event that is set when `moved` may have something to return.
     """
@@ -31,10 +31,7 @@ class ResidencyChanges:
         self.changed = threading.Event()
 
     def note(self, digest: str) -> None:
-        """Record that an adapter has changed tier.
-
-        Call it after the change: `moved` looks up the tier.
-        """
+        """Record that an adapter has changed tier; call it after the change."""
         with self._lock:
             self._touched.add(digest)
         self.changed.set()
@@ -42,9 +39,7 @@ class ResidencyChanges:
     def on_disk(self, digests: Set[str]) -> None:
         """Record adapters that came to the disk or left it.
 
-        The changes are found by comparing the digests with the tiers that `moved` has returned.
-
-        digests: digests of all adapters that are on the disk now.
+        digests: all adapters that are on the disk now.
         """
         with self._reading:
             gone = {d for d, tier in self._reported.items() if tier is Residency.DISK} - digests

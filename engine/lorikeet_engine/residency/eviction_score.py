@@ -49,8 +49,8 @@ class LeastUsedForItsSize:
     """Policy that evicts the adapter with the lowest uses / √elements.
 
     A use's weight halves every HALF_LIFE_S seconds, as in LRFU (Lee et al., 2001). Ordering by uses
-    / elements would give the fewest misses, and ordering by uses alone the fewest loaded bytes; the
-    square root is a compromise. docs/eviction.md has the numbers.
+    / elements would give the fewest misses, by uses alone the fewest loaded bytes
+    (docs/eviction.md).
     """
 
     def score(self, use: UsageRecord) -> float:

@@ -78,8 +78,7 @@ class HostArena:
     def image(self, digest: str) -> PackedImage | None:
         """Return an adapter's image if it is complete, else None.
 
-        The image's data is valid only while someone holds the image. Each load makes a new object,
-        so `is` tells whether the image was reloaded.
+        The image's data is valid only while someone holds the image.
         """
         image = self._images.get(digest)
         return image.packed if image is not None else None
@@ -184,10 +183,8 @@ class HostArena:
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
         """Evict images until an image of this size fits, and allocate a block for it.
 
-        Returns the block's offset, or None if not enough memory can be freed. Looks at each image
-        only once, as there may be thousands, and the engine's thread may wait for the lock.
+        Returns the block's offset, or None if not enough memory can be freed.
 
-        elements: size of the new image.
         for_request: whether a request waits for the image. If so, pins are revoked if it does not
             fit otherwise.
         """
@@ -224,7 +221,7 @@ def host_memory(
 ) -> torch.Tensor:
     """Return host memory for images, as a tensor.
 
-    Does not use torch's pin_memory, which rounds up to the next power of two: 137 GB for 84 GB.
+    Does not use torch's pin_memory, which rounds the size up to a power of two.
 
     pin: whether to page-lock the memory in this process.
     shared: shared memory to use; None: private memory is allocated.

@@ -6,10 +6,9 @@
                                        and of one on the host
 
 A slice is an image, or some layers of a large one. A round checks every slice of a tier once, and
-takes EVERY_STEPS steps for each. Damage is found within two rounds. On CUDA the checksum is
-computed between two steps, and a separate thread waits for it; on a CPU that thread computes the
-checksum. The checksum of an image that was evicted, moved or loaded again in the meantime is
-ignored.
+takes EVERY_STEPS steps for each. Damage is found within two rounds. A separate thread waits for the
+checksum, or computes it on a CPU. The checksum of an image that was evicted, moved or loaded again
+in the meantime is ignored.
 """
 
 import logging

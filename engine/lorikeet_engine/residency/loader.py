@@ -1,11 +1,10 @@
 """Loads of adapters from the remote store to the disk and to the host, on background threads.
 
-A blob (an adapter's safetensors file) is packed once: its image, which the GPU reads, is also
-written to the disk (disk/image_file.py), and read from there the next time. An adapter that is
-loaded only for temporary pins gets no image file, and is packed again when it is loaded again.
+A blob (an adapter's safetensors file) is packed once: its image, which the GPU reads, is kept on
+the disk (disk/image_file.py). An adapter that is loaded only for temporary pins gets no image file.
 
-Downloads, packing and writing of images have separate threads, so neither a source that hangs nor a
-slow disk delays adapters that are on the disk already. A blob that does not fit on a full or broken
+Downloads, packing and writing of images have separate threads, so a source that hangs or a slow
+disk delays no adapter that is on the disk already. A blob that does not fit on a full or broken
 disk is downloaded into memory, one blob at a time, and packed from there.
 """
 
@@ -66,8 +65,8 @@ class LoadResult:
 
     residency: HOST if the image is on the host, where it is held until the receiver of this result
         releases it. DISK without an error if DISK was asked for, or if the host had no memory. If
-        the host had no memory, try again once the host's `frees` differs from this result's. REMOTE
-        if the load failed.
+        the host had no memory, try again once the host arena's `frees` differs from this result's.
+        REMOTE if the load failed.
     error: reason why the load failed; None if it did not.
     frees: the host arena's counter `frees` before the attempt, if the host had no memory.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
@@ -331,10 +330,7 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Pack an adapter's blob from the disk to the host.
-
-        The blob is verified at the same time, unless this load has just downloaded it.
-        """
+        """Pack an adapter's blob from the disk to the host."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)

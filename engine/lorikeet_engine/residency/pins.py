@@ -64,10 +64,7 @@ class Pins:
         self._updates.append((digest, None))
 
     def on_result(self, result: LoadResult) -> None:
-        """Note that a load has ended, so that the next `maintain` looks at all pins.
-
-        result: the load, for a pin or not.
-        """
+        """Note that a load has ended, so that the next `maintain` looks at all pins."""
         digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0
@@ -119,10 +116,7 @@ class Pins:
                 return True
 
     def _promote(self, pin: _Pin, may_place: bool) -> bool:
-        """Move a pinned adapter towards its tier; return False if that is impossible now.
-
-        may_place: whether to place adapters on the GPU.
-        """
+        """Move a pinned adapter towards its tier; return False if that is impossible now."""
         digest = pin.ref.digest
         if pin.tier is Residency.GPU and self._gpu.placed(digest):
             return self._gpu.pin(digest)

@@ -72,8 +72,6 @@ class Prefetches:
 
         Returns False if the adapter is neither on the host nor on the GPU, so that it must be
         loaded first.
-
-        may_place: whether to place adapters on the GPU.
         """
         digest = prefetch.ref.digest
         if self._gpu.placed(digest):

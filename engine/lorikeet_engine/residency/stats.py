@@ -110,8 +110,7 @@ class ResidencyStats:
         """Return the status of the adapters on the GPU, and of the remembered adapters at `tier` or
         nearer to the GPU.
 
-        Remembered adapters are those last requested, pinned or prefetched.
-        For any thread. Takes no lock that the engine's thread needs.
+        Remembered adapters are those last requested, pinned or prefetched. For any thread.
         """
         # Snapshot before placed: an adapter evicted in between then has no image in its slot, or
         # another adapter's.
@@ -128,7 +127,6 @@ class ResidencyStats:
         return int(self._times.reads.size_bytes)
 
     def _image_bytes(self, digest: str) -> int | None:
-        """Return the bytes of an adapter's image; None if unknown."""
         elements = self._seen.elements(digest)
         return None if elements is None else elements * self._itemsize
 
@@ -223,8 +221,8 @@ class Hop:
         """Scale an assumed latency and rate so that they predict the measured mean time for a load
         of mean size.
 
-        Returns (latency, rate). One mean cannot tell which of the two is wrong, so both are changed
-        by the same factor. While nothing was measured, both are returned unchanged.
+        Returns (latency, rate), both changed by the same factor; unchanged while nothing was
+        measured.
 
         latency_s, bytes_per_s: the assumed latency and rate.
         """

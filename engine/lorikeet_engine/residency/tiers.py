@@ -1,8 +1,8 @@
 """Interface of the adapter tiers (remote → disk → host → GPU) to the engine.
 
-The engine's thread makes all decisions here, and never waits. Loading threads only bring images to
-the host and report that. `requested_adapters`, `pins` and `prefetches` each load adapters and have
-them placed on the GPU, each for a LoadReason of its own.
+The engine's thread makes all decisions here, and never waits; loading threads only bring images to
+the host. `requested_adapters`, `pins` and `prefetches` each load adapters and have them placed on
+the GPU, each for a LoadReason of its own.
 """
 
 import logging
@@ -131,8 +131,7 @@ class Tiers:
     def victim(self) -> EvictionCandidate | None:
         """Adapter on the GPU that would be evicted first; None if none can be evicted.
 
-        The returned number of uses is rounded to tenths, because the exact number changes all the
-        time.
+        The number of uses is rounded to tenths.
         """
         return self._gpu.victim(self.weights.arena.itemsize)
 
@@ -202,8 +201,7 @@ class Tiers:
     def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
         """Lease an adapter for a tenant's request; return None until it is on the GPU.
 
-        A leased adapter is not evicted. For an adapter on the GPU this costs no more than
-        GpuAdapters.lease (gpu/adapters.py).
+        A leased adapter is not evicted.
 
         Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next call of
         `request` tries again.
@@ -221,9 +219,8 @@ class Tiers:
 
         Other adapters are evicted as needed.
 
-        To be called between two steps. Does nothing for adapters that are on the GPU already.
-        Returns the seconds after which to call again even without a `wake`; None if that is not
-        needed.
+        To be called between two steps. Returns the seconds after which to call again even without a
+        `wake`; None if that is not needed.
         """
         self._take_copies()
         for result in map(self._excused, self._loader.results()):
@@ -246,8 +243,7 @@ class Tiers:
         """Return a load's result, without the error if the store lacks the blob and only a prefetch
         needed it.
 
-        A pushed version may end before its prefetch. A blob that requests or pins need is still
-        reported as lost.
+        A blob that requests or pins need is still reported as lost.
         """
         digest, error = result.ref.digest, result.error
         needed = digest in self._requests or digest in self._pins
@@ -308,7 +304,6 @@ class Tiers:
         the GPU.
 
         Remembered adapters are those last requested, pinned or prefetched.
-        Takes microseconds for each adapter.
         """
         return self._stats.adapters(tier)
 
@@ -319,8 +314,7 @@ class Tiers:
     def take_damaged(self) -> dict[str, AdapterDamaged]:
         """Return an error for each adapter found damaged on the GPU since the last call.
 
-        Keys are digests. Tokens computed with these adapters may be wrong. Each adapter is loaded
-        again once its last lease has ended.
+        Keys are digests. Tokens computed with these adapters may be wrong.
         """
         return self._checks.take_damaged()
 

@@ -26,8 +26,7 @@ class Workers:
 
     Queued work is done in rounds. Each round has at most one piece of work of each tenant, done in
     the order of arrival, so a tenant with hundreds of loads delays only its own work. New work
-    joins the round after its tenant's last queued work, or the current round if that is later.
-    Thread-safe.
+    joins the round after its tenant's last queued work, but never a past one. Thread-safe.
 
     count: number of threads.
     name: names the threads.

@@ -51,12 +51,10 @@ class GrammarWorker(Generic[Result]):
 
     Tenants take turns, each with a limited queue: a tenant with many or costly grammars delays only
     itself. The cache is bounded by the results' expected memory, for each tenant and for all. If a
-    bound is exceeded, the tenant with the most memory loses its oldest result. Results unused for a
-    minute are dropped, and their memory returns to the system.
+    bound is exceeded, the tenant with the most memory loses its oldest result; results unused for a
+    minute are dropped.
 
-    A replica validates grammars with one GrammarWorker, and its engine compiles them with another;
-    both cache the same grammars. The thread runs with a higher niceness, and still cannot make
-    threads of the engine wait for it: `work` releases the GIL while it computes.
+    `work` must release the GIL while it computes, so that no thread of the engine waits for it.
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
@@ -77,10 +75,10 @@ class GrammarWorker(Generic[Result]):
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
         """Return the future of a grammar's result, which is already done if the result is cached.
 
-        The future cannot be cancelled. Keep it as long as the result is in use: until the last
-        reference to it is dropped, the result's memory counts for the tenant that asked first.
-        Raises EngineOverloaded if too many of the tenant's grammars wait or are in use, and
-        EngineClosed after `close`.
+        The future cannot be cancelled. Keep it as long as the result is in use: its memory counts,
+        for the tenant that asked first, until the last reference to it is dropped. Raises
+        EngineOverloaded if too many of the tenant's grammars wait or are in use, and EngineClosed
+        after `close`.
         """
         with self._changed:
             if self._closed:
@@ -102,10 +100,7 @@ class GrammarWorker(Generic[Result]):
             return queue[grammar]
 
     def close(self) -> None:
-        """Finish the grammar that `work` is computing, and fail all waiting ones with EngineClosed.
-
-        Safe to call twice.
-        """
+        """Finish the grammar that `work` is computing; fail waiting ones with EngineClosed."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}

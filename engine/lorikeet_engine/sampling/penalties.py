@@ -1,8 +1,7 @@
 """Logit biases and penalties, with each sequence's token counts on the device.
 
 OpenAI's frequency and presence penalties cover a sequence's output; the repetition penalty covers
-prompt and output, as in transformers and vLLM. A step counts its sampled tokens on the device, so
-the host does not upload them again.
+prompt and output, as in transformers and vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,11 +38,7 @@ class PenaltySlot:
 
 
 class Penalties:
-    """Biases, penalties and token counts of sequences, with a slot for each sequence.
-
-    The device works in the order of launches. So if a running step still counts tokens in a
-    released slot, it does so before the slot is filled for its next sequence.
-    """
+    """Biases, penalties and token counts of sequences, with a slot for each sequence."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
         """Allocate the slots, with 8 bytes a slot for each token of the vocabulary.
@@ -163,7 +158,6 @@ def _alike(values: Mapping[int, V]) -> tuple[dict[int, V], dict[int, list[int]]]
 def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
     """Copy rows of a tensor to other slots.
 
-    state: tensor with a row for each slot.
     others: slots to copy to, by the slot to copy from.
     """
     for owner, slots in others.items():
@@ -174,10 +168,7 @@ def _copy_rows(state: torch.Tensor, others: Mapping[int, list[int]]) -> None:
 def _places(
     tokens: Mapping[int, Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upload all pairs of a slot and one of its tokens: slots and tokens, both int64 [pairs].
-
-    tokens: token ids by slot.
-    """
+    """Upload all pairs of a slot and one of its tokens: slots and tokens, both int64 [pairs]."""
     lengths = [len(some) for some in tokens.values()]
     slots = np.repeat(np.array(list(tokens), np.int64), lengths)
     ids = np.concatenate([np.array(some, np.int64) for some in tokens.values()])

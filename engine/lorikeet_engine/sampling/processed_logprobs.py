@@ -17,11 +17,6 @@ _PIECE_ROWS = 16  # with 128,256 tokens in the vocabulary, some 130 MB at once
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Log probabilities of some rows of a step.
-
-    rows: rows of the step, in the order of the rows in `logprobs`.
-    """
-
     rows: tuple[int, ...]
     logprobs: LogprobReadback
 
@@ -84,7 +79,6 @@ def _filtered(x: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
     """Return logits divided by temperature, and -inf at tokens that top_k, top_p or min_p exclude.
 
     x [rows, vocab] float32: logits.
-    params: sampling parameters of each row.
     """
     fields = {i: SamplingRow(p, 0, 0) for i, p in enumerate(params)}
     draws = upload(draws_of(fields, x.shape[-1]), x.device)

@@ -23,8 +23,7 @@ class Sampler:
     """Sampler of one token for each row of logits, by temperature, top_k, top_p, min_p and a seed.
 
     The cumulative distribution is inverted at a number in [0, 1) that is a hash of the row's seed
-    and step. So a row needs only a few numbers whatever the vocabulary, and equal logits, seed and
-    step give the same token.
+    and step. Equal logits, seed and step give the same token.
 
     penalties: penalties and biases of the choices whose params change logits.
     """
@@ -81,8 +80,6 @@ def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tens
     """Ban tokens and draw a token for some rows of logits → [all rows of logits] int64.
 
     The result is undefined for all other rows.
-
-    rows: sampling parameters by row of the logits.
     """
     _mask_banned(logits, rows)
     best, tokens = logits.max(dim=-1)

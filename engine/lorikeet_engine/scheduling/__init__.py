@@ -14,10 +14,10 @@ kv_cache        finds cached prefixes and allocates KV pages: page_pool owns the
                 counts the pages that a sequence needs.
 preemption      chooses running sequences that give up their slots and pages to another tenant.
                 Their tokens are computed again later.
-step_budget     bounds the ranks and prompt tokens of a step, for the inter-token goal.
+step_budget     bounds the time of a step's prompt tokens, and its ranks for the inter-token goal.
 forced_budget   bounds the tokens that grammars force in steps shared with other requests.
 step_counters   counts steps and tokens.
 
-A request that never waits, on an engine without an inter-token goal, meets only request_queue,
-scheduler, waiting_queue, admission and kv_cache.
+A request that never waits meets only request_queue, scheduler, waiting_queue, admission,
+step_budget and kv_cache.
 """

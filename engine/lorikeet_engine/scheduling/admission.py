@@ -1,6 +1,6 @@
 """Admission of waiting sequences to a step: leases their adapters and keeps the limits on adapters.
 
-The left column has the reasons why a sequence must wait. The right column tells which of the
+The left column has the reasons why a sequence must wait. The right column says which of the
 sequences behind it in fair order (waiting_queue.py) must then wait as well:
 
 adapter is not on the GPU         none: later sequences overtake.

@@ -19,10 +19,8 @@ _REFUSE_FACTOR = 2.0
 _MIN_RETRY_AFTER_S = 1.0
 
 _ErrorOf = Callable[[Request], EngineError | None]
-"""Function that returns the error of a request that missed its deadline.
-
-The function returns None if the deadline was for loading the adapter, and the adapter is on the GPU
-by now.
+"""Function that returns the error of a request that missed its deadline, or None if the deadline
+was for loading the adapter and the adapter is on the GPU.
 """
 
 
@@ -32,7 +30,7 @@ class _Deadline(NamedTuple):
     at_s: the time, by the monotonic clock.
     number: serial number, which orders deadlines of equal time.
     error_of: returns the error with which the request fails, or None if it need not fail.
-    choices: the request's choices. Weak references, since most choices have finished by that time.
+    choices: the request's choices. Weak references.
     """
 
     at_s: float

@@ -15,13 +15,12 @@ always wait, the difference in service, over any span of time and by weight, is 
     2 · max(cost of the longest prompt, OUTPUT_TOKEN · tokens of a batch)
 
 The paper charges a prompt as a whole when it begins, since it is computed in one step. Here each
-chunk is charged when it is computed: a tenant behind a long prompt waits for one chunk of it.
+chunk is charged when it is computed.
 
 Absence earns no credit: when a tenant begins to wait, its counter is raised to the smallest counter
 of the waiting tenants or, if no tenant waits, to the counter of the tenant that waited last. Prompt
-tokens found in the cache cost nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM
-Serving" (arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix
-it finds. Loads no torch.
+tokens found in the cache cost nothing (Cao et al., "Locality-aware Fair Scheduling in LLM Serving",
+arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it finds.
 """
 
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ class SequenceCost:
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
         """Charge the tenant for computing prompt tokens `begin` to `end`; return the cost charged.
 
-        Tokens that were charged before, and are computed again after a preemption, cost nothing.
+        Tokens that are computed again after a preemption cost nothing.
 
         costs: predicts the time of steps, from which the cost of a token is computed.
         """
@@ -185,8 +184,7 @@ class VirtualCounters:
     def _forget(self) -> None:
         """Drop the counters that have no open sequence and whose value is at most the level.
 
-        Their value would be raised to the level anyway, so they do not affect the order.
-        Counters above the level stay; by the fairness bound the level reaches them soon.
+        Their value would be raised to the level anyway.
         """
         level = self.level
         kept = [c for c in self._counters.values() if c.open or c.value > level]

@@ -11,12 +11,11 @@ In a model with delta nets, a prefix is found only up to a page behind which a s
 that a prompt shares with earlier prompts, so that the next prompt with this beginning finds the
 state (as in Marconi, arXiv 2411.19379).
 
-A decoding sequence saves its state after every state_piece tokens, or a few more, and drops the
-state that it saved before in the same answer. So an answer of any length leaves one cached state,
-with which the next turn of a chat begins near the answer's end. The interval follows from costs: on
-a GPU, copying a state takes about as long as computing one prompt token. In an answer of A tokens,
-saves every I tokens cost A / I copies. If the next turn comes with probability p, it computes p · I
-/ 2 tokens again. The sum is least for I = √(2 A / p), which is 64 for A = 600 and p = 0.3.
+A decoding sequence saves its state about every state_piece tokens, and drops the state that it
+saved before in the same answer. So an answer of any length leaves one cached state, with which the
+next turn of a chat begins near the answer's end. With a copy that costs as much as a prompt token,
+an answer of A tokens and probability p of a next turn, an interval of √(2 A / p) tokens costs
+least: 64 for A = 600 and p = 0.3.
 """
 
 import hashlib
@@ -189,8 +188,13 @@ class SequencePages:
         Only these pages can be taken from the cache: logits exist only for tokens that are
         computed.
         """
-        tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
-        return self.keys(tokens // self._prompt_keys.page_size)
+        if self.score_from is None:
+            return self.keys_before_last()
+        return self.keys(self.score_from // self._prompt_keys.page_size)
+
+    def keys_before_last(self) -> list[bytes]:
+        """Return the cache keys of the full pages before the sequence's last token."""
+        return self.keys((len(self.tokens) - 1) // self._prompt_keys.page_size)
 
 
 class KVCache(PagePool):
@@ -200,8 +204,8 @@ class KVCache(PagePool):
     windows: attention window of each group of layers; None for a group that attends to all tokens.
     step_tokens: maximum number of tokens that a step computes.
     states: slots for states of delta nets; None for a model without delta nets.
-    state_piece: states are saved behind multiples of this many tokens of a chunk, since kernels
-        compute chunks in pieces of this size. Decodes save a state once per so many tokens.
+    state_piece: states are saved only behind multiples of this many tokens of a chunk, as kernels
+        compute chunks in such pieces. Decodes save a state once per so many tokens.
     """
 
     state_piece = CHUNK
@@ -290,8 +294,7 @@ class KVCache(PagePool):
     def expected_hit(self, kv: SequencePages) -> int:
         """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
 
-        The estimate is exact for a single group of layers, since prefixes are evicted from their
-        ends.
+        The estimate is exact for a single group of layers.
         """
         keys, pages = kv.shareable_keys(), self._pages_of[0]
         if self.states is not None:
@@ -301,8 +304,6 @@ class KVCache(PagePool):
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute pages that another sequence is about to
         write.
-
-        Takes constant time until the last of these pages is written.
         """
         if kv.awaited is not None and kv.awaited in self._unwritten:
             return True
@@ -381,9 +382,9 @@ class KVCache(PagePool):
         """Return the use that the next step makes of a sequence's state, in a model with delta
         nets.
 
-        Reserves slots for the states that the step saves. Kernels have states only after whole
-        pieces (`state_piece`) of the step's tokens, so a state to be saved within a piece is saved
-        before that piece instead. If no slot is free, no state is saved.
+        Reserves slots for the states that the step saves. A state that falls within a piece
+        (`state_piece`) of the step's tokens is saved before that piece instead, since kernels have
+        states only after whole pieces. If no slot is free, no state is saved.
 
         start, end: the tokens of the sequence that the step computes.
         """
@@ -450,6 +451,9 @@ class KVCache(PagePool):
         kv.saved = hit * self.page_size
         kv.state = self.states.take()
         assert kv.state is not None, "a sequence without a slot for its state"
+        if kv.score_from is not None:  # others find more of its pages than it may take itself
+            keys = kv.keys_before_last()
+            found = len(self.find(keys))
         being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
         pages = sorted({found, being_written, len(keys)})
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
@@ -468,7 +472,6 @@ class KVCache(PagePool):
 
         In groups with a window, only the pages of the prefix's last window must be cached.
 
-        keys: keys of the sequence's first pages.
         most: number of the pages with these keys that are cached in the first group; ignored if all
             groups have windows.
         """

@@ -9,8 +9,7 @@ the least work left may overtake the oldest prompt, for as much work as the olde
     overtaking -= cost of a chunk of the shortest prompt, computed while overtaking covers the cost
 
 If the oldest prompt is also the shortest, overtaking is raised to the cost of its last chunk, so
-that the next short prompt can overtake at once. It is not raised further, so a tenant does not
-collect a long credit over time.
+that the next short prompt can overtake at once.
 
 Between prompts of one tenant and of equal priority, in work done for the tenant's prompts:
 
@@ -18,9 +17,8 @@ Between prompts of one tenant and of equal priority, in work done for the tenant
     a prompt ends with at most twice the work that precedes its end in the order of arrival, plus
     two steps
 
-Each step still computes as many tokens as its budget allows. Waits for a slot or for KV pages are
-not bounded here: a sequence that lacks them holds back all others once its turn has come
-(admission.py).
+Each step still computes as many tokens as its budget allows. A wait for a slot or for KV pages is
+not bounded here (admission.py).
 """
 
 from bisect import bisect_left, insort
@@ -121,10 +119,7 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge prefilling and waiting sequences, keeping the order within each of the two groups.
-
-    A waiting sequence goes before a prefilling one that arrived later and has no higher priority.
-    """
+    """Merge prefilling and waiting sequences, keeping the order within each of the two groups."""
     rest = iter(waiting)
     queued = next(rest, None)
     for sequence in prefilling:

@@ -8,9 +8,8 @@ tenant
     is behind: its virtual counter is less than the other's; and
     would hold less than half as much, by weight, of the slots or pages, even with the sequence.
 
-The second condition prevents thrashing: a tenant whose sequences were preempted cannot in turn
-preempt to get back what it gave up, and tenants that hold about equal parts do not preempt each
-other's sequences.
+The second condition prevents thrashing: a tenant whose sequences were preempted cannot preempt to
+get back what it gave up.
 """
 
 from collections import Counter
@@ -27,7 +26,7 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
     True if a slot is free, or if a running sequence's tenant is ahead of the waiting tenant that is
-    served next, so that the sequence may be preempted.
+    served next.
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.

@@ -37,7 +37,7 @@ class InputProcessor:
         """Make a sequence of each choice of a request.
 
         A choice's max_tokens is cut to the context that its prompt leaves. May be called on any
-        thread. The calling thread hashes the prompts; another thread compiles the grammar.
+        thread, which hashes the prompts; another thread compiles the grammar.
 
         Raises InvalidRequest for a prompt that fills the context and for token ids out of range,
         and EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.

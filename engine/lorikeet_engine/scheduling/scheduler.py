@@ -98,7 +98,7 @@ class Throughput:
     def add(self, cost: float) -> None:
         """Record work that the device is given.
 
-        cost: cost of the work, in the cost units of fairness.py.
+        cost: in the cost units of fairness.py.
         """
         self._step_cost += cost
 
@@ -175,8 +175,8 @@ class Scheduler:
     def request_adapter(self, sequence: Sequence) -> None:
         """Begin to load a sequence's adapter, if it has one. Repeated calls change nothing.
 
-        `add` calls this. If a sequence's grammar must be compiled first, the engine calls this
-        before `add`, so that the adapter is loaded meanwhile.
+        If a sequence's grammar must be compiled first, call this before `add`, so that the adapter
+        is loaded meanwhile.
         """
         ref, timings = sequence.adapter, sequence.timings
         if ref is None:
@@ -196,15 +196,14 @@ class Scheduler:
         cost = self._tenants.cost_ahead_of(params.tenant, params.weight)
         return cost / self._throughput.cost_per_s
 
-    def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
+    def plan(self, step_budget: StepBudget) -> StepPlan:
         """Choose the next step's chunks and allocate their KV pages, in three phases.
 
         Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
-        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens in
-            steps with decodes; None for no bounds.
+        step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
@@ -312,11 +311,9 @@ class Scheduler:
                 self._preempt(active.pop())
         return chunks
 
-    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget | None) -> PromptBudget:
+    def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
-        budget = PromptBudget(tokens)
-        if decodes and step_budget is not None:
-            budget = step_budget.prompt_budget(decodes, tokens)
+        budget = step_budget.prompt_budget(decodes, tokens)
         if self._cache.states is not None:
             budget.multiple = self._cache.state_piece
         return budget
@@ -326,7 +323,7 @@ class Scheduler:
         active: list[Sequence],
         prefilling: list[Sequence],
         budget: PromptBudget,
-        step_budget: StepBudget | None,
+        step_budget: StepBudget,
     ) -> "_Prefills":
         """Return chunks of prompts, and begin waiting sequences.
 
@@ -336,13 +333,13 @@ class Scheduler:
         active: running sequences that still compute tokens.
         prefilling: active sequences that do not decode.
         budget: prompt tokens that the step may still compute.
-        step_budget: bounds the sum of the ranks of the step's adapters; None for no bound.
+        step_budget: bounds the sum of the ranks of the step's adapters.
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
         if self.waiting and budget and may_begin(active, max_running, self._tenants.level):
             context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
-            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
+            max_ranks = step_budget.max_ranks(context)
             admission = Admission(
                 self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
             )
@@ -411,8 +408,7 @@ class Scheduler:
     ) -> list[Chunk]:
         """Preempt prefilling sequences until those that remain have KV pages for a chunk.
 
-        Called if the step would otherwise have no chunk. Returns [] while an earlier step is in
-        flight, since that step's end may free pages.
+        Returns [] while an earlier step is in flight, whose end may free pages.
 
         prefilling: running sequences that do not decode; the last is preempted first.
         budget: prompt tokens that the step may compute.
@@ -477,10 +473,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _all_is_read(self) -> bool:
-        """Whether the host has read the results of all launched steps.
-
-        Reading the results of a step may end sequences, which frees their pages.
-        """
+        """Whether the host has read the results of all launched steps."""
         return all(sequence.kv.written == sequence.kv.computed for sequence in self.running)
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:

@@ -282,9 +282,7 @@ class Sequence:
         return ScoredRows(self, start, end)
 
     def release(self) -> None:
-        """Release the adapter's lease and the penalty slot.
-
-        Called when the sequence stops running.
+        """Release the adapter's lease and the penalty slot of a sequence that stops running.
 
         If the sequence runs again, all its tokens are computed like a prompt.
         """

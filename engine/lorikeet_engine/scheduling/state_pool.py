@@ -2,8 +2,8 @@
 
 A state stands for all tokens of a sequence so far, in all layers with a delta net. A running
 sequence owns a slot, in which each step updates its state. A cached state is a copy behind the last
-token of a full KV page, found by the page's key, so a prefix is found where both its pages and the
-state behind them are cached. Cached states are evicted least recently used first.
+token of a full KV page, found by the page's key. Cached states are evicted least recently used
+first.
 """
 
 from collections import Counter, OrderedDict

@@ -1,7 +1,12 @@
-"""Limits on a step's adapter ranks and prompt tokens, to meet the inter-token latency goal.
+"""Limits on the time of a step's prompt tokens, and on its adapters' ranks.
 
-A step of decodes reads the weights of each of its adapters once, and the keys and values of all
-tokens that its sequences attend to (the context):
+Prompt tokens deep in a long prompt take most of their time for attention. So that other prompts
+wait no longer for a deep chunk than for a shallow one, a step's prompt tokens take at most as long
+as the same number of first tokens of a prompt would take.
+
+All else serves the inter-token latency goal, if there is one. A step of decodes reads the weights
+of each of its adapters once, and the keys and values of all tokens that its sequences attend to
+(the context):
 
     step_s = base_s + rank_s · Σ rank over its distinct adapters + seen_token_s · Σ context
 
@@ -11,14 +16,13 @@ the other two terms. So
 
     allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
-Wrong coefficients only slow the convergence to the right sum.
-
-In a step with decodes, prompt tokens get the time that the decodes leave of the goal. These cost
-the time of more rows in a step, and the time of attention, which dominates deep in a long prompt.
-The time that steps with prompts took beyond these costs is learned as well. Where steps with
-prompts are padded to certain sizes, they take as long as the next larger size.
+In a step with decodes, prompt tokens get the time that the decodes leave of the goal. Prompt tokens
+cost the time of more rows in a step, and the time of attention. The time that steps with prompts
+take beyond these costs is learned. Where steps with prompts are padded to certain sizes, they take
+as long as the next larger size.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from statistics import median
@@ -30,9 +34,12 @@ from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence
 # The base is the median of this many steps: seven slow steps in a row change nothing, a new base
 # counts after eight.
 _MEDIAN_STEPS = 15
-# Prompt tokens of a step even where decodes alone take longer than the goal.
+# Prompt tokens of a step even where they take longer than allowed.
 _MIN_PROMPT_TOKENS = 128
-# Under a goal, no chunk has fewer tokens than this, unless the prompt ends.
+# The prompt tokens of a step may always take this many times as long as a step of one token: many
+# shorter steps would compute long prompts noticeably slower.
+_FIXED_PARTS = 7
+# No chunk has fewer tokens than this for want of time, unless the prompt ends.
 _SLIVER = 16
 # Most log probabilities of prompt tokens in a step. A replica takes 5 to 18 ms to write this many,
 # and other streams wait meanwhile.
@@ -42,7 +49,6 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
-    seconds: the expected time.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -56,12 +62,12 @@ class StepBudget:
     Only for the engine's thread.
     """
 
-    def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, goal_s: float | None, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
         """Start with a prediction for full steps of decodes, which is used until steps have run.
 
         goal_s: goal for the time between two tokens: the longest time that a step with decodes may
-            take.
-        costs: predicts the time of steps; rank_s must be above 0.
+            take; None: no goal.
+        costs: predicts the time of steps; with a goal, rank_s must be above 0.
         sizes: numbers of tokens to which steps with prompts are padded, ascending; empty without
             padding.
         """
@@ -69,14 +75,18 @@ class StepBudget:
         base_s = costs.step_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_MEDIAN_STEPS)
         self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond the expected time of prompts
+        self._least_s = _FIXED_PARTS * (costs.rows_s(1) + costs.pieces_s)
 
     def max_ranks(self, context: float) -> float:
         """Return the largest sum of adapters' ranks with which a step of decodes meets the goal.
 
-        The result is 0 or less if a step without adapters would exceed the goal already.
+        The result is 0 or less if a step without adapters would exceed the goal already, and
+        infinite without a goal.
 
         context: number of tokens that the decodes attend to together.
         """
+        if self._goal_s is None:
+            return math.inf
         left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
         return left_s / self._costs.rank_s
 
@@ -87,8 +97,11 @@ class StepBudget:
         tokens: maximum number of prompt tokens, whatever time they take.
         """
         rows = sum(chunk.length for chunk in decodes)
-        expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
-        return PromptBudget(tokens, self, rows, self._goal_s - expected_s)
+        left_s = max(self._least_s, self.more_s(rows, tokens, seen_tokens(tokens)))
+        if decodes and self._goal_s is not None:
+            decodes_s = median(self._bases_s) + self._learned_from(decodes)
+            left_s = min(left_s, self._goal_s - decodes_s - median(self._beside_s))
+        return PromptBudget(tokens, self, rows, left_s)
 
     def more_s(self, decodes: int, tokens: int, seen: int) -> float:
         """Return the seconds that prompt tokens add to a step of decodes.
@@ -105,10 +118,10 @@ class StepBudget:
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
         """Return the expected time of a step, to pass to `record` once the step has run.
 
-        Returns None if the step has no decodes.
+        Returns None if the step has no decodes, or without a goal.
         """
         decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
-        if not decodes:
+        if self._goal_s is None or not decodes:
             return None
         seconds = self._learned_from(decodes)
         prompts = [chunk for chunk in chunks if not chunk.sequence.decodes]
@@ -121,9 +134,7 @@ class StepBudget:
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
         """Learn from a step that has run. A step without prompts tells the base time, and a step
-        with prompts tells the extra time of prompts.
-
-        Both times are learned as step_s less the seconds in `expected`.
+        with prompts the extra time of prompts, each as step_s less the seconds in `expected`.
 
         step_s: time that the step took.
         expected: result of `expected` for the step.
@@ -148,8 +159,7 @@ class StepBudget:
 
 
 class PromptBudget:
-    """Prompt tokens that one step may compute, limited by a number of tokens, and by the time that
-    decodes leave of the inter-token goal.
+    """Prompt tokens that one step may compute, limited by their number and by their time.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
     multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
@@ -165,12 +175,11 @@ class PromptBudget:
         decodes: int = 0,
         left_s: float = 0.0,
     ) -> None:
-        """Start with `tokens` prompt tokens and, if there is an inter-token goal, with left_s
-        seconds.
+        """Start with `tokens` prompt tokens, and with left_s seconds if `budget` is given.
 
-        budget: predicts the time of prompt tokens; None if there is no goal.
+        budget: predicts the time of prompt tokens; None: their time is not limited.
         decodes: number of tokens that the step's decodes compute.
-        left_s: time that the step's decodes leave of the goal.
+        left_s: seconds that the prompt tokens may add to the step.
         """
         self.tokens, self.multiple = tokens, 1
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
@@ -179,18 +188,15 @@ class PromptBudget:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether the first chunk of a new prompt would fit.
-
-        Tokens deeper in a prompt take more time, and may not fit.
-        """
+        """Whether the first chunk of a new prompt would fit."""
         return self._has_room(0, self.tokens)
 
     def fits(self, sequence: Sequence, end: int | None = None) -> bool:
         """Whether a prompt can get a chunk in this step.
 
-        Under an inter-token goal, False if only very few tokens would fit, unless they are the
-        prompt's last. In a step that already scores one prompt (prompt_logprobs), another prompt to
-        be scored can get a chunk only if the step may score all remaining tokens of that prompt.
+        False if there is time for very few tokens alone, unless they are the prompt's last. In a
+        step that already scores one prompt (prompt_logprobs), another prompt to be scored can get a
+        chunk only if the step may score all remaining tokens of that prompt.
 
         end: number of tokens, from the sequence's start, that have KV pages; None for all tokens.
         """
@@ -234,8 +240,7 @@ class PromptBudget:
         return chunk
 
     def tokens_within(self, depth: int, most: int) -> int:
-        """Return the number of further tokens of a prompt that the inter-token goal allows in this
-        step.
+        """Return the number of further tokens of a prompt for which this step has time.
 
         depth: number of tokens of the prompt before these tokens.
         most: upper bound of the result.
@@ -247,6 +252,8 @@ class PromptBudget:
             seen = self._seen + seen_tokens(tokens, depth)
             return budget.more_s(self._decodes, self._taken + tokens, seen)
 
+        if takes_s(most) <= self._left_s:
+            return most
         within = bisect_right(range(1, most + 1), self._left_s, key=takes_s)
         return min(most, max(within, _MIN_PROMPT_TOKENS - self._taken))
 

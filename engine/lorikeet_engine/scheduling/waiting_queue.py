@@ -82,7 +82,7 @@ class WaitingQueue:
         """Remove tenants from the waiting tenants, since none of their sequences could be served in
         this step.
 
-        If the tenants stayed, their counters would lag behind and give them a credit for later.
+        Otherwise their counters would lag behind and give them a credit for later.
 
         counters: the tenants' counters.
         """

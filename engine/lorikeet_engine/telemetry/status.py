@@ -1,7 +1,4 @@
-"""Messages about an engine's state: plain and picklable.
-
-They can be made while the engine steps.
-"""
+"""Messages about an engine's state: plain and picklable."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

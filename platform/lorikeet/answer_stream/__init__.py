@@ -20,13 +20,13 @@
     ResponseStream ════════════════════════════════════════════════╛
      one a gateway      kept open by serving/replica_calls.py
 
-`Replica.run_call` returns no part of the answer: it says only which replica has taken the call, and
-that the call has ended. A step of the engine adds a delta to every answer. One Ray Serve call for
-each delta would cost a replica's event loop 70 us, more than all other work on the delta, so all
-deltas for one gateway travel in one message.
+`Replica.run_call` returns no part of the answer, only which replica has taken the call and that the
+call has ended. A step of the engine adds a delta to every answer. One Ray Serve call for each delta
+would cost more than all other work on the delta, so all deltas for one gateway travel in one
+message.
 
 An answer's items are an AnswerHeader, a second AnswerHeader before the first bytes, bytes, now and
 then a RunningUsage, and a FinalUsage before the last bytes. In an answer that fails, a Refusal
 replaces the remaining items. The last DeltaGroup of an answer is marked as its end. An answer whose
-call has ended before that mark came is lost and not repeated: its size may have broken the stream.
+call has ended before that mark came is lost and not repeated.
 """

@@ -42,8 +42,7 @@ MOST_LOGPROBS_BYTES = 2**26
 """Limit on the bytes of log probabilities in one JSON body. Replica and gateway hold the whole body
 in memory.
 
-Log probabilities of short tokens take 40 MB at most. With longer tokens, a choice ends once its
-body reaches this limit.
+A choice with longer tokens than usual ends once its body reaches this limit.
 """
 RESPONSE_COPIES = 4
 """Number of times that the last events of a streamed response (Responses API) repeat all its log

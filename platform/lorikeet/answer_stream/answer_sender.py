@@ -29,9 +29,6 @@ computes the log probabilities of thousands of tokens.
 class AnswerSender:
     """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
-    Outputs arrive by callback and not by a waiting task: at thousands of deltas a second, task
-    switches of the event loop would cost more than the work.
-
     ended: future that is done once the whole answer is sent. If the choices are to be checked, the
         future is done before the answer's last items, which `end` sends. The future fails if
         Lorikeet's own code raises an exception.

@@ -10,7 +10,7 @@
     message_stop                   a stream that fails ends with an error event instead
 
 The first events are sent with the first thinking or text: an earlier failure gets its own HTTP
-status. Bytes are ASCII JSON, as in openai_format.py.
+status.
 """
 
 import json
@@ -41,8 +41,6 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 class AnswerProgress(Protocol):
     """Interface to the token counts and stop strings of a growing answer, which its deltas do not
     contain.
-
-    Implemented by Answer.
     """
 
     def usage(self) -> FinalUsage:
@@ -231,8 +229,7 @@ def _input(arguments: str) -> bytes:
     """Return a tool call's input as JSON. If the call was cut off, return the part that can be
     parsed.
 
-    Complete input keeps its text, in ASCII: Python may be unable to represent a number that is
-    valid JSON.
+    Complete input keeps its text, in ASCII.
 
     arguments: the input as the model wrote it.
     """

@@ -134,8 +134,6 @@ class ChoiceStream:
         far.
 
         Tokens of thinking and of tool calls have no logprobs but are counted as sent.
-
-        vocabulary: names of tokens.
         """
         parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
         end = self._text.sent_tokens

@@ -110,11 +110,7 @@ class Vocabulary:
 
 
 class StopStrings:
-    """Stop strings of a call, shared by its choices.
-
-    The time to find a partial stop string at a text's end does not depend on the number of stop
-    strings.
-    """
+    """Stop strings of a call, shared by its choices."""
 
     def __init__(self, stop: Iterable[str] = ()) -> None:
         self._stop = tuple(stop)
@@ -237,10 +233,7 @@ class Detokenizer:
         return str(text)
 
     def _flush_undecodable(self) -> str:
-        """Decode a run of tokens that never became complete characters, except its last tokens.
-
-        The last tokens may begin a character, so they are kept for the next decoding.
-        """
+        """Decode a run of tokens that never became complete characters, except its last tokens."""
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
             str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
@@ -255,11 +248,7 @@ class Detokenizer:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
-        """Record newly decoded characters.
-
-        characters: number of new characters.
-        tokens: number of the choice's tokens whose text is decoded by now.
-        """
+        """Record newly decoded characters."""
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))
 

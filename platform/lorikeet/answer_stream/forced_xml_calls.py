@@ -21,9 +21,7 @@ from lorikeet.protocol.messages import ToolUse
 class ForcedXmlParser:
     """Incremental parser of an answer that a grammar constrains to tool calls in XML.
 
-    Strings are streamed. Other values are sent whole, since their type may depend on their end. A
-    call is emitted only once its arguments begin or it ends: an answer cut off earlier would look
-    like a call without arguments.
+    Strings are streamed. Other values are sent whole, since their type may depend on their end.
     """
 
     done = False
@@ -118,7 +116,6 @@ class ForcedXmlParser:
         return True
 
     def _emit(self, arguments: str) -> None:
-        """Add text to the open call's arguments."""
         if not self._arguments:
             self._parts.append(ToolCallPart(self._calls, "", call_id(), self._name))
         if not arguments:

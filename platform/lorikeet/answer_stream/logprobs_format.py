@@ -1,8 +1,7 @@
 """Formatting of tokens' log probabilities as JSON, in OpenAI's three shapes.
 
-Last step of logprobs: `lorikeet_engine.sampling` computes them, this module writes the `logprobs`
-of chat completions, completions and responses. An answer may list twenty tokens at each position,
-so the JSON of each token is made once and joined.
+`lorikeet_engine.sampling` computes the log probabilities; this module writes the `logprobs` of chat
+completions, completions and responses.
 """
 
 from collections.abc import Mapping, Sequence

@@ -211,7 +211,6 @@ class EventStream:
         """Add the prompt's token ids to `of_choice` or, for a chat, to `close`, unless the ids were
         sent already; return both texts.
 
-        choice: index of the choice.
         of_choice: JSON members of the event's choice.
         close: JSON text that ends the event.
         """
@@ -295,11 +294,7 @@ def _logprobs(endpoint: Endpoint, tokens: Sequence[SampledToken] | None) -> byte
 
 
 def _member(name: str, token_ids: bytes | None) -> bytes:
-    """Return token ids as a JSON member with a comma before it; b"" for None.
-
-    name: key of the member.
-    token_ids: the token ids as JSON.
-    """
+    """Return token ids as a JSON member with a comma before it; b"" for None."""
     return b"" if token_ids is None else b",%s:%s" % (dump(name), token_ids)
 
 

@@ -60,9 +60,7 @@ def _entry(
 
     The entry of a prompt's first token is null.
 
-    vocabulary: names of tokens.
     logprobs: None for a prompt's first token.
-    alternatives: maximum number of alternatives.
     """
     if logprobs is None:
         return b"null"

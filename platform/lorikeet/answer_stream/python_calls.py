@@ -54,7 +54,8 @@ class PythonEnd:
 
     Calls end with the closing mark or, in a syntax without one, with the closing bracket of their
     list. Text that cannot belong to a call, such as an apostrophe outside a string, is an end as
-    well: otherwise all later text would be held back. Values are not checked.
+    well.
+    Values are not checked.
 
     closes: the closing mark, or "".
     """

@@ -1,8 +1,7 @@
 """Both ends of the single stream that carries all answers from one replica to one gateway.
 
-A step of the engine adds a delta to every answer. One Ray Serve call for each delta would cost a
-replica's event loop 70 us, more than all other work on the delta, so one message carries all
-deltas. On a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
+A step of the engine adds a delta to every answer; one message carries all deltas for a gateway. On
+a replica, an AnswerSender puts items into the gateway's ResponseStream. On a gateway,
 serving/engine_client.py reads the stream, delivers items to ResponseBuffers, and takes each call's
 items from its ResponseBuffer.
 """
@@ -115,10 +114,7 @@ class ResponseStreams:
 
     @contextmanager
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
-        """Open a gateway's stream until the context ends.
-
-        An older stream that the gateway still has is closed: it must be a broken one.
-        """
+        """Open a gateway's stream until the context ends; close an older stream of the gateway."""
         if gateway in self._open:
             self._open[gateway].close()
         stream = self._open[gateway] = ResponseStream()
@@ -165,9 +161,8 @@ def joined(items: list[StreamItem]) -> list[StreamItem]:
 class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
-    Joins deltas that come faster than the gateway can send them, so that they do not queue up one
-    by one. The next delta is ready `interval_s` after the previous one was taken. The first and the
-    last delta never wait.
+    Joins deltas that come faster than the gateway can send them. The next delta is ready
+    `interval_s` after the previous one was taken. The first and the last delta never wait.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.
@@ -274,7 +269,5 @@ class ResponseBuffers:
     def _interval_s(self) -> float:
         """Return the shortest interval in seconds between an answer's deltas that this gateway can
         sustain.
-
-        The interval grows with the number of open calls.
         """
         return len(self._open) / DELTAS_PER_S

@@ -14,8 +14,7 @@
 
 Thinking is the first item; text and function calls follow. Reasoning is the model's own text, in
 `content`, without a summary. Events are numbered from 0. The first events are sent with the first
-thinking or text: an earlier failure gets its own HTTP status. Bytes are ASCII JSON, as in
-openai_format.py.
+thinking or text: an earlier failure gets its own HTTP status.
 """
 
 from collections.abc import Sequence
@@ -279,7 +278,6 @@ class ResponseEventStream:
         self._item = None
 
     def _next_index(self) -> int:
-        """Return the output index of the next item to open."""
         return len(self._output) + (self._item is not None)
 
     def _add_of_item(self, event: ItemEvent) -> None:

@@ -154,11 +154,7 @@ class ToolCallParser:
         return True
 
     def _look_at_text(self) -> bool:
-        """Emit all remaining characters as text.
-
-        This state serves syntaxes without an opening mark, in which calls must begin the answer: an
-        answer that began with text has no calls.
-        """
+        """Emit all remaining characters as text."""
         self._emit_text(self._take_rest(len(self._rest)))
         return False
 
@@ -177,10 +173,7 @@ class ToolCallParser:
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:
-        """Emit the held-back text as text, since it has proved to be no tool call.
-
-        Whitespace after the text stays unparsed, since a call may follow it.
-        """
+        """Emit the held-back text as text, since it has proved to be no tool call."""
         self._rest = "".join(self._behind) + self._rest
         self._behind = []
         self._emit_held()
@@ -225,8 +218,8 @@ class ForcedCallParser:
     """Incremental parser of an answer that a grammar constrains to tool calls; it streams the
     arguments.
 
-    A call is emitted only once its arguments begin: an answer cut off earlier would look like a
-    call without arguments.
+    A call is emitted only once its arguments begin, since an answer cut off earlier would look like
+    a call without arguments.
     """
 
     done = False

@@ -11,6 +11,4 @@ entry: the only commit point. changes.py defines the changes, apply.py applies e
 snapshots.py spares readers the whole log, and lets them read only the partitions that a question
 needs. resumable_uploads.py receives blobs, garbage_collection.py deletes what nothing needs. store/
 is a folder or S3.
-
-The gateway serves from the catalog, and its admin API changes it; the controller reads pins.
 """

@@ -2,7 +2,7 @@
 
 Every change is one optimistic loop: read the log's tail, check the change against the state, append
 an entry. If another writer appended first, the loop starts over: no update is lost, and no decision
-rests on a stale state. A crash leaves at most a blob that no entry names, or parts of a snapshot.
+rests on a stale state.
 """
 
 import math
@@ -75,9 +75,8 @@ class AdapterCatalog:
     """The catalog in one store. Thread-safe; other processes may write to the store too.
 
     Each operation refreshes `reader` first, and raises Conflict if other writers appended first in
-    every attempt, and StoreRefused if the store ignores conditional writes. Conditional writes are
-    checked before the first change, and again before changes that come ten minutes or more after a
-    check.
+    every attempt, and StoreRefused if the store ignores conditional writes. The store is checked
+    before the first change, and again before changes ten minutes or more after a check.
 
     clock: function that returns the time in Unix seconds.
     In every operation, actor: author that the log names, such as a key's id.

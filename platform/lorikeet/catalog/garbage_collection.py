@@ -3,8 +3,8 @@
 Kept are the blobs of usable versions, and of versions retired within the grace period, which can
 still be restored; the blobs that uploads in flight will name; the newest snapshots; and every
 object younger than the grace period. No locks are taken: store/gc_protection.py spares objects that
-a writer is about to name. A collection that is killed leaves garbage and marks for the next one to
-delete. Any number of collections may run at once.
+a writer is about to name. A killed collection leaves garbage for the next one; any number of
+collections may run at once.
 """
 
 import time
@@ -34,9 +34,8 @@ from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
 LEAST_GRACE_S = 86400.0
-"""Shortest grace period, in seconds.
-
-Twice the longest time between a writer's protection of an object and the write that names it.
+"""Shortest grace period, in seconds: twice the longest time between a writer's protection of an
+object and the write that names it.
 """
 
 _NEWEST_KEPT = 4  # snapshots; readers keep using one while a few newer ones appear

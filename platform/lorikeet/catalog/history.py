@@ -119,10 +119,7 @@ class History:
         return self.as_of(first)
 
     def _backwards(self, before: int) -> Iterator[Entry]:
-        """Yield every log entry before entry `before`, newest first.
-
-        Reads one block of the log, then 16 blocks at a time.
-        """
+        """Yield every log entry before entry `before`, newest first."""
         more = 0
         while before > 1:
             after = max((before - 1) // BLOCK * BLOCK - more, 1) - 1

@@ -2,7 +2,7 @@
 
 All gateways of a machine share the file. Its first line is the number of the newest entry; the rest
 is compressed. The compressed part begins with a line of JSON: the entry's time and, for each
-partition, a digest or null, and a number of bytes. The bytes of all partitions follow in the same
+partition, a digest or null, and a number of bytes; the bytes of all partitions follow in the same
 order. Bytes without a digest are the partition itself (snapshots.py). A digest marks a partition
 that was not read: its bytes are the log entries since the snapshot that names the partition by this
 digest.
@@ -90,12 +90,7 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return the digest of a partition and the bytes to write for it.
-
-    A partition that was read has no digest, and its bytes are the partition itself. An unread one
-    has the digest of its bytes in the store, and its bytes here are the log entries since the
-    snapshot with that digest.
-    """
+    """Return the digest of a partition and the bytes to write for it."""
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

@@ -98,10 +98,7 @@ class Log:
         return [entries[seq] for seq in wanted]
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
-        """Return the entries in some of the log's objects, by entry number.
-
-        numbers: numbers of the objects.
-        """
+        """Return the entries in some of the log's objects, by entry number."""
         objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 

@@ -1,8 +1,4 @@
-"""JSON format of a log object: an entry, with the earlier entries that it repeats in `before`.
-
-A reader stops at a schema or a change that it does not know, rather than guess and serve a wrong
-state.
-"""
+"""JSON format of a log object: an entry, with the earlier entries that it repeats in `before`."""
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """JSON rows of a partition's bytes, and the cache of decoded tenants.
 
 A partition's bytes (snapshots.py) are one line of JSON for keys, pins and shared adapters, then one
-line per tenant: its name, a space, and its JSON. A reader splits the lines without decoding them,
-so reading one tenant decodes only that tenant's JSON. Equal partitions have equal bytes.
+line per tenant: its name, a space, and its JSON. A reader decodes only the lines of the tenants
+that it reads. Equal partitions have equal bytes.
 """
 
 import json

@@ -110,8 +110,6 @@ class CatalogReader(CatalogView):
     def _rebase(self) -> None:
         """Let each unread partition refer to the newest snapshot, if the partition refers to an
         older one.
-
-        Fewer log entries then have to be applied to a partition when it is read.
         """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
@@ -124,7 +122,7 @@ def _settled(state: CatalogState) -> CatalogState:
     """Return the state if no unread partition has pending log entries; else raise
     PartitionsNotRead.
 
-    The error names the partitions that have pending entries.
+    The error names these partitions.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

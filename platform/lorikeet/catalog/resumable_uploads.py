@@ -1,10 +1,9 @@
 """Resumable uploads of adapters' blobs, in parts, before validation.
 
 An upload is identified by the blob's digest, as its sender states it, and by the admin key that
-sends it: any gateway can continue the upload, and no key can touch another key's upload. An
-upload's objects are under uploads/<digest>/<key id>/: a record, and the parts as the store keeps
-them. The record exists from the upload's beginning to its end, even if the blob is in the store
-already, so that garbage collection spares the blob of every digest with a record.
+sends it, so any gateway can continue it. An upload's objects are under uploads/<digest>/<key id>/:
+a record, and the parts as the store keeps them. The record exists from the upload's beginning to
+its end, so that garbage collection spares the blob of every digest with a record.
 """
 
 import json

@@ -2,9 +2,8 @@
 
 A snapshot is a manifest that names 257 partitions by the SHA-256 of their bytes. The controller
 makes one every 256 entries; readers read a partition when a question needs it. Partitions are
-written first and the manifest last, each if absent: a snapshot is complete or does not exist, any
-process may make one at any time, and an unchanged partition is not written again. No object is ever
-replaced, so old snapshots stay readable.
+written first and the manifest last, each if absent: a snapshot is complete or does not exist, and
+any process may make one at any time. No object is ever replaced, so old snapshots stay readable.
 """
 
 import hashlib

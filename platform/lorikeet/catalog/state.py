@@ -3,7 +3,7 @@
 The state consists of partitions. Tenants are spread over PARTITIONS partitions by a hash of the
 name, keys by a hash of the id, and the mapping from a secret's SHA-256 to its key's id by a hash of
 that SHA-256. One more partition, COMMON, holds data of all tenants. A snapshot (snapshots.py)
-stores each partition separately, so that a process holds only the partitions it needs.
+stores each partition separately.
 """
 
 import hashlib
@@ -250,8 +250,6 @@ class CatalogState:
     def _need(self, numbers: Iterable[int]) -> None:
         """Raise PartitionsNotRead if any of these partitions is unread; the error names all of
         them.
-
-        numbers: numbers of partitions.
         """
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)

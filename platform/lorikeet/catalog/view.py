@@ -18,8 +18,7 @@ class CatalogView:
     """A catalog state that only moves forward, entry by entry. Thread-safe.
 
     Questions are functions of a CatalogState (state.py). A partition that a question needs is read
-    from the view's snapshot, the one that the view began with or was rebased to. An unread
-    partition keeps the entries after that snapshot until it is read.
+    from the view's snapshot, the one that the view began with or was rebased to.
     """
 
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 _POINTER = b"version https://git-lfs"
 _TENSOR_PARALLEL = "tensor_parallel"
-_OTHER_COPY = "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
+_OTHER_COPY = (
+    "choose a copy that is not quantised, or in FP8, or in NF4, AWQ, GPTQ or W4A16 of 4 bits"
+)
 _FIXES = {
     "max_context": "lower LORIKEET_MAX_CONTEXT, or unset it",
     "quantization_config": "choose a copy that is not quantised, or in FP8",  # of experts
     _TENSOR_PARALLEL: "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs",
     "tie_word_embeddings": 'write "tie_word_embeddings": false into config.json',
-    "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats",
+    "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or another folder",
 }
 
 
@@ -100,10 +102,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
-    """Compare the dtype of the stored weights with the dtype in which they are served.
-
-    check: name of the check, for the finding.
-    """
+    """Compare the dtype of the stored weights with the dtype in which they are served."""
     served = settings.dtype
     config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
@@ -111,6 +110,8 @@ def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Findin
     linears = f", linears {quantized.format}" if quantized else ""
     if settings.rounding is not None:
         linears += f", linears rounded to {settings.rounding}"
+    if settings.packed:
+        linears += " that stay packed"
     found = f"{folder}: {config['model_type']}, weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
         return warning(check, f"{found}, which overflows large values", "LORIKEET_DTYPE=bfloat16")
@@ -118,11 +119,7 @@ def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Findin
 
 
 def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
-    """Warn if there is no fast attention kernel for the model.
-
-    check: name of the check, for the finding.
-    served: settings of the engine that serves the model.
-    """
+    """Warn if there is no fast attention kernel for the model."""
     from lorikeet_engine.kernels.attention import why_slow  # torch
 
     head_dim = BaseShape.from_config(read_config(folder)).head_dim
@@ -133,21 +130,14 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
 
 
 def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
-    """Report FP8 weights that are served in another dtype than bfloat16.
-
-    check: name of the check, for the finding.
-    served: settings of the engine that serves the model.
-    """
+    """Report FP8 weights that are served in another dtype than bfloat16."""
     if served.dtype != "bfloat16":
         found = f"the linears are served in FP8, which needs bfloat16, not {served.dtype}"
         yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
 
 
 def _check_sampling(check: str, folder: Path) -> Iterator[Finding]:
-    """Report a sampling default in the folder's generation_config.json that would stop the start.
-
-    check: name of the check, for the finding.
-    """
+    """Report a sampling default in generation_config.json that would stop the start."""
     try:
         read_sampling_defaults(folder)
     except InvalidSetting as error:

@@ -1,8 +1,7 @@
 """Problems that no start survives: the part of doctor's checks with which every start begins.
 
-Doctor reports more: settings that make the service slower or worse, and faults that show only in
-use. A start may go on where doctor reports a problem: with an unreachable store, if this machine
-keeps a view of the catalog.
+Doctor also reports what a start survives: settings that make the service slower or worse, faults
+that show only in use, and an unreachable store if this machine keeps a view of the catalog.
 """
 
 from collections.abc import Iterator

@@ -68,10 +68,7 @@ class Body(BaseModel):
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
         """Return an instance with the given fields, which are not validated, and defaults for all
-        others.
-
-        Takes a fifth of the time of pydantic's model_construct, which computes the defaults anew
-        each time.
+        others: faster than pydantic's model_construct.
         """
         made: Self = _with_defaults(cls).model_copy(update=fields)
         return made
@@ -102,16 +99,12 @@ B = TypeVar("B", bound=Body)
 
 @cache
 def _field_names(schema: type[Body]) -> frozenset[str]:
-    """Return the names that a schema's fields have in JSON."""
     return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
 @cache
 def _with_defaults(schema: type[B]) -> B:
-    """Return an instance of a schema with all defaults, and None for each required field.
-
-    Required fields are present so that a dump of the instance has the schema's order of fields.
-    """
+    """Return an instance of a schema with all defaults, and None for each required field."""
     required = {name: None for name, field in schema.model_fields.items() if field.is_required()}
     return schema.model_construct(_fields_set=set(), **required)
 
@@ -151,10 +144,7 @@ def parse_json(body: bytes, schema: type[B]) -> B:
 
 
 def json_text(value: object) -> str:
-    """Return the JSON text of a value. Raises ValueError for NaN or infinity, such as from 1e999.
-
-    Pydantic accepts NaN and infinity in fields of type Any, though JSON has neither.
-    """
+    """Return the JSON text of a value. Raises ValueError for NaN and infinity."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -209,10 +199,7 @@ def declared_bytes(request: Request, max_bytes: int, limit: str = _LIMIT) -> int
 
 
 async def timed_parts(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a body's parts as they arrive. Raises RequestTimeout if they arrive too slowly.
-
-    Time that the consumer spends on a part does not count.
-    """
+    """Yield a body's parts as they arrive. Raises RequestTimeout if they arrive too slowly."""
     loop = asyncio.get_running_loop()
     received, due_s = 0, loop.time() + BODY_S
     while True:

@@ -47,9 +47,8 @@ class GatewayCatalogView:
     """View of the catalog, refreshed in threads, one refresh at a time. For use in one event loop.
 
     The methods take questions: functions of a CatalogState (catalog/state.py), called with the
-    view's last state. That state nearly always suffices; then the event loop runs no other task
-    between question and answer. While the store fails, the last view stays in force; the beginning
-    and the end of the failure are logged once, and without any view every REMINDER_S seconds.
+    view's last state. While the store fails, the last view stays in force; the beginning and the
+    end of the failure are logged once, and without any view every REMINDER_S seconds.
 
     interval_s: seconds between refreshes.
     kept: file in which the last view is saved, to start from while the store is unreachable.
@@ -118,8 +117,7 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """Refresh the view, then return question(state), called in a thread because such questions
-        take long.
+        """Refresh the view, then return question(state), called in a thread.
 
         Raises StoreError if a partition of the catalog that the question needs cannot be read.
         """
@@ -230,8 +228,6 @@ class GatewayCatalogView:
     async def _read(self) -> bool:
         """Wait for a refresh that begins after this call; return whether it succeeds within
         LONGEST_WAIT_S seconds.
-
-        Calls made before that refresh begins share the refresh.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())

@@ -1,8 +1,4 @@
-"""Watchers for a client's disconnect, which cancel the work that the client was waiting for.
-
-ASGI reports a disconnect only as a message from `receive`, so a task has to await that message
-while the work runs.
-"""
+"""Watchers for a client's disconnect, which cancel the work that the client was waiting for."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -17,8 +13,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
 
     receive: source of the ASGI messages of a request whose body has been read.
 
-    No task is created for `work`: a watcher cancels the current task. The cancellation is taken
-    back before this function returns, as asyncio.timeout does.
+    The cancellation is taken back before this function returns, as asyncio.timeout does.
     """
     current = asyncio.current_task()
     assert current is not None

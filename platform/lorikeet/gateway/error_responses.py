@@ -30,8 +30,7 @@ _LONGEST_RETRY_S = 60
 """Longest Retry-After, in seconds, after which clients should retry automatically.
 
 With a longer Retry-After, x-should-retry: false makes OpenAI's and Anthropic's clients raise the
-error at once. Anthropic's clients (anthropic 2.14) would otherwise sleep for a Retry-After of any
-length, and do so for each of two retries.
+error at once.
 """
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
@@ -154,10 +153,7 @@ async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Respond to an error that FastAPI found in a path or query parameter.
-
-    The first item of the error's `loc` is "path" or "query".
-    """
+    """Respond to an error that FastAPI found in a path or query parameter."""
     assert isinstance(error, RequestValidationError)
     problem = input_error([{**p, "loc": p["loc"][1:]} for p in error.errors()])
     return error_response(problem, request.scope)

@@ -134,9 +134,8 @@ class GenerateEndpoint:
 
         Key and model are looked up in the catalog's state in memory (catalog/state.py).
         tenancy/rate_limiter.py checks request limits in this method; RateLimitObserver checks token
-        limits and queue time when the response is sent. `stream_answer` (serving/engine_client.py)
-        sends nothing to a replica before ReplicaResponse iterates over it. `trace` (request_log/)
-        only records.
+        limits and queue time when the response is sent. Nothing is sent to a replica before
+        ReplicaResponse iterates over `stream_answer` (serving/engine_client.py).
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
@@ -152,7 +151,6 @@ class GenerateEndpoint:
     ) -> ReplicaResponse:
         """Read the request's body and return the response that will call a replica.
 
-        trace: record of the request.
         caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
 

@@ -1,9 +1,9 @@
 """HTTP protocol of both listeners: uvicorn's, with limits that apply before the application runs.
 
-The application limits bodies by size and time (body.py). It cannot limit what the server's parser
-accepts before or without it: header lines, the parts of a chunked body, and connections on which no
-request arrives. Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin
-listener from listeners.py.
+The application limits bodies by size and time (body.py), but not what the server's parser accepts
+before it: header lines, the parts of a chunked body, and connections on which no request arrives.
+Serve's HTTP port gets this protocol from serving/proxy_middleware.py, the admin listener from
+listeners.py.
 """
 
 import asyncio
@@ -244,15 +244,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         cycle.keep_alive = True  # on_response_complete closes, once the client has the answer
 
     def _is_whole(self) -> bool:
-        """Return whether the body of the last request has arrived."""
         return self.cycle is None or not self.cycle.more_body
 
     def _is_idle(self) -> bool:
-        """Return whether no request is being answered."""
         return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
 
     def _is_speaking(self) -> bool:
-        """Return whether the connection is still HTTP, not a WebSocket."""
         return self.transport.get_protocol() is self
 
     def _refused(self, error: LorikeetError) -> LorikeetError:

@@ -23,8 +23,7 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
     without a message.
 
     The event is a comment of server-sent events, or Anthropic's `ping`; clients skip both. A
-    keep-alive event never interrupts another event. A stream that keeps sending bytes costs one
-    timer. For one event loop.
+    keep-alive event never interrupts another event. For one event loop.
 
     started: whether the response's headers were sent.
     """

@@ -29,9 +29,8 @@ class LargeBodies:
     """Parser of request bodies that leaves time between one tenant's large bodies for other
     tenants.
 
-    A tenant's large bodies are parsed one at a time, with pauses between them. Without pauses the
-    event loop would parse a hundred that arrive together before doing anything else. For use in one
-    event loop.
+    A tenant's large bodies are parsed one at a time, with pauses in which the event loop serves
+    other tenants. For use in one event loop.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Tenants' requests arrive through Serve's HTTP port, behind which the gateway wraps its application
 (gateway/app.py) in PublicListener. Requests of operators and Prometheus arrive at AdminListener, a
-socket of the gateway's own process that serves the whole application. A public proxy never forwards
-to that socket, so it needs no rules about admin paths.
+socket of the gateway's own process that serves the whole application and that no public proxy
+forwards to.
 """
 
 import asyncio
@@ -34,10 +34,9 @@ class PublicListener:
     """ASGI wrapper that passes on probes and tenants' paths, `/v1/*`, and answers all others with
     404.
 
-    max_requests: maximum number of requests at once; None: no limit. Further requests are
-        refused, except probes. Must be less than the number that Serve sends this gateway at
-        once: at Serve's own limit, health checks would queue too, and load balancers would drop
-        the gateway.
+    max_requests: maximum number of requests at once; None: no limit. Further requests are refused,
+        except probes. Must be less than the number that Serve sends this gateway at once, or health
+        checks would queue.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
@@ -71,9 +70,8 @@ class AdminListener:
     """HTTP listener for operators, at an address that the gateways of one host share
     (SO_REUSEPORT).
 
-    The kernel gives each connection to one of the listening gateways, so that in a rolling update a
-    new gateway need not wait for the old one to end. The constructor binds the address, so that a
-    start fails early, and raises InvalidSetting if it cannot. No connection is accepted before the
+    The kernel gives each connection to one of the listening gateways. The constructor binds the
+    address, and raises InvalidSetting if it cannot; no connection is accepted before the
     application runs.
     """
 
@@ -137,7 +135,6 @@ async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _bind(address: Address) -> socket.socket:
-    """Return a socket bound to the address, without listening yet."""
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

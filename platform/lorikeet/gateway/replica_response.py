@@ -40,8 +40,7 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
     """Observer of one call: entered when the call starts, left when the call ends for any reason.
 
     Entering may refuse the call with a LorikeetError. If a call completes, its observers get a
-    FinalUsage before they are left. Implemented by RateLimitObserver and CountObserver
-    (generate.py), and by RequestTrace (request_log/record.py), which only records.
+    FinalUsage before they are left.
     """
 
     def on_item(self, item: StreamItem) -> None:
@@ -64,10 +63,10 @@ class ReplicaResponse(Response):
     """Response that runs one call on a replica and sends its answer to the client.
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
-    status; a later failure ends a stream with an error event. A stream that a replica has accepted
-    and that has no bytes for KEEP_ALIVE_S seconds gets its headers and a keep-alive event
-    (keep_alive.py); from then on, the client gets a failure as an error event. When the client
-    disconnects, `items` is closed at once (client_disconnect.py).
+    status; a later failure ends a stream with an error event. If a stream has no bytes for
+    KEEP_ALIVE_S seconds, the client gets headers and a keep-alive event (keep_alive.py), and from
+    then on a failure as an error event. When the client disconnects, `items` is closed at once
+    (client_disconnect.py).
 
     items: the replica's answer.
     observers: observers of the call, entered in order and left in reverse.

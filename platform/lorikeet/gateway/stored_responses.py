@@ -178,7 +178,6 @@ def _stored(
 ) -> StoredResponse:
     """Return the response to store for a call. Raises StoreError if it is too large.
 
-    context: facts about the request that are not in its body.
     last: the answer's whole body, or the events that end its stream.
     """
     text = last.rstrip().rpartition(b"\ndata: ")[2]

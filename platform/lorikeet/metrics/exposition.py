@@ -1,6 +1,6 @@
 """Prometheus's text format: rendering of one process's part, and joining of all parts to a page.
 
-A part is a complete page, as prometheus_client writes it, in Prometheus's text format 0.0.4
+A part is a complete page in Prometheus's text format 0.0.4
 (https://prometheus.io/docs/instrumenting/exposition_formats).
 """
 

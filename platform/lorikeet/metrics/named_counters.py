@@ -4,8 +4,7 @@ A name's counter starts at 0 when the name is chosen. A name that loses its seri
 is still shown for one round of ROUND_S seconds, so that a scrape sees its last uses, and then
 dropped. Uses of a name while it is not chosen count as OTHER.
 
-Every use therefore counts exactly once, and the sum of all rates is the total rate. No counter
-decreases, except that of a name that is chosen again, which Prometheus treats as a restart.
+Every use therefore counts exactly once.
 """
 
 import time
@@ -29,10 +28,8 @@ _TAKEOVER_FACTOR = 2.0
 Names with nearly equal uses therefore do not swap.
 """
 _SHOWN_FACTOR = 1.25
-"""Maximum number of names with a series in the metrics, as a multiple of `most`.
-
-At the end of a round, up to a quarter of the chosen names give way to busier names. The series
-of names that give way are shown for one more round, beside those of the newly chosen names.
+"""Maximum number of names with a series in the metrics, as a multiple of `most`: a replaced name
+keeps its series for one more round.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.
@@ -42,10 +39,7 @@ A name that first occurs after so many others is hardly among the busiest.
 
 
 class NamedCounter:
-    """Counter whose first label is a name; all series of a name can be dropped at once.
-
-    Keeps plain numbers, which are collected several times as fast as prometheus_client's children.
-    """
+    """Counter whose first label is a name; all series of a name can be dropped at once."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
         self._name, self._documentation, self._labels = name, documentation, labels

@@ -1,8 +1,8 @@
 """Placement of pinned adapters on replicas: a pure function, which also finds unmet pins.
 
 Pins are placed by priority, older ones first among equals, so a new pin displaces none of equal
-priority. The plan depends on the replicas' names and on their bytes for pins, not on the adapters
-that are loaded: every process computes the same plan at any time.
+priority. The plan depends on the replicas' names and bytes for pins alone: every process computes
+the same plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

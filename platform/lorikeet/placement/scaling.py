@@ -1,9 +1,8 @@
 """Number of replicas of a base model: a pure function of the pressure on each replica.
 
 The fleet grows after seconds of pressure, by as many replicas as the pressure needs. The fleet
-shrinks one by one, after minutes in which a fleet of one replica fewer would have been far from
-pressure, and after adapters in use have been copied to second replicas, because Ray Serve chooses
-the replica that goes.
+shrinks one by one, after minutes in which one replica fewer would have been far from pressure, and
+after adapters in use have second copies, because Ray Serve chooses the replica that goes.
 """
 
 import math
@@ -107,8 +106,6 @@ def could_shrink(pressures: Collection[ReplicaPressure]) -> bool:
 def _wanted(pressures: Collection[ReplicaPressure]) -> tuple[int, str | None]:
     """Return the number of replicas that the pressure needs, and the reason if that is more than
     there are.
-
-    If only queues are too long, one more replica is needed.
     """
     count = len(pressures)
     if not count:
@@ -141,9 +138,6 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """Return the ratio of the replicas' mean queue wait to its bound.
-
-    The mean is used because other replicas can take the requests of one replica's queue.
-    """
+    """Return the ratio of the replicas' mean queue wait to its bound."""
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

@@ -212,9 +212,7 @@ class AnswerHeader:
 
 @dataclass(frozen=True)
 class FinalUsage:
-    """Usage of a complete answer.
-
-    The item is sent just before the last bytes, because clients disconnect after the last bytes.
+    """Usage of a complete answer, sent just before the last bytes.
 
     prompt_tokens: number of prompt tokens, each prompt counted once whatever the number of choices.
     cached_tokens: prompt tokens found in the prefix cache.

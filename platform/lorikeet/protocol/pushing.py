@@ -62,7 +62,7 @@ class HoldPushed:
 class ExpectPushed:
     """Announcement of a blob that a gateway is writing to a file.
 
-    Replicas on the same machine can pack the blob while it grows. They keep the packed blob if a
+    Replicas on the same machine can pack the blob while it grows, and keep the result if a
     HoldPushed names the same file.
 
     digest: SHA-256 as the client claims, not verified yet.

@@ -54,10 +54,7 @@ class Metering:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
     def _collect(self) -> None:
-        """Add to the ledger the slot time and adapter loads that the engine's process has counted.
-
-        Slot time is time for which tenants' requests held adapters on the GPU.
-        """
+        """Add to the ledger the slot time and loads that the engine's process has counted."""
         asked = self._engine.take_use()
         asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):

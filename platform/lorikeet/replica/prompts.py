@@ -42,8 +42,8 @@ _UNCHECKED_BYTES = 2
 A text of this size may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Length, in characters, of the parts into which the length check cuts long texts; and the most
-tokens that each cut adds to the text's token count.
+"""Length, in characters, of the parts in which a long text's tokens are counted; and the maximum
+number of tokens that a cut between two parts adds to the count.
 """
 _HERE = "[the answer goes on here]"
 """Mark for the beginning of the answer in a prompt that is being rendered.
@@ -164,8 +164,7 @@ class PromptEncoder:
     def _check_length(self, text: str, param: str) -> None:
         """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
 
-        The whole text could take seconds and a gigabyte to tokenise, and the conversion of so many
-        tokens to Python integers would hold the GIL and so block the replica's event loop.
+        The whole text would be tokenised for seconds, with the GIL held.
 
         param: name of the request's field that holds the text.
         """
@@ -275,8 +274,7 @@ class PromptEncoder:
     ) -> str:
         """Return the prompt up to the end of the last message, which the answer continues.
 
-        A mark behind the last message keeps templates from trimming the whitespace at its end,
-        which transformers' continue_final_message loses.
+        A mark behind the last message keeps templates from trimming the whitespace at its end.
 
         arguments: variables for the chat template.
 

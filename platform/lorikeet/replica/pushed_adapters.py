@@ -1,11 +1,9 @@
 """Pushed adapters on a replica: receiving their blobs and keeping them in host memory.
 
 A replica on the gateway's machine links or copies the gateway's file; other replicas receive the
-blob in parts. The blob enters the disk cache's folder like a download: complete, verified, by one
-rename. The engine then packs it into its host arena, where a pin keeps it until the gateway that
-took the push reports that the blob is in the store, or is silent for HELD_S seconds. The packed
-image is not written to the disk: the disk has the blob already, and the next version will come
-soon.
+blob in parts. The blob enters the disk cache's folder complete and verified, like a download. The
+engine then packs it into its host arena, where a pin keeps it until the gateway that took the push
+reports that the blob is in the store, or is silent for HELD_S seconds.
 """
 
 import asyncio
@@ -112,10 +110,7 @@ class PushedAdapters:
                 return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
-        """Forget a gateway's hold of an adapter whose pin the controller has removed.
-
-        The gateway's next HoldPushed then pins the adapter again.
-        """
+        """Forget a gateway's hold of an adapter whose pin the controller has removed."""
         self._held.pop(digest, None)
 
     async def _expect(self, message: ExpectPushed) -> HoldState:

@@ -103,14 +103,11 @@ class Replica:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
         An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
-        items that are missing. `_outputs` hands the engine's outputs to an AnswerSender
-        (answer_stream/), which puts the client's bytes into the gateway's stream. Closing this
-        generator aborts an unfinished request and frees its KV pages and adapter lease.
+        items that are missing. Closing this generator aborts an unfinished request and frees its KV
+        pages and adapter lease.
 
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
-        call that the engine did not accept or whose answer cannot reach its gateway. The method is
-        a generator because Serve names the replica that took a call only along with a result, and
-        gRPC may lose this name if a stream has no items.
+        call that the engine did not accept or whose answer cannot reach its gateway.
 
         gateway: name of the gateway that sent the call.
         """

@@ -61,9 +61,8 @@ class EncodedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: state of the model's thinking at the end of the prompt.
-    tried_grammar: grammar that the sandbox tries: the request's grammar without thinking. Thinking
-        is free text, behind which a trial would not show the grammar's cost. None if the answer is
-        unconstrained.
+    tried_grammar: grammar that the sandbox tries: the request's grammar without thinking, which is
+        free text. None if the answer is unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
     checked: schemas that the finished answer is checked against, because the grammar enforces only
@@ -81,9 +80,8 @@ class EncodedCall:
 class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
-    A long prompt takes seconds to tokenise, and a schema may take seconds to compile. So threads
-    tokenise the prompts, and a child process compiles each grammar once as a trial, before the
-    engine compiles it.
+    Threads tokenise the prompts, and a child process compiles each grammar once as a trial, before
+    the engine compiles it.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
@@ -147,8 +145,6 @@ class RequestBuilder:
     ) -> str | None:
         """Return the first violation of the schemas in a choice, in words; None if there is none.
 
-        said: the choice.
-
         Raises Unchecked if the choice cannot be checked.
         """
         by_tool = {each.tool: each.schema for each in schemas}
@@ -187,8 +183,8 @@ class RequestBuilder:
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
         """Try a call's grammar in the sandbox; return the encoded call.
 
-        The returned call's queue time is reduced by the time that the trial took. Raises the errors
-        of GrammarSandbox.check.
+        The time that the trial took is subtracted from the call's queue time. Raises the errors of
+        GrammarSandbox.check.
         """
         began_s = time.monotonic()
         assert encoded.tried_grammar is not None
@@ -266,7 +262,7 @@ def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> En
 def check_begun_answer(call: Call, thinking: Thinking) -> None:
     """Raise InvalidInput if an answer that continues a message must have a format.
 
-    A grammar describes whole answers, so the format would begin anew behind the message.
+    A grammar describes whole answers, and would begin anew behind the message.
 
     thinking: state of the model's thinking at the end of the prompt.
     """

@@ -115,7 +115,6 @@ class StatusFeed:
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:
-    """Wait for the event, at most `within_s`."""
     try:
         async with asyncio.timeout(within_s):
             await event.wait()

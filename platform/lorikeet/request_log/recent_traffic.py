@@ -1,7 +1,6 @@
 """Recent traffic for the page at /ui: time series of the last minutes, and waiting requests.
 
-Each gateway counts its own requests by second. The gateway that serves the page adds up the counts
-of all gateways.
+Each gateway counts its own requests by second.
 """
 
 import math

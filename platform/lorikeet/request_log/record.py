@@ -153,7 +153,7 @@ def engine_s(timings: EngineTimings) -> float:
 
 
 class RequestTrace:
-    """Writer of one request's record, as the RequestObserver that sees each item of the answer.
+    """Writer of one request's record; a RequestObserver that sees each item of the answer.
 
     Constructor arguments:
     running: called when the call begins.

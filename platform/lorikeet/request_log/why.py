@@ -108,8 +108,7 @@ def _between(ended: Sequence[EndedStage], end_s: float) -> list[tuple[str, float
     """Return for each stage its name and the seconds from the end of the stage before it to its own
     end.
 
-    The time after the last stage, until `end_s`, is the stage "rest". A stage that ended before its
-    begin, as in a repeated push, takes no time.
+    The time after the last stage, until `end_s`, is the stage "rest".
     """
     stages, since_s = list[tuple[str, float]](), 0.0
     for stage in (*ended, EndedStage("rest", end_s)):

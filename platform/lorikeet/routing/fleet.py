@@ -48,9 +48,8 @@ _COSTS_PERIOD_S = 1.0
 class Fleet:
     """Replicas of one base model, known from their status and this gateway's own requests.
 
-    Thread-safe, since Serve's router runs on another thread than the gateway's event loop: every
-    method holds one lock while it runs, for microseconds, or longer for snapshots of thousands of
-    adapters. No method blocks while it holds the lock.
+    Thread-safe: every method holds one lock while it runs, for microseconds, or longer for
+    snapshots of thousands of adapters.
 
     Events of unknown replicas and requests are ignored.
 
@@ -150,8 +149,7 @@ class Fleet:
         """Mark silent replicas as lost; return the ids of their requests without a first byte.
 
         A replica is silent if it sent a status before, but none for SILENT_S seconds, while another
-        replica's is recent. If no replica's status is recent, the fault is in this gateway, and no
-        replica counts as silent.
+        replica's is recent. If no replica's status is recent, no replica counts as silent.
         """
         with self._lock:
             now_s = self._clock()
@@ -194,9 +192,8 @@ class Fleet:
             return self._is_held(digest)
 
     def on_adapter_failed(self, digest: str) -> bool:
-        """Pause fetches of one adapter that the store cannot give or that does not load.
-
-        Returns True if a replica already has the adapter, so that it can serve it.
+        """Pause fetches of one adapter that the store cannot give or that does not load; return
+        True if a replica already has the adapter.
         """
         with self._lock:
             self._pause_fetches_of(digest, self._clock())
@@ -261,10 +258,7 @@ class Fleet:
             self._assign(request_id, replica, request, candidates)
 
     def on_accepted(self, request_id: str, replica: str) -> None:
-        """Record the replica that accepted a request; only the first call counts.
-
-        Serve and the answer's header both report the replica.
-        """
+        """Record the replica that accepted a request; only the first call counts."""
         with self._lock:
             sent = self._in_flight.get(request_id)
             if sent is None or sent.accepted_s is not None:
@@ -336,7 +330,6 @@ class Fleet:
         self._unfetchable = {**recent, digest: now_s}
 
     def _is_held(self, digest: str) -> bool:
-        """Whether a usable replica has an adapter."""
         tier = self._locations.tier
         return any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
 
@@ -370,7 +363,6 @@ class Fleet:
         )
 
     def _filter_usable(self, names: Iterable[str]) -> list[str]:
-        """Return the replicas in `names` that exist and are not lost."""
         return [name for name in names if name in self._replicas and name not in self._lost_s]
 
     def _assign(

@@ -23,9 +23,8 @@ def median_costs(
 ) -> dict[str, CostCoefficients]:
     """Return cost coefficients by replica: the median replica's, or its own if they differ much.
 
-    Measurements always differ slightly. If each replica had its own costs, the replica that seems
-    fastest by a hair would get every adapter that no replica holds, and rendezvous hashing would
-    have no effect.
+    If each replica had its own costs, the one that seems fastest by a hair would get every adapter
+    that no replica holds.
 
     `copy_s` scales with the time of a step, since waits on a slower engine are longer in the same
     proportion.

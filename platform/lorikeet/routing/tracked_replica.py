@@ -1,8 +1,7 @@
 """One replica as one gateway knows it: its last status, and the requests sent to it since.
 
-The replica's seconds for steps and adapter loads are in `TrackedReplica.costs`: `costs.loads` is a
-`LoadCosts` and `costs.steps` a `StepCosts`, both of `lorikeet_engine/costs.py`. `expected_cost` in
-ranking.py applies them.
+`TrackedReplica.costs` has the replica's seconds for steps (`StepCosts`) and adapter loads
+(`LoadCosts`), which `expected_cost` in ranking.py applies.
 """
 
 import math
@@ -224,7 +223,7 @@ class TrackedReplica:
     def _queue_share(self, tenant: str | None) -> float:
         """Return the fraction of waiting prompt tokens that go before a tenant's new request.
 
-        The engine serves the tenant that has had the fewest tokens. So from every other tenant's
+        The engine serves the tenant that has had the fewest tokens: from every other tenant's
         queue, about as many tokens go first as this tenant has waiting. Other gateways' requests
         are assumed to be distributed over tenants like this gateway's.
         """

@@ -18,7 +18,4 @@ In Serve's own processes:
   proxy_middleware.py      ASGI middleware of Serve's HTTP proxies
 Everywhere:
   replica_calls.py         broadcasts to replicas, and streams kept open from each
-
-A client that hangs up is noticed in gateway/client_disconnect.py. That cancels
-`ServeEngineClient.stream_answer`, which cancels the call to the replica.
 """

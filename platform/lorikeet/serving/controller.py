@@ -1,7 +1,4 @@
-"""Deployment that turns pins and demand into adapters for replicas to keep and prefetch.
-
-No request passes through the controller.
-"""
+"""Deployment that turns pins and demand into adapters for replicas to keep and prefetch."""
 
 import asyncio
 import logging
@@ -44,8 +41,8 @@ _STORE_TIMEOUT_S = 2.0
 class Controller:
     """Control loop that plans adapters from catalog and reports, and sends replicas their part.
 
-    A restart loses no state for long: the new controller computes the same plan from the catalog,
-    and learns demand from the counts in replicas' reports.
+    A restart loses no state for long: the new controller computes the same plan, and learns demand
+    from replicas' reports.
 
     While the store is unreachable, the controller continues with the last view of the catalog that
     it has read. A controller that starts during the outage uses the view that gateways of its

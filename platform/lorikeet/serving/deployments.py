@@ -57,9 +57,8 @@ _HEALTH_CHECKS = 64
 health checks.
 """
 _CONTROL_CALLS = 8
-"""Limit on the concurrent control calls to a replica, such as plans and reports.
-
-Generations and the two streams to each gateway are not counted.
+"""Limit on the concurrent control calls to a replica, such as plans and reports; streams are not
+counted.
 """
 _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2
@@ -107,10 +106,7 @@ def reserved_resources(settings: Settings) -> dict[str, float]:
 
 
 def _gpus(settings: Settings, base_model: str) -> int:
-    """Return the number of GPUs that a replica reserves.
-
-    A replica is one actor, so all its GPUs are on one machine.
-    """
+    """Return the number of GPUs that a replica reserves."""
     from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
 
     return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
@@ -196,10 +192,7 @@ class EngineReplica(Replica):
 
 
 class Gateway:
-    """Gateway replica: builds the services that the HTTP API uses.
-
-    Serve calls __serve_build_asgi_app__ after __init__.
-    """
+    """Gateway replica: builds the services that the HTTP API uses."""
 
     def __init__(
         self,

@@ -99,10 +99,8 @@ class NoWebSocketMiddleware:
 class KeyPacingMiddleware:
     """Middleware that starts requests with the same API key START_INTERVAL_S seconds apart.
 
-    Without pacing, a thousand simultaneous requests of one client would all start before the event
-    loop turns to other clients, and fill Serve's queue for a gateway. With pacing, at most one
-    request per key starts in an iteration of the event loop. Serve's proxy takes about as long for
-    a request as the interval. Keys are not authenticated here: unknown keys are paced too.
+    Without pacing, a thousand simultaneous requests of one client would all start before other
+    clients' requests, and fill Serve's queue for a gateway. Unknown keys are paced as well.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -169,8 +167,7 @@ class UnreadAnswerMiddleware:
 class _Answer:
     """Answer to one request, cut when a message is not read in time. A context manager.
 
-    One timer serves all messages, since a timer for each would take a tenth of a delta's time.
-    Nor does it need a task: the timer wakes callers that wait in `send` or `receive` by
+    One timer serves all messages; it wakes callers that wait in `send` or `receive` by
     cancellation, as asyncio.timeout does.
     """
 
@@ -294,10 +291,7 @@ class UnavailableMiddleware:
 
 
 class HiddenRoutesMiddleware:
-    """Middleware that hides /-/routes, Serve's public list of its applications.
-
-    Serve's /-/healthz stays visible for KubeRay's probes and HAProxy's health checks.
-    """
+    """Middleware that hides /-/routes, Serve's public list of its applications."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -349,11 +343,10 @@ class NoReadAheadMiddleware:
     Sets the header x-request-disconnect-disabled, which Serve obeys, in two cases:
 
     - PUT requests, which push adapters. Serve reads bodies into an unbounded queue, so a gateway
-      whose disk is slower than the network would hold whole blobs in memory. With the header the
-      body stays in the connection, and PushEndpoints detects a disconnect itself. (Serve's own
-      proxy reads ahead all the same.)
-    - All requests in a gateway's own server, behind HAProxy. Serve would run two tasks per request,
-      which no route needs: ReplicaResponse detects disconnects, and the other routes are short.
+      whose disk is slower than the network would hold whole blobs in memory; PushEndpoints detects
+      a disconnect itself.
+    - All requests in a gateway's own server, behind HAProxy. ReplicaResponse detects disconnects,
+      and the other routes are short.
 
     Serve's proxy must detect disconnects, because of requests that wait there for a gateway.
 
@@ -373,7 +366,6 @@ class NoReadAheadMiddleware:
 
 
 def _is_gateway() -> bool:
-    """Return whether this process is a gateway rather than Serve's proxy."""
     try:
         serve.get_replica_context()
     except RayServeException:

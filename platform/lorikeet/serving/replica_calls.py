@@ -1,8 +1,4 @@
-"""Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica.
-
-The calls of clients' requests are in engine_client.py, and so is their cancellation when a client
-hangs up, which gateway/client_disconnect.py notices.
-"""
+"""Building blocks for calls to replicas: broadcasts, and a stream kept open from each replica."""
 
 import asyncio
 import logging
@@ -37,9 +33,7 @@ _CALLS = set[asyncio.Task[Any]]()
 def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
     """Return a handle for streaming methods, with plain pickle.
 
-    Serve's default, cloudpickle, takes twice the time and is only needed for classes and functions
-    that the other side cannot import. Callers should keep the handle: Serve builds a new one, with
-    all its options, at each call.
+    Keep the handle: Serve builds a new one at each call.
     """
     return handle.options(
         stream=True, request_serialization="pickle", response_serialization="pickle"
@@ -62,9 +56,8 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
 
 
 async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -> list[Any]:
-    """Call a method on every replica of several deployments; return the answers that come in time.
-
-    A deployment that Serve cannot call is logged and left out.
+    """Call a method on every replica of several deployments that Serve can call; return the answers
+    that come in time.
     """
     answers = await asyncio.gather(*(_broadcast_or_log(handle, method) for handle in handles))
     return [answer for some in answers for answer in some]
@@ -84,8 +77,8 @@ async def broadcast_with_failures(
     """Call a method on every replica; return the answers, and the errors of replicas without an
     answer.
 
-    When the caller is cancelled, the calls still run to their end, since grpc.aio leaks a kilobyte
-    for each cancelled call, and with it 64 KB of data that was read at the same time.
+    When the caller is cancelled, the calls still run to their end, since grpc.aio leaks memory for
+    each cancelled call.
 
     timeout_s: seconds to wait for the answers; a later one counts as an error.
 
@@ -188,7 +181,6 @@ class ReplicaStreams:
                 failures += 1
 
     async def _listen_once(self, replica: str) -> None:
-        """Read one stream to its end."""
         stream = self.open_stream(replica)
         try:
             while True:

@@ -82,10 +82,7 @@ class AdapterAffinityRouter(RequestRouter):
             log.exception("replicas_not_updated")
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Mark a replica as lost, after Serve's router has found it dead.
-
-        Serve's router may notice this before Serve's controller does.
-        """
+        """Mark a replica as lost, after Serve's router has found it dead."""
         super().on_replica_actor_died(replica_id)
         self._fleet.on_replica_lost(replica_id.unique_id)
 
@@ -157,8 +154,7 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
 def routing_request_of(call: Call) -> RoutingRequest:
     """Return a call as routing sees it: work, adapter, tenant and hashes of its prompt's prefix.
 
-    Hashes the first prompt if there are several, since all go to one replica. Tenant and adapter
-    are part of the hashes, since different tenants or adapters never share cached prefixes.
+    Hashes the first prompt if there are several. Tenant and adapter are part of the hashes.
     """
     digest = call.adapter.digest if call.adapter else None
     chain = prefix_hashes(_beginning(call), call.tenant, digest)

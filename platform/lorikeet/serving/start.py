@@ -2,7 +2,7 @@
 remedy, and one that fails exits with status 1.
 
 Serve alone ends with status 0 after a failed start, and waits for ever for GPUs and CPUs that a
-machine does not have.
+machine lacks.
 """
 
 import os

@@ -178,9 +178,6 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
 
     Such goals are those that even a single request on an idle GPU misses. Also refused are adapters
     larger than a GPU's memory for adapters, and too few requests to simulate.
-
-    sample: requests of one simulation.
-    runs: number of simulations.
     """
     demand, goals, steps = needs.demand, needs.goals, needs.costs.steps
     largest = int(demand.sizes.max())

@@ -129,7 +129,6 @@ class SimulatedFleet:
             act(self._now_s)
 
     def _add_replica(self) -> None:
-        """Add a replica, whose disk is full of adapters at random."""
         setup, number = self.setup, next(self._replica_numbers)
         replica = SimulatedReplica(number, self)
         order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))

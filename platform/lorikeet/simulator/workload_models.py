@@ -1,8 +1,7 @@
 """Workload models: popularity of adapters, arrival processes, length models, recorded traces.
 
 Tests, benchmarks, load tests and the simulator draw their requests from them, with a NumPy
-Generator or a seed: equal seeds give equal traffic. Importing this module loads NumPy alone, so
-that engine benchmarks run where the platform's dependencies are not installed.
+Generator or a seed: equal seeds give equal traffic. Importing this module loads NumPy alone.
 """
 
 import csv

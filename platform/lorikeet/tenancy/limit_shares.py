@@ -5,10 +5,8 @@ are: a gateway first announces its claim, then asks the others for their claims,
 remainder. If two gateways claim the same part at once, at least one sees the other's claim (as in
 Dekker's mutual exclusion: raise the flag, then look). Shares fall at once.
 
-In two cases the shares may add up to more than 1: a gateway that has not agreed with any other yet
-has a small share that the others do not know of, and a gateway that gets no answers takes an equal
-share after a while. A gateway that is silent, but not known to be gone, keeps its share; the others
-cannot grow meanwhile.
+The shares may add up to more than 1 in two cases: a gateway that has not agreed with any other yet
+has a small share, and a gateway that gets no answers takes an equal share after a while.
 """
 
 import math

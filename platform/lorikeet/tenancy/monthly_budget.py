@@ -35,8 +35,7 @@ class MonthlyBudget:
     unseen_s: age in seconds up to which tokens that `settle` counted may be missing from recorded
         usage.
 
-    `now` is in Unix seconds in `check`, and in monotonic seconds in all other methods, because a
-    jump of the system's clock must not stop the reads.
+    `now` is in Unix seconds in `check`, and in monotonic seconds in all other methods.
     """
 
     def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:

@@ -18,10 +18,9 @@ class QueueTimeEstimator:
 
     The estimate is the number of requests without a first token divided by the rate of first tokens
     (Little's law, Operations Research 9, 1961). Engines schedule tenants by weight, so a tenant's
-    requests wait no longer than they would alone at the tenant's part of that rate: a tenant that
-    floods the service lengthens only its own wait. The rate is measured only while max_running
-    requests are under way. With fewer, the rate shows demand instead of capacity, and no request is
-    refused. Single event loop.
+    requests wait no longer than they would alone at the tenant's part of that rate. The rate is
+    measured only while max_running requests are under way. With fewer, the rate shows demand
+    instead of capacity, and no request is refused. Single event loop.
 
     max_running: this gateway's part of the requests that the engines run at once; None: no
         estimate.

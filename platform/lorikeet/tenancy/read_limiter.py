@@ -24,8 +24,8 @@ included.
 class ReadLimiter:
     """Limits that every tenant has on reads, whatever limits its admin set. Single event loop.
 
-    Rate limits of tenants and keys count requests that generate. Reads have a limit of their own,
-    so that a client that lists models or usage takes nothing from its generations.
+    Reads have a limit of their own, so that a client that lists models or usage takes nothing from
+    its generations.
 
     clock: monotonic seconds.
     """

@@ -10,10 +10,9 @@
             ├── prefill           until the first token
             └── decode            until the last token
 
-The durations of the last four are the engine's measurements for the slowest choice. The gateway
-places these spans by its own clock, as late as the times of messages allow. The last four leave
-gaps for tokenizing, detokenizing and messages between processes. Names follow OpenTelemetry's HTTP
-and GenAI conventions where these define names. Records hold no prompt, answer or key, so spans hold
+The durations of the last four are the engine's measurements for the slowest choice. They leave gaps
+for tokenizing, detokenizing and messages between processes. Names follow OpenTelemetry's HTTP and
+GenAI conventions where these define names. Records hold no prompt, answer or key, so spans hold
 none either.
 """
 
@@ -70,8 +69,8 @@ def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin 
     """Return the trace of a request; None if the request is not sampled.
 
     If the caller sent a traceparent (W3C Trace Context), the caller's decision holds. Without one,
-    the trace's id is the request's, and its last 56 bits decide: they are random in a UUID of
-    version 4, as OpenTelemetry's consistent probability sampling requires.
+    the trace's id is the request's, and its last 56 bits decide, as OpenTelemetry's consistent
+    probability sampling requires.
 
     share: fraction of requests to sample, 0 to 1.
     """
@@ -229,7 +228,6 @@ def _engine_start_s(
 
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
-    """Return attributes of the request and its outcome."""
     status = record.code and error_status(record.code, api_of_path(record.path))
     if record.first_byte_s is not None or record.usage is not None:
         status = HTTPStatus.OK
@@ -251,7 +249,6 @@ def _request(record: RequestRecord, operation: str) -> Attributes:
 
 
 def _answer(record: RequestRecord) -> Attributes:
-    """Return attributes of the answer: replica, model, adapter and tokens."""
     adapter = record.adapter
     usage = record.usage
     return {

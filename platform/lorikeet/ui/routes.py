@@ -39,10 +39,7 @@ class _File(NamedTuple):
 
 
 def ui_routes() -> APIRouter:
-    """Make the routes of the page and its files, which are read once.
-
-    The routes need no key, because the page and its files hold no data of this service.
-    """
+    """Make the routes of the page and its files, which are read once."""
     router, files = APIRouter(), _read()
 
     @router.get("/ui")

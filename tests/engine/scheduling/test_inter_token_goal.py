@@ -78,7 +78,7 @@ def make(tmp_path, shelf, monkeypatch, close_later):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
         settings = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
-        return close_later(Engine(settings, shelf, lambda *_: model)), model
+        return close_later(Engine(settings, shelf, lambda *_, **__: model)), model
 
     return make
 
@@ -133,7 +133,7 @@ def test_steps_with_a_long_prompt_keep_a_goal_that_they_would_exceed_without_it(
 def test_steps_deep_in_a_prompt_of_100_000_tokens_keep_the_goal_and_use_it_fully(make):
     goal_s, long = 40e-3, {"seen": True, "context": 131_072, "kv_bytes": 8 << 20}
     taken_s = mixed_s(*make(**long), 100_000, 1000)
-    assert max(taken_s) > 5 * goal_s
+    assert 1.1 * goal_s < max(taken_s) < 1.3 * goal_s, "as long as a full step at depth 0"
     kept_s = mixed_s(*make(**long, inter_token_goal_s=goal_s), 100_000, 1000)
     assert max(kept_s) <= 1.05 * goal_s
     assert sum(kept_s) < 1.15 * sum(taken_s)

@@ -138,7 +138,6 @@ def _is_old(
     """Whether PEFT before 0.19.1 wrote a pair, if a layer's experts have only this pair.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
-    pair: A and B.
     hidden: the base model's hidden size, which the shapes are compared with. If it is None, or does
         not decide, the release that wrote the config decides.
     raw: PEFT's config.
@@ -259,7 +258,6 @@ def _config_of(
 ) -> LoraConfig:
     """Return a config in which each of a blob's modules has the scaling that it was trained with.
 
-    modules: A and B of the blob's modules.
     origins: for each of these modules, the module of `config` that it was made from.
     """
     ranks: dict[str, int] = {}
@@ -283,7 +281,6 @@ def _of_parameter(
     experts: module that contains the experts.
     parameter: gate_up_proj or down_proj.
     module: name of the wrapper in `config`.
-    pair: A and B of the wrapper.
     config: tells the wrapper's LoRA rank.
     """
     rank, rows = config.rank(module), pair["A"].shape[0]
@@ -314,7 +311,6 @@ def _cut(
 
     pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter. If they were
         transposed: A [rank · experts, d_in] and B [d_out, experts · rank].
-    rank: LoRA rank of the parameter.
     count: number of experts.
     outputs: rows of B that belong to the linear.
     ranks: ranks of A and B that belong to the linear.
@@ -344,7 +340,6 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
     """Whether gate_proj uses only the first half of the ranks, and up_proj only the second half.
 
     b: B of a gate_up_proj, [2 · intermediate, rank · count].
-    rank: LoRA rank of the gate_up_proj.
     count: number of experts.
     """
     if rank % 2 or b.shape[0] % 2:
@@ -361,7 +356,6 @@ def _of_numbered(
 
     module: name of the linear in blobs.
     members: for each expert's number, its module in `pairs`.
-    pairs: A and B by module.
     config: tells rank and scaling of each module.
 
     Raises AdapterRejected if an expert lacks matrices, or if experts differ in shape, dtype or

@@ -1,7 +1,7 @@
 """Classes that describe a family of base models: its linears, norms and switches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -81,10 +81,7 @@ class Linear:
 
     @property
     def is_never_fp8(self) -> bool:
-        """Whether the linear stays in floats beside FP8 linears, as in Qwen's FP8 checkpoints.
-
-        Such linears choose or weigh experts, or are b and a of a delta net.
-        """
+        """Whether the linear stays in floats beside FP8 linears, as in Qwen's FP8 checkpoints."""
         kinds = Width.EXPERTS, Width.ONE, Width.DELTA_GATES, Width.DELTA_BA
         return self.outputs[0] in kinds
 
@@ -162,6 +159,8 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
+    rope_parameters: section of rotary embeddings of a config.json that has none; with
+        llama_4_scaling_beta if the family's queries grow with their position.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     """
@@ -177,6 +176,7 @@ class Family:
     experts: ExpertKeys | None = None
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     scales_in_module: bool = False
 
     @property

@@ -90,17 +90,12 @@ class _GroupPages:
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
-    If layers differ in their windows, a step is planned once for each window, because a FlashInfer
-    plan fixes the window. Groups of layers with the same window differ only in their KV pages:
-    before the first layer of another group runs, that group's page numbers are copied to the plan's
-    buffer, a few times a step.
+    If layers differ in their windows, a step is planned once for each window.
 
     Small steps, each captured in one CUDA graph, use neither `plan` nor `attend`: `captured` gives
-    their graphs a PagedDecode. If a step's prompts attend to many tokens, PagedDecode also computes
-    the step's decodes, so that FlashInfer plans the prompts alone: it cuts all queries of a launch
-    into tiles of one size, chosen by their mean length. With tiles as small as decodes need, a
-    prompt chunk would read its keys many times. On Hopper, with long contexts, HopperPrefill
-    instead of FlashInfer computes such prompts, provided that PagedDecode has the capacity for the
+    their graphs a PagedDecode. If a step's prompts attend to many tokens, FlashInfer computes the
+    prompts alone, and PagedDecode the step's decodes. On Hopper, with long contexts, HopperPrefill
+    computes such prompts instead of FlashInfer, provided that PagedDecode has the capacity for the
     step's decodes.
     """
 
@@ -235,10 +230,7 @@ class FlashInferAttention:
         return result[..., :-missing].contiguous() if missing else result
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens.
-
-        See CapturableAttention.captured.
-        """
+        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens."""
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
@@ -280,9 +272,8 @@ def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     """Return the size of FlashInfer's workspace, which holds float32 partial results, in bytes.
 
-    FlashInfer splits long sequences among blocks. It starts two blocks for each multiprocessor,
-    each with a tile of at most 128 query rows of one head, and stores each row's sum of
-    exponentials in addition to its values.
+    FlashInfer starts two blocks for each multiprocessor, each with a tile of at most 128 query rows
+    of one head, and stores each row's sum of exponentials in addition to its values.
     """
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = blocks // shape.kv_heads * shape.heads * 128

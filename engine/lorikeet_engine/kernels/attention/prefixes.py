@@ -134,7 +134,6 @@ def _divided(
 ) -> tuple[PageTable, PageTable]:
     """Divide a page table into one for prefix parts and one for each sequence's other pages.
 
-    table: pages of the step's sequences.
     before [sequences]: number of each sequence's first pages that go to prefix parts.
     pages [parts]: number of pages of each part.
     """

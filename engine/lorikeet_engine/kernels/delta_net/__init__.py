@@ -145,9 +145,9 @@ class Ring(NamedTuple):
     keys [slots, key_heads, entries, key_dim] float32: keys divided by their length
     corrections [slots, value_heads, entries, value_dim] float32: β (v − S k)
     decays [slots, value_heads, entries] float32: g
-    counts [slots, value_heads, value_dim] int8: number of the slot's tokens, 0 to entries. The same
-      for all values of a slot, and kept for each, so that the programs of a kernel, which compute
-      different values, share no count
+    counts [slots, value_heads, value_dim] int8: number of the slot's tokens, 0 to entries. All
+      values of a slot have the same count; each has its own copy, so that no two programs of a
+      kernel share one
 
     The number of entries is 1 less than a power of 2. All tensors are contiguous.
     """

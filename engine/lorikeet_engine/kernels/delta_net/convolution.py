@@ -158,8 +158,7 @@ def _prefill_convolution(
 ) -> None:
     """Compute the convolution of one chunk of a sequence's tokens for a block of channels.
 
-    The program of a sequence's first chunk also replaces the sequence's state by the new one: no
-    other program reads these channels of the state.
+    The program of a sequence's first chunk also replaces the sequence's state by the new one.
 
     slots, starts, ends, chunks, saves: see Prefills. All other operands: see _decode_convolution.
     """

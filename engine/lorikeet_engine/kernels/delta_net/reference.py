@@ -327,9 +327,6 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's state after a chunk, and the chunk's outputs.
 
-    A token's correction of the state depends on the corrections by all earlier tokens of the chunk.
-    So a chunk's corrections are the solution of a triangular system of equations.
-
     state [value_heads, value_dim, key_dim]
     q, k [value_heads, tokens, key_dim], v [value_heads, tokens, value_dim]
     g, beta [value_heads, tokens]

@@ -24,10 +24,8 @@ def linear(
     Both dimensions of the weight must be multiples of 16.
 
     Sums stay in the tensor cores, with some 14 bits (use_fast_accum): the DeepSeek-V3 report,
-    §3.3.2, found errors up to 2% in sums of 4,096 products. Adding them up in float32 every few
-    products would take time, and rounding to FP8 changes each of the two factors by up to 6%
-    anyway. If blocks of the weight have scales, only the sums over one block's columns stay in the
-    tensor cores.
+    §3.3.2, found errors up to 2% in sums of 4,096 products. If blocks of the weight have scales,
+    only the sums over one block's columns stay in the tensor cores.
     """
     if len(x) == 1:
         return gemv(x, weight, bias)
@@ -67,8 +65,7 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
     """Compute tokens·Wᵀ by cuBLASLt for a weight W that has a scale for each block of 128 x 128.
 
     cuBLASLt also requires a scale for each block of a token; a token's single scale is repeated.
-    Tokens are padded with rows of zeros to a multiple of 16, as cuBLASLt has no product for two
-    tokens.
+    Tokens are padded with rows of zeros to a multiple of 16.
     """
     count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales

@@ -137,9 +137,6 @@ def _find_likeliest(
 ) -> None:
     """Find one row's most likely tokens and their log probabilities.
 
-    First computes the row's largest logit and log-sum of exponentials, then finds the groups that
-    contain the tokens, then the tokens.
-
     logits, wanted, most: operands of kernels.log_softmax.likeliest.
     parts, largest: results of _sum_chunks_of_exp.
     norms, packed: the tensors of LogprobRows, written here.

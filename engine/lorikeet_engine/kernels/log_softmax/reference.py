@@ -54,8 +54,7 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return ids [rows, k] of the k largest logits [rows, vocab] float32; ties go to the lower id.
 
     A group of neighbours contains one of the k tokens only if its largest logit is among the k
-    largest of all groups (ties go to the first group). So each logit is read once, and few are
-    sorted.
+    largest of all groups, so few logits are sorted.
     """
     vocab = logits.shape[-1]
     padded = F.pad(logits, (0, -vocab % _GROUP), value=-torch.inf)

@@ -1,7 +1,4 @@
-"""LoRA's second product in Triton: B·v, from rank to hidden width.
-
-One launch computes all parts of a fused linear, such as q, k and v.
-"""
+"""LoRA's second product in Triton: B·v, from rank to hidden width."""
 
 import torch
 import triton
@@ -119,9 +116,6 @@ def _expand_few(
 ) -> None:
     """Compute LoRA's delta for one or two tokens and a block of columns of one slice.
 
-    A thread holds some neighbouring columns of all ranks, so no sum crosses threads. Loads of the
-    first weights are issued before the wait for `shrink`.
-
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
     arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
         first.
@@ -188,8 +182,6 @@ def _two_products(
     block_parts: tl.constexpr,
 ) -> tl.tuple:
     """Multiply v of two tokens by b [ranks, columns] → two results [columns] float32.
-
-    Both results take one pass over b, so that b's float32 values are never all in registers.
 
     v_row: pointer to v of the first token; the second token's v follows after token_stride.
     k: indices of the ranks in b.
@@ -332,8 +324,6 @@ def sum_parts(
     block_parts: tl.constexpr,
 ) -> tl.tensor:
     """Sum v over the parts that `shrink` wrote → [tokens, ranks].
-
-    Several loads are in flight at once.
 
     v_tile: pointers to v in the first part. part_stride: elements from one part to the next.
     real: mask of the tokens that exist.

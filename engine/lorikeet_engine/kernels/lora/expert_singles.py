@@ -1,9 +1,7 @@
 """LoRA of experts for short runs: a program computes one row, without tensor cores.
 
-A run is the neighbouring rows of one expert and one adapter. Products of one row are bound by
-reading A and B. A tile of several rows, as in expert_tiles, would hold mostly zeros, and its
-program would wait longer for the first numbers that it reads. The rows of a run read the same
-numbers of A and B at about the same time, all but the first row from the GPU's cache.
+A run is the neighbouring rows of one expert and one adapter. A tile of several rows, as in
+expert_tiles, would hold mostly zeros.
 """
 
 import torch

@@ -52,8 +52,7 @@ def add_expert_lora(
 
     In the arena, an expert's A starts rank · d_in elements after the previous expert's A, and an
     expert's B rank · d_out elements after the previous expert's B. Sums are float32; rows without
-    an adapter keep their y. On CUDA these are two launches, whose programs end at once if adapters
-    change no expert. Raises ShapeError.
+    an adapter keep their y. Raises ShapeError.
     """
     if experts is None:
         return

@@ -2,8 +2,7 @@
 
 One launch computes all parts of a fused linear, such as q, k and v. d_in is split among programs
 (split-K), or a decode would have too few programs to keep the memory busy. Each program writes the
-sum over its own part of d_in, and `expand` adds these sums when it reads them: nothing has to be
-zeroed first, no additional launch is needed, and the order of the sums is always the same.
+sum over its own part of d_in; `expand` adds up these sums, always in the same order.
 """
 
 import torch
@@ -100,9 +99,9 @@ def _shrink(
 ) -> None:
     """Compute A·x for one tile of tokens, one block of v's columns and one part of d_in.
 
-    A column of v is a rank of a slice. In a decode a block holds ranks of one slice, fewer for an
-    adapter of a low rank; programs beyond an adapter's rank end at once. In a prefill a block holds
-    all columns of most adapters, so that x is read once.
+    A column of v is a rank of a slice. In a decode a block holds ranks of one slice; programs
+    beyond an adapter's rank end at once. In a prefill a block holds all columns of most adapters,
+    so that x is read once.
 
     x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
     slot_stride, layer_stride: strides of the table.

@@ -2,9 +2,9 @@
 
 Tiles are cut as in `grouped`. The tensor cores' products have at least 64 rows, while 16 columns
 are enough: here an expert's outputs are the rows, and its tokens the columns. A tile's sums stay in
-the tensor cores until its end (kernels/fp8/fused.linear gives the loss of precision), then are
-multiplied by the scales of the expert's outputs and of the tokens. If a weight's blocks have
-scales, only the sums over one block's columns stay there, and scales are prefetched as weights are.
+the tensor cores until its end; kernels/fp8/fused.linear gives the loss of precision. If a weight's
+blocks have scales, only the sums over one block's columns stay there, and scales are prefetched as
+weights are.
 
 To tune this kernel, change only TILES.
 """

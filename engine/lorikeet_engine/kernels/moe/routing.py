@@ -124,7 +124,7 @@ def sum_weighed(
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
     y: see kernels.moe.combine; out: its result. rows, weights, per_token: see RoutedRows.
-    width: columns of y. block: number of columns of a block.
+    width: columns of y.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

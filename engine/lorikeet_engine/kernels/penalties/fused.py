@@ -40,8 +40,6 @@ def _penalise(
 ) -> None:
     """Apply penalties and biases to a block of tokens of one row.
 
-    IEEE 754's division makes results equal to the CPU's.
-
     logits, rows, slots: operands of kernels.penalties.penalise.
     seen, biases, penalties: see PenaltyState.
     changed: the copied rows. block: number of tokens of a block.

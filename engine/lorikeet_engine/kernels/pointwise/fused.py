@@ -1,8 +1,4 @@
-"""Pointwise operators in Triton: one launch each, every tensor read and written once.
-
-Every operator adds `lora`, the LoRA delta of the product that it reads, first, in float32.
-kernels/pointwise/__init__.py calls this module on CUDA, and defines shapes and dtypes.
-"""
+"""Pointwise operators in Triton: one launch each, every tensor read and written once."""
 
 import torch
 import triton
@@ -37,10 +33,7 @@ COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise.
-
-    In a prefill expand_act_and_mul expands the LoRA delta in the same launch.
-    """
+    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise."""
     if isinstance(lora, UnexpandedDelta):
         return expand_act_and_mul(x, lora, gelu=gelu)
     tokens, width = x.shape[0], x.shape[1] // 2
@@ -53,11 +46,7 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8.
-
-    One launch does both, except in a prefill: there each program of expand_act_and_mul has only
-    part of a row, so another launch rounds.
-    """
+    """Compute act_and_mul, and round each row of its result to FP8."""
     if isinstance(lora, UnexpandedDelta):
         y = expand_act_and_mul(x, lora, gelu=gelu)
         return Activations(y, quantize_rows(y))
@@ -166,7 +155,7 @@ def _act_and_mul(
 ) -> None:
     """Compute some columns of one token's activation, silu(g) · u or gelu(g) · u.
 
-    Operands: see act_and_mul and _gated. y: result. block: number of columns.
+    Operands: see act_and_mul and _gated. y: result.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -189,8 +178,6 @@ def _act_and_mul_fp8(
     least_scale: tl.constexpr,
 ) -> None:
     """Compute one token's activation, then read it again from the cache and round it to FP8.
-
-    The activation is read again because it does not fit in registers.
 
     Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
     block: number of columns computed at once. largest, least_scale: see fp8.fused.scale_of.
@@ -223,8 +210,7 @@ def _add_delta(
 ) -> None:
     """Add the LoRA delta to some columns of one token.
 
-    y: see add_delta. lora, adapted: the LoRA delta, as lora_operands.operands returns it. block:
-        number of columns.
+    y: see add_delta. lora, adapted: the LoRA delta, as lora_operands.operands returns it.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

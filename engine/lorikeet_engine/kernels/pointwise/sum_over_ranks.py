@@ -1,7 +1,4 @@
-"""Sum of one token's row over ranks, inside the kernel that normalises the row.
-
-Rows are sent through a RowExchange (parallel/sums.py).
-"""
+"""Sum of one token's row over ranks, inside the kernel that normalises the row."""
 
 import torch
 import triton

@@ -7,7 +7,7 @@ reads only this chunk again. top_p costs one more pass over the row for each dra
 at most 1 / top_p draws on average.
 
 For top_k, the k-th largest of the groups' largest logits is a lower bound of the row's k-th logit.
-Few groups reach the bound, about k of 2,000, and all later passes read only these groups.
+Few groups reach the bound, about k of 2,000; only these groups are read again.
 """
 
 import torch

@@ -42,9 +42,9 @@ class AdapterSource(Protocol):
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob to `path`, replacing the file there.
 
-        Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. If None
-        is returned, the caller reads the file to compute it. Called on loading threads. May raise
-        any exception; AdapterMissing if the store answers that it has no such blob.
+        Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. Called on
+        loading threads. May raise any exception; AdapterMissing if the store answers that it has no
+        such blob.
         """
 
 
@@ -120,7 +120,7 @@ class DiskCache:
         """Fetch and verify an adapter's blob, unless the folder has the blob or its image already.
 
         If several threads or processes need the same blob at once, one of them fetches it while the
-        others wait. After the wait, the blob is not fetched if its image is in the folder.
+        others wait.
 
         Raises AdapterLoadFailed if the content does not match the digest; errors of the source pass
         through.

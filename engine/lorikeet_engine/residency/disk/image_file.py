@@ -1,12 +1,9 @@
 """The file format of an adapter's image on the disk, so that a blob is packed only once.
 
-A safetensors file with one tensor, `image`. The metadata holds the file's own name, the ranks of
-PackedLayout.rows and the linears that share A, which determine the whole layout, and each layer's
-checksum. The name contains a fingerprint of all that the image depends on, so no process reads an
-image for another model, dtype or number of GPUs.
-
-A file gets its name only once it is complete on the disk. Later damage is found by the checksums
-when the file is read (checksums.py).
+A safetensors file with one tensor, `image`. The metadata holds the file's name, all that determines
+the layout (the ranks of PackedLayout.rows and the linears that share A), and each layer's checksum
+(checksums.py). The name contains a fingerprint of all that the image depends on, so no process
+reads an image for another model, dtype or number of GPUs.
 """
 
 import hashlib
@@ -39,8 +36,8 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
     """Return a fingerprint of all that determines an image apart from the blob: 16 hex digits.
 
-    limits: limits on adapters. Included because a blob is checked against them when it is packed,
-        but its image file is read without this check.
+    limits: limits on adapters. They are included because an image file is read without the checks
+        of its blob.
     dtype: dtype of the image.
     world: number of tensor parallel ranks that share the model.
     """

@@ -54,8 +54,8 @@ class _IncomingBlob:
 
     due_s: monotonic time after which the packing is given up.
     file_id: device and inode of the file, once it is open.
-    wanted: event, set once the file is known to be the verified blob.
-    ended: event, set once packing has ended, with or without an image.
+    wanted: set once the file is known to be the verified blob.
+    ended: set once packing has ended, with or without an image.
     dropped: whether packing must stop, or not begin.
     image: the packed image, if packing has succeeded.
     """

@@ -21,8 +21,7 @@ _SETTLED_NS = 100_000_000
 class DiskIndex:
     """Files in a disk cache's folder, as of the last listing and this process's later changes.
 
-    Each file's size is read once, since complete files never change. Only one thread may call
-    `changed`. Any thread may call the other methods, and `holds` never blocks.
+    Only one thread may call `changed`; any thread may call the other methods. `holds` never blocks.
 
     adapters: number of adapters with a usable file, at the last listing.
     bytes: size of all files, at the last listing.

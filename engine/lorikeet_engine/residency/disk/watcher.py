@@ -1,7 +1,6 @@
 """Thread that locks pinned files of the disk cache, and finds changes by other processes.
 
-Other processes may exceed the cache's budget, as replicas do with blobs that trainers push. Then
-the thread lets the cache evict files.
+If other processes exceed the cache's budget, the thread lets the cache evict files.
 """
 
 import logging

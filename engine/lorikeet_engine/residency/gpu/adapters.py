@@ -196,8 +196,7 @@ class GpuAdapters:
     def victim(self, itemsize: int) -> EvictionCandidate | None:
         """Return the adapter that would be evicted first; None if none can be evicted.
 
-        The returned number of uses is rounded to tenths, because the exact number changes all the
-        time.
+        The number of uses is rounded to tenths.
 
         itemsize: bytes per element.
         """
@@ -261,8 +260,8 @@ class GpuAdapters:
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; return None if it cannot be leased now.
 
-        Nothing is copied or moved. The lease counts as a use, so the adapter gets a new eviction
-        score (eviction_score.py).
+        Nothing is copied or moved. The lease counts as a use for the eviction score
+        (eviction_score.py).
 
         on_release: called when the lease ends.
         """
@@ -434,10 +433,8 @@ class GpuAdapters:
         """Evict adapters until an image fits without moving other images, because moves delay
         steps.
 
-        Gives up when the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size, or
-        when no more adapters may be evicted.
+        Gives up once the evicted adapters add up to _EVICT_BEFORE_MOVING times the image's size.
 
-        layout: layout of the image.
         below: evict only adapters with a score lower than this.
         """
         left = _EVICT_BEFORE_MOVING * layout.elements

@@ -18,8 +18,7 @@ slots were reused since. Three cases need care:
 1. A copy overwrites an evicted image. Only steps launched during that image's leases can read it.
    So the end of the last lease records an event (ReadsEnd), and the eviction makes the copying
    stream wait for the event (ClearRow). By then the event has usually completed, and the copy
-   begins at once, whatever the computing stream does. The copying stream is ordered, so later
-   copies need not wait for this event again.
+   begins at once.
 2. Images move. The moves begin after all earlier copies have ended, including the parts of paced
    copies (image_copies.py), and later copies begin after all moves.
 3. A step reads a copied image. The step is launched after the adapter was leased, and that is after
@@ -30,7 +29,7 @@ Checksums are safe: the checksum of a copy follows it on the copying stream. Per
 adapter was evicted.
 
 The arena is allocated once and outlives every copy, so torch's allocator, which does not know the
-copying stream, never reuses its memory. The image is held on the host until the copy's event.
+copying stream, never reuses its memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,8 +85,7 @@ class ReadsEnd:
 class ClearRow:
     """Command to clear a freed slot's row of the table: rank 0 everywhere.
 
-    Copies that follow this command begin only after the steps that may still read the evicted
-    image.
+    Copies that follow begin only after the steps that may still read the evicted image.
     """
 
     slot: int

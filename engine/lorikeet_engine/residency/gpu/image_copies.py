@@ -1,9 +1,8 @@
 """Copies of images from the host to the arena, and the thread that waits for their ends.
 
 A large image is copied in parts. In a single part, 1.7 GB would occupy the PCIe bus for 35 ms, and
-the uploads of steps' inputs would wait for that. So the parts in flight never occupy the bus for
-more than a third of a millisecond. Whenever a part is complete, the waiting thread launches the
-next.
+delay the uploads of steps' inputs. The parts in flight occupy the bus for at most a third of a
+millisecond.
 """
 
 import threading

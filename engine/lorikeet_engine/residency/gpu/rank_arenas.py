@@ -1,8 +1,8 @@
 """Arenas of a tensor parallel replica, in which all ranks repeat the leader's operations.
 
-All ranks' images of an adapter are laid out alike, so an offset in one arena is valid in all, and
-one process's slot pool (slots.py) serves all ranks. Followers receive commands and steps in one
-order, so the ordering of streams that arena.py describes holds in each rank.
+All ranks' images of an adapter are laid out alike: an offset in one arena is valid in all, and one
+process's slot pool (slots.py) serves all ranks. Followers receive commands and steps in one order,
+so the ordering of streams that arena.py describes holds in each rank.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,8 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its GPU, and to report the copy's end.
-
-    The report contains the checksum of the image on the GPU.
+    """Command to copy a rank's image from the host to its GPU, and to report its checksum at the
+    copy's end.
 
     copy: number that identifies the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks

@@ -1,7 +1,5 @@
 """Slot pool: computes the places of images in the device's arena.
 
-Does not touch the memory itself.
-
 An image lies in one piece if a hole fits it; otherwise it is split between layers, and its pieces
 fill the largest holes. Only if that fails are other images moved. A slot is a row of the table of
 adapters, and stays the same while its image moves.
@@ -49,10 +47,8 @@ class SlotAllocation:
 class SlotPool:
     """Fixed number of GPU slots for images of any size.
 
-    Moves images if free blocks are too small.
-
-    Computes places only; a DeviceArena runs the resulting commands. For the engine's thread only,
-    except `placed`.
+    Computes places, and moves images if free blocks are too small; a DeviceArena runs the resulting
+    commands. For the engine's thread only, except `placed`.
 
     elements: size of the arena.
     slots: number of slots, which are rows of the table of adapters.

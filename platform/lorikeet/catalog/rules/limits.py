@@ -81,10 +81,7 @@ def options_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput unless each option of a tenant or a key has an allowed value.
-
-    check_key_options checks the options that only keys have.
-    """
+    """Raise InvalidInput unless each option of a tenant or a key has an allowed value."""
     for name, value in options.items():
         want = _unmet(name, value)
         if want is not None:
@@ -156,8 +153,6 @@ def check_expiry(expires: float | None, now: float) -> None:
 
 def check_text(text: str, longest: int, param: str) -> None:
     """Raise InvalidInput unless a text is printable and at most `longest` characters.
-
-    Terminals show the text, so control characters are refused.
 
     param: name of the request's field, for the error.
     """

@@ -24,8 +24,8 @@ class LocalStore:
     """ObjectStore in a folder, which the first write creates.
 
     A key's folders are created by a write and removed by the deletion of their last object. Each
-    object is written to a temporary file, synced, then renamed or linked into place, so that a
-    crash leaves at most a temporary file, which no reader looks at.
+    object is written to a temporary file, synced, then renamed or linked into place; a crash leaves
+    at most a temporary file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +125,6 @@ class LocalStore:
     def _place(self, key: str, unfinished: Path, place: Callable[[Path], object]) -> None:
         """Bring a temporary file to an object's path, and sync the path's folder.
 
-        unfinished: the temporary file.
         place: renames or links the temporary file to a path.
         """
         path = self._path(key)
@@ -176,7 +175,7 @@ class LocalStore:
 class LocalParts:
     """PartStore in which every part is an object of its own, and no part has a URL.
 
-    Parts arrive through the gateway. `download` concatenates them; `join` and `copy` do nothing.
+    `download` concatenates them; `join` and `copy` do nothing.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -233,7 +232,8 @@ class LocalParts:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # of another process, which may remove it at once
+            folder.mkdir()
         _sync(folder.parent)
 
 

@@ -2,7 +2,7 @@
 
 One thread per connection writes its range into the file. The caller's thread reads back the bytes
 that have arrived without a gap, from the page cache, and hashes them. The digest is therefore known
-a few milliseconds after the last byte, and no data is buffered in memory.
+a few milliseconds after the last byte.
 """
 
 import hashlib

@@ -392,10 +392,7 @@ class S3Parts:
                     yield UnfinishedUpload(key, found["UploadId"], found["Initiated"].timestamp())
 
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
-        """Return the size in bytes and the ETag of each part of an upload, by part number.
-
-        Reads one page of up to 1,000 parts: an upload has no more.
-        """
+        """Return the size in bytes and the ETag of each part of an upload, by part number."""
         with self._errors(key):
             answer = self._client.list_parts(**self._address(key), UploadId=token)
         return {
@@ -411,11 +408,7 @@ def _is_conflict(error: ClientError) -> bool:
 
 
 def _explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
-    """Translate S3's answer about a key into an error that says what to do.
-
-    url: the store's URL.
-    bucket, key: bucket and key of the failed call.
-    """
+    """Translate S3's answer about a key into an error that says what to do."""
     code = _code(error)
     if code in _ABSENT:
         return ObjectNotFound(f"no object {key} in {url}")

@@ -1,8 +1,8 @@
 """Reader of adapters in pickles: PEFT's adapter_model.bin of 2023, or trainers' pytorch_model.bin.
 
 Opening a pickle can run code. torch's weights_only reads tensors and plain containers, and refuses
-the rest. No other module opens an adapter's pickle, and this one runs offline, on the machine of
-the admin who has the file.
+the rest. This module alone opens an adapter's pickle, offline, on the machine of the admin who has
+the file.
 """
 
 from collections.abc import Mapping

@@ -118,7 +118,6 @@ def _send(
 
 
 def _pack(folder: Path, blob: Path) -> str:
-    """Pack an adapter's folder into one file; return the file's digest."""
     try:
         return write_blob(folder, blob, print_warning)
     except OSError as error:

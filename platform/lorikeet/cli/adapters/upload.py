@@ -237,7 +237,6 @@ class _BlobUpload:
         """Send a part to the store by its presigned URL.
 
         number: number of the part, for the progress bar.
-        chunks: bytes of the part.
 
         Raises ServerUnavailable: a later attempt with new URLs may still work.
         """

@@ -148,8 +148,8 @@ async def _send_all(
 ) -> None:
     """Send a tenant's requests at their due times, whether or not earlier requests are answered.
 
-    In a run alone and a run together with others, a tenant's requests have equal arrival times and
-    different prompts, so no prompt is in the prefix cache.
+    A tenant's requests have equal arrival times and different prompts in a run alone and in a run
+    with others.
 
     kind: alone or shared; part of the seed of the prompts.
     seen: measurements, to which the outcomes are added.

@@ -96,7 +96,6 @@ def _by_name(value: Mapping[str, int | Path]) -> str:
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    """Format a setting's value and default, to print after its name."""
     if row["value"] is None:
         return " is not set"
     default = f"   (default: {row['default'] or 'not set'})" if row["given"] else ""

@@ -77,10 +77,7 @@ def adapter_routes(services: Services, catalog_view: GatewayCatalogView) -> APIR
 
 
 class AdapterEndpoints:
-    """Endpoints that list, show, promote, roll back and retire adapters.
-
-    Endpoints that change the catalog are synchronous, so FastAPI runs them in threads.
-    """
+    """Endpoints that list, show, promote, roll back and retire adapters."""
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._catalog, self._base_models = services.catalog, services.base_models

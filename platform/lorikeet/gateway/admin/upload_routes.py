@@ -245,7 +245,6 @@ def _begin(uploads: ResumableUploads, wanted: BeginUpload, actor: str) -> Json:
 def _check_part(part: Path, size: int, md5: str | None) -> None:
     """Raise InvalidInput unless an uploaded part has the expected size and MD5.
 
-    part: file with the part.
     md5: the request's Content-MD5 header; None: not checked.
     """
     if part.stat().st_size != size:

@@ -192,10 +192,7 @@ class Message(Body):
 
 
 def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return messages as chat templates expect them; deprecated function calls become tool calls.
-
-    These tool calls get ids of nine characters, because Mistral's templates require that length.
-    """
+    """Return messages for chat templates; deprecated function calls become tool calls."""
     shown = list[dict[str, Any]]()
     call_id = ""
     for index, message in enumerate(messages):

@@ -27,10 +27,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function: namespace.name, or name alone.
-
-    Neither a namespace's nor a function's own name contains a dot.
-    """
+    """Return the name by which the model knows a function: namespace.name, or name alone."""
     return name if namespace is None else f"{namespace}.{name}"
 
 

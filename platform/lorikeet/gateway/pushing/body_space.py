@@ -46,8 +46,7 @@ class BodySpace:
 
     A body claims its declared size before it arrives. If the space does not suffice, all tenants
     with bodies have equal shares of it. A new body of a tenant within its share then displaces
-    bodies of tenants that exceed their shares, the slowest body first. Otherwise a push key that
-    sends many large bodies slowly would keep all others from pushing.
+    bodies of tenants that exceed their shares, the slowest body first.
 
     free_bytes: function that returns the free space of the bodies' file system.
     """

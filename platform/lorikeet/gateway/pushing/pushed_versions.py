@@ -1,8 +1,7 @@
 """Pushed versions that replicas have but that the catalog's log does not have yet.
 
 Every gateway knows these versions: the gateway that received a push announces it to the other
-gateways repeatedly, until the log has the version. If the announcements of another gateway's
-version stop, the version is forgotten.
+gateways until the log has the version, and they forget it if the announcements stop.
 """
 
 import time
@@ -145,9 +144,7 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version even without announcements, because its push is in this gateway's
-        pipeline.
-        """
+        """Keep a version of a push in this gateway's pipeline, even without announcements."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
@@ -261,10 +258,7 @@ class PushedVersions:
         return version.alias if claim.created == version.created and not claim.is_over else None
 
     def _end_claim(self, version: PushedVersion) -> None:
-        """Prevent later announcements of a version from moving the version's alias.
-
-        Called once the catalog's log has moved the alias, to this version or another.
-        """
+        """Prevent later announcements of a version from moving the version's alias."""
         claim = self._claims.get((version.tenant, version.name, version.alias or ""))
         if claim is not None and claim.created == version.created:
             claim.is_over = True

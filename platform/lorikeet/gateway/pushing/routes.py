@@ -58,8 +58,7 @@ because each occupies one of the requests that the gateway runs at once.
 
 
 class PushQuery(BaseModel):
-    """Query parameters of a push. Unknown parameters are refused: if lifetime_s were misspelt and
-    ignored, the version would become durable.
+    """Query parameters of a push. Unknown parameters are refused.
 
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
@@ -292,8 +291,6 @@ class PushEndpoints:
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
         """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
         refused.
-
-        push_request: the push's adapter, digest and options.
         """
         tenant, hold = push_request.pusher.caller.tenant, push_request.pusher.hold
         if push_request.query.base_model:
@@ -349,7 +346,6 @@ class PushEndpoints:
         """Announce a large blob to replicas while it arrives, if its base model is already known.
 
         blob: file to which the blob is being written.
-        size_bytes: size of the whole blob.
         """
         base_models = self._services.base_models
         name = push_request.query.base_model or next(iter(base_models))
@@ -404,11 +400,7 @@ class PushEndpoints:
                 hold.release()
 
     async def _progress(self, tenant: str, name: str, digest: str) -> Progress | None:
-        """Return the state of a pushed version; None if requests cannot name it as their model.
-
-        name: name of the adapter.
-        digest: SHA-256 of the version's blob.
-        """
+        """Return the state of a pushed version; None if requests cannot name it as their model."""
         view = self._catalog_view
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)

@@ -11,9 +11,7 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
 _READS = 5
-"""Number of reads that an explanation counts as in the tenant's limit of reads. An explanation
-costs more than other reads because all gateways are asked for a request that this gateway does not
-know.
+"""Number of reads that an explanation of a request costs, because all gateways may be asked for it.
 """
 
 

@@ -51,8 +51,6 @@ def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) ->
 
     The closing tag ends the thinking. The answer follows after at most two line ends. If thinking
     is only possible and not yet begun, the answer may also begin at once.
-
-    answer: grammar of the answer in Lark.
     """
     opens, closes = (vocabulary.added.get(tag) for tag in (OPENS, CLOSES))
     # added tokens that clients see as text, but that grammars do not match as text

@@ -147,9 +147,8 @@ class _Translation:
     """Translation of one schema into keywords that grammars enforce.
 
     root: the schema to translate.
-    lets_go: whether keywords that nothing can replace are removed. False within a negated schema:
-        without these keywords the schema would match more values, and so its negation would match
-        fewer.
+    lets_go: whether keywords that nothing can replace are removed. False within a negated schema,
+        whose negation would otherwise match fewer values.
     let_go: removed keywords that nothing could replace, with the JSON path of their schema.
     ignored: the removed formats.
     hoisted: by the JSON pointer to a subschema that is copied into `$defs`, the `$ref` of its copy.
@@ -416,8 +415,6 @@ class _Translation:
     def _listed(self, items: Any) -> list[Any]:
         """Return the distinct values that an array's items may have.
 
-        items: schema of the items.
-
         Raises Inexpressible if that schema lists no values, or too many.
         """
         for _ in range(_MOST_REFERENCES):
@@ -605,7 +602,7 @@ _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]]
     "minProperties": _Translation._min_properties,
 }
 _REMOVED_WITH = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}
-"""Keywords that have a meaning only beside another keyword, by that other keyword."""
+"""Keywords that mean something only beside another keyword, by that other keyword."""
 
 
 def pointer_of(path: _Path) -> str:
@@ -649,10 +646,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _can_be_counted(parts: Mapping[str, Any]) -> bool:
-    """Return True if llguidance can enforce a schema's minProperties and maxProperties.
-
-    parts: the schema's keywords.
-    """
+    """Return True if llguidance can enforce a schema's minProperties and maxProperties."""
     required = set(parts.get("required", ()))
     if not parts.get("properties", {}).keys() - required:
         return True

@@ -30,8 +30,7 @@ _SLICES = [
 allows every text that an expression matches, llguidance adds the whole set to a mask at once.
 
 Tokens outside such sets are matched one by one, which takes a hundred times as long. The sets for
-lengths 1 to 10 serve the last characters before a `maxLength`: llguidance's own sets begin at
-length ten.
+lengths 1 to 10 serve the last characters before a `maxLength`.
 """
 _MAX_FORCED = 256  # forced tokens returned at once; a step takes fewer
 _LARK_CONTEXT = re.compile(
@@ -70,8 +69,7 @@ class ModelGrammars:
         """Set the bits of allowed tokens, as the engine's `Grammars` requires.
 
         A forced token is the only token that its grammar allows; this method writes its mask
-        itself. With hundreds of kilobytes of forced text, llguidance would take tens of
-        milliseconds for each mask.
+        itself.
 
         matchers: matchers that this class compiled, one for each choice.
         bitmasks: a row for each matcher.

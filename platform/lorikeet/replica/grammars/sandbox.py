@@ -1,7 +1,7 @@
 """Sandbox that compiles each grammar in a child process before the engine does. The child process
 also checks answers against schemas.
 
-A schema of a few bytes can take minutes, gigabytes, or overflow the stack; the child process then
+A schema of a few bytes can take minutes, gigabytes, or overflow the stack: then the child process
 dies instead of the replica. GrammarSandbox runs it: python -m lorikeet.replica.grammars.sandbox.
 """
 

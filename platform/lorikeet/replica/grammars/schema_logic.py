@@ -281,7 +281,7 @@ def _other_types(types: frozenset[str]) -> list[Any]:
 def _other_values(values: list[Any]) -> list[Any]:
     """Return schemas that together match all values except `values`.
 
-    Raises Inexpressible if there are arrays or objects among `values`.
+    Raises Inexpressible for arrays and objects.
     """
     by_type = dict[str, list[Any]]()
     for value in values:

@@ -113,7 +113,6 @@ def _call(
     """Return the grammar rules of one tool call.
 
     arguments: schema of each function's arguments, by function name.
-    syntax: the model's syntax of tool calls.
     literal: function that turns a text into a literal of a Lark rule.
     """
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
@@ -144,8 +143,6 @@ def _call_of_pairs(
 
     call: name of the first rule.
     name: name of the function.
-    schema: schema of the function's arguments.
-    syntax: the model's syntax of tool calls.
     literal: function that turns a text into a literal of a Lark rule.
 
     Raises InvalidInput if the schema cannot be held in this syntax.
