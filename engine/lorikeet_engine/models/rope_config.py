@@ -169,7 +169,7 @@ def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, 
     """Return name and content of config.json's RoPE section for layers without a window."""
     # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = raw.get(name) or {}
+    rope = raw.get(name) or family.rope
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
     beside = raw.get("rope_scaling")

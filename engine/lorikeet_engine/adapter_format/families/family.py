@@ -1,7 +1,7 @@
 """Classes that describe a family of base models: its linears, norms and switches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -135,6 +135,9 @@ class ExpertKeys:
         each, so that PEFT's target_modules selects none of them.
     shared: whether every token also passes one more expert, the shared one, whose output is
         multiplied by the sigmoid of shared_expert_gate's output.
+    clamped: whether experts are gpt-oss's: router and experts have biases, gates and the values
+        that they gate are clamped, and checkpoints store the weights of all experts as one tensor
+        [experts, d_in, d_out] in which gates and values alternate.
     """
 
     counts: tuple[str, ...]
@@ -143,6 +146,7 @@ class ExpertKeys:
     old_linears: bool = False
     parameters: bool = False
     shared: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,9 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
+    sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
+        value.
+    rope: rotary embedding to assume if config.json has none, as its rope_parameters.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     """
@@ -175,6 +182,8 @@ class Family:
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
     scales_in_module: bool = False
+    sinks: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_hybrid(self) -> bool:
