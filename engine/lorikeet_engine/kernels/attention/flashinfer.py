@@ -232,8 +232,8 @@ class FlashInferAttention:
                 return_lse=sinks is not None,
             )
             if sinks is not None:
-                add_sinks(*result, sinks)
-                result = result[0]
+                result, lse = result
+                add_sinks(result, lse, sinks)
         mixed: torch.Tensor = result
         return mixed[..., :-missing].contiguous() if missing else mixed
 
