@@ -18,13 +18,22 @@ _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
-    ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|act_and_mul|quantize)"),
+    ("LoRA's lists and rows", r"^_(list_owners|list_tiles|gather|place_logits)"),
+    (
+        "delta nets",
+        r"^_((decode|prefill)_convolution|decode_(delta_rule|with_ring)|(solve|scan)_chunks)",
+    ),
+    (
+        "norms, rotary, KV write, SiLU",
+        r"^_(add_rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
+    ),
     ("experts", r"^(_products|_gate_up|_down|choose|sort_by_expert|sum_weighed)|[gG]rouped"),
-    ("attention", r"^_decode|flashinfer|fmha"),
+    ("attention", r"^_decode$|^_merge$|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_multiply"),
     (
         "sampling",
-        r"^_(sum_chunks|draw|penalise|find_likeliest|set_given)|ArgMax|argmax|softmax|[sS]ort|scan|Philox",
+        r"^_(sum_chunks|draw|penalise|forbid|find_likeliest|set_given|set_rank)"
+        r"|ArgMax|argmax|softmax|[sS]ort|scan|Philox",
     ),
     ("torch's pointwise", r"at::native"),
 )

@@ -71,7 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weight-dtype",
-        choices=("auto", "fp8"),
+        choices=("auto", "packed", "fp8"),
         default="auto",
         help="dtype of the linears' weights",
     )

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
+from lorikeet_engine.kernels.lora.linear import FusedWeight
+from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight, pack
+from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut, stack
@@ -42,13 +45,51 @@ LLAMA_3_1_8B_FP8_BLOCKS: Mapping[str, Any] = LLAMA_3_1_8B | {
 }
 """Shapes whose linears are stored as in DeepSeek's and Qwen's FP8 checkpoints."""
 
+AWQ: Mapping[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+}
+NF4: Mapping[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+}
+LLAMA_3_1_8B_AWQ: Mapping[str, Any] = LLAMA_3_1_8B | {"quantization_config": AWQ}
+LLAMA_3_1_8B_NF4: Mapping[str, Any] = LLAMA_3_1_8B | {"quantization_config": NF4}
+"""Shapes whose linears stay in 4 bits with weight_dtype=packed, and are floats otherwise."""
+
 LLAMA_3_1_70B: Mapping[str, Any] = LLAMA_3_1_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+LLAMA_3_1_70B_AWQ: Mapping[str, Any] = LLAMA_3_1_70B | {"quantization_config": AWQ}
 
+MINISTRAL_3_8B: Mapping[str, Any] = {
+    "model_type": "ministral3",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 QWEN3_8B: Mapping[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -174,7 +215,11 @@ GPT_OSS_120B: Mapping[str, Any] = GPT_OSS_20B | {
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
+    "llama-3.1-8b-awq": LLAMA_3_1_8B_AWQ,
+    "llama-3.1-8b-nf4": LLAMA_3_1_8B_NF4,
     "llama-3.1-70b": LLAMA_3_1_70B,
+    "llama-3.1-70b-awq": LLAMA_3_1_70B_AWQ,
+    "ministral-3-8b": MINISTRAL_3_8B,
     "qwen3-8b": QWEN3_8B,
     "phi-4": PHI_4,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
@@ -202,6 +247,7 @@ class RandomCheckpoint(Checkpoint):
         seed: int = 0,
         shard: Shard = WHOLE,
         block: tuple[int, int] | None = None,
+        packed: QuantizedLinears | None = None,
     ) -> None:
         """Begin a checkpoint whose tensors are drawn when they are read.
 
@@ -209,6 +255,7 @@ class RandomCheckpoint(Checkpoint):
         rounding: format to which linears are rounded; None: not rounded.
         shard: part of each tensor that this rank reads.
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
+        packed: format of 4 bits in which linears are drawn and stay; None: linears are floats.
         """
         self.device = device
         self.shard = shard
@@ -219,6 +266,8 @@ class RandomCheckpoint(Checkpoint):
         self._staging = None
         self._seed = seed
         self._block = block
+        self.packed = packed is not None
+        self._packed_format = packed
         self._random = torch.Generator(device)
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
@@ -240,6 +289,35 @@ class RandomCheckpoint(Checkpoint):
         scales = blocks.abs().amax(dim=(1, 3)).float() / LARGEST
         rows = (blocks / scales[:, None, :, None]).to(DTYPE).reshape(weight.shape)
         return Fp8Rows(rows, scales, self._block)
+
+    def _read_packed(self, names: Sequence[str], cuts: Sequence[Cut], first: int) -> FusedWeight:
+        weight = stacked(
+            [self._packed(name, cut) for name, cut in zip(names[:first], cuts, strict=False)]
+        )
+        self.nbytes += weight.nbytes
+        if first == len(names):
+            return weight
+        return StackedWeight((weight, self.read_parts(names[first:], cuts[first:])))
+
+    def _packed(self, name: str, cut: Cut) -> PackedWeight:
+        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 to 9."""
+        stored, (d_out, d_in) = self._packed_format, cut.kept_shape
+        assert stored is not None
+        self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
+        q = self._integers(0, 16, d_out, d_in)
+        if stored.format is Quantization.NF4:
+            scales = torch.full((d_out, d_in // 64), 2 * self.deviation(name, cut))
+            levels = torch.linspace(-1, 1, 16, device=self.device)
+            there = scales.to(self.device)
+            return pack(q, there, None, levels=levels, rounded=torch.bfloat16)
+        shape = d_out, d_in // stored.group
+        scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
+        return pack(q, scales.to(self.device), self._integers(7, 10, *shape))
+
+    def _integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(
+            low, high, shape, dtype=torch.uint8, device=self.device, generator=self._random
+        )
 
     def deviation(self, _name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
@@ -266,20 +344,24 @@ def random_model(
     max_context: int | None = None,
     rounding: Quantization | None = None,
     ranks: RankGroup | None = None,
+    *,
+    packed: bool = False,
 ) -> LlamaModel:
     """Build the model of a folder that holds config.json alone, with random weights.
 
     max_context: limit on a sequence's tokens; None: the config's.
     rounding: format to which linears are rounded, unless the config names one.
     ranks: processes that share the model, of which this is one; None: no other.
+    packed: whether linears stay in the 4 bits of the format that the config names.
     """
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard
     stored = config.quantized_linears
     block = None
-    if stored is not None:
+    if stored is not None and stored.format is Quantization.FP8:
         rounding, block = stored.format, stored.block
-    checkpoint = RandomCheckpoint(device, dtype, rounding, shard=shard, block=block)
+    kept = stored if packed else None
+    checkpoint = RandomCheckpoint(device, dtype, rounding, shard=shard, block=block, packed=kept)
     return LlamaModel(config, checkpoint, ranks)
 
 

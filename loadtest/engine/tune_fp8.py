@@ -24,7 +24,8 @@ from loadtest.engine import harness
 from loadtest.engine.gpu_time import medians_ms
 from loadtest.engine.random_model import CONFIGS
 from lorikeet_engine.kernels.fp8 import Fp8Rows, few_tokens, fused
-from lorikeet_engine.kernels.fp8.few_tokens import PATH, TOKENS, ProductConfig
+from lorikeet_engine.kernels.fp8.few_tokens import PATH, TOKENS
+from lorikeet_engine.kernels.split_k import ProductConfig
 
 _BLOCKS = (
     # block_out, block_in, warps, stages

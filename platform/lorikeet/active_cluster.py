@@ -87,9 +87,8 @@ class ServiceAccountToken(httpx.Auth):
 def update_selectors(api: httpx.Client, namespace: str) -> bool:
     """Make every selector name the serving cluster if two clusters exist, and no cluster otherwise.
 
-    Returns whether all selectors are right; a failure is logged, so that the caller can try again,
-    and does not affect the other selectors. Raises KubernetesRefusal if Kubernetes permanently
-    refuses to list the clusters.
+    Returns whether all selectors are right; a failure is logged, and does not affect the other
+    selectors. Raises KubernetesRefusal if Kubernetes permanently refuses to list the clusters.
     """
     try:
         cluster = _serving_cluster(api, namespace)

@@ -31,8 +31,7 @@ class StoredResponse:
     """Response as its client got it, with the whole conversation up to it.
 
     created: Unix seconds.
-    turns: items of all inputs and outputs in order, the response's own output last, so that
-        continuing the conversation reads one object.
+    turns: items of all inputs and outputs in order, the response's own output last.
     """
 
     created: int

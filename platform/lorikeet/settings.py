@@ -105,7 +105,9 @@ A fraction is above 0 and at most 1.
 """
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
 """Numbers of at least 1 by base model."""
-WeightDtypes = Annotated[dict[str, Literal["auto", "nf4", "fp8"]], BeforeValidator(_by_model)]
+WeightDtypes = Annotated[
+    dict[str, Literal["auto", "packed", "nf4", "fp8"]], BeforeValidator(_by_model)
+]
 GenerationConfigs = Annotated[dict[str, Literal["auto", "none"]], BeforeValidator(_by_model)]
 KvDtypes = Annotated[dict[str, Literal["auto", "fp8"]], BeforeValidator(_by_model)]
 StateDtypes = Annotated[dict[str, Literal["float32", "bfloat16"]], BeforeValidator(_by_model)]
@@ -170,9 +172,10 @@ class Settings(BaseModel):
     weight_dtype: WeightDtypes = Field(
         "auto",
         validate_default=True,
-        description="rounding of the linears' weights: auto, none; fp8, half of bfloat16's memory; "
-        "nf4, the format on which QLoRA trains adapters, in as much memory as auto; a=fp8 for some "
-        "base models",
+        description="storage of the linears' weights: auto, as in the checkpoint, but 4 bits as "
+        "floats; packed, 4 bits as in an AWQ, GPTQ, W4A16 or NF4 checkpoint; fp8, rounded, half of "
+        "bfloat16's memory; nf4, rounded to the format on which QLoRA trains adapters, in as much "
+        "memory as floats; a=fp8 for some base models",
     )
     kv_dtype: KvDtypes = Field(
         "auto",

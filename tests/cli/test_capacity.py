@@ -121,6 +121,14 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
     assert answer["expected"] == alone["expected"], "a GPU's part of the host is the same"
 
 
+def test_a_kv_cache_of_few_tokens_needs_more_replicas(tmp_path: Path) -> None:
+    long = FILE.replace("{ prompt = [60, 120], answer = [30, 60] }", "{ prompt = [3000, 3500], ")
+    long = long.replace("3500], ", "3500], answer = [900, 1000] }").replace("= 45", "= 900")
+    few = long.replace("[memory]", "[memory]\nkv_tokens = 16_000")
+    told, less = (json.loads(run(written(tmp_path, text), "--json").stdout) for text in (few, long))
+    assert told["replicas"] > less["replicas"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -130,6 +138,8 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
         ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not a known field"),
         ("requests_per_s = 8", "requests_per_s = 1e9", "less than or equal to 10000"),
         ('gpu = "3GiB"', "", "memory.gpu is missing"),
+        ("[memory]", "[memory]\nkv_tokens = 8191", "want traffic.context=8192 or more"),
+        ("[memory]", "[memory]\nkv_tokens = 0", "memory.kv_tokens=0"),
         ('gpu = "3GiB"', 'gpu = "much"', "want a size such as 512MiB"),
         ('"zipf:0.8"', '"zipf"', "want distinct, uniform, identical or zipf:<exponent>"),
         ("[60, 120]", "[120, 60]", "want [p50, p99], the smaller first"),

@@ -11,7 +11,7 @@ import transformers
 
 from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import BaseShape, read_json
-from tests.engine.conftest import HYBRID, MOE
+from tests.engine.conftest import HYBRID, MOE, YARN
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
 """Name of the base model in trainers' configs, which the service knows as an alias."""
@@ -32,6 +32,11 @@ _SIZES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": 512},
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.2},
+    },
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},

@@ -6,6 +6,7 @@ build_lora_adapter. Builders of other trainers' forms name the version and file 
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -123,17 +124,25 @@ def _without(part: str, *, target: bool = False) -> Build:
     return build
 
 
-def _one_layers_experts(draft: Draft) -> None:
-    """Add matrices of each expert, in layer 0 alone."""
-    rank, shapes = draft.rank, dict[str, tuple[int, ...]]()
-    for number in range(draft.base.shape.experts):
-        for name, d_in, d_out in (("gate", 64, 40), ("up", 64, 40), ("down", 40, 64)):
-            module = f"model.layers.0.mlp.experts.{number}.{name}_proj"
-            shapes |= {
-                f"{module}.lora_A.weight": (rank, d_in),
-                f"{module}.lora_B.weight": (d_out, rank),
-            }
-    _added(shapes)(draft)
+def _experts(layers: int, path: str = "mlp.experts") -> Build:
+    """Add matrices of each expert.
+
+    layers: number of first layers.
+    path: path of the experts in a layer.
+    """
+
+    def build(draft: Draft) -> None:
+        rank, shapes = draft.rank, dict[str, tuple[int, ...]]()
+        for layer, number in product(range(layers), range(draft.base.shape.experts)):
+            for name, d_in, d_out in (("gate", 64, 40), ("up", 64, 40), ("down", 40, 64)):
+                module = f"model.layers.{layer}.{path}.{number}.{name}_proj"
+                shapes |= {
+                    f"{module}.lora_A.weight": (rank, d_in),
+                    f"{module}.lora_B.weight": (d_out, rank),
+                }
+        _added(shapes)(draft)
+
+    return build
 
 
 def _tinker_tied(draft: Draft) -> None:
@@ -372,7 +381,32 @@ FORMS: tuple[tuple[Feature, Feature, tuple[str, ...]], ...] = (
         ),
         (MIXED,),
     ),
-    (_EVERY_LINEAR, _tool("experts of one layer are lost", _one_layers_experts, _LOST), (MIXED,)),
+    (_EVERY_LINEAR, _tool("experts of one layer are lost", _experts(1), _LOST), (MIXED,)),
+    (
+        _EVERY_LINEAR,
+        _tool("experts under another name", _experts(2, "mlp.routed_experts"), "cannot be adapted"),
+        (MIXED,),
+    ),
+    (
+        _EVERY_LINEAR,
+        _tool(
+            "experts of full names are lost",
+            _then(_experts(2), _full_names, _without("mlp.experts.", target=True)),
+            _LOST,
+        ),
+        (MIXED,),
+    ),
+    # Trainers of each expert's linears target `experts` or full names (docs/adapters.md). Names of
+    # linears alone select the shared expert's in PEFT, and what remains is what PEFT would compute.
+    (
+        _EVERY_LINEAR,
+        _tool(
+            "experts that no target names are lost",
+            _then(_experts(2), _without("mlp.experts.", target=True)),
+        ),
+        (MIXED,),
+    ),
+    (_EVERY_LINEAR, _tool("Megatron-Bridge without experts", _megatron), (MIXED,)),
     (_ALONE, _tool("the vision tower beside it", _vision), ALL),
     (
         _ALONE,

@@ -20,7 +20,9 @@ from lorikeet.doctor.finding import Severity
 from lorikeet.doctor.machine import Cuda
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.replica.request_builder import MOST_LOGPROBS
+from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
+from tests.engine.models.quantized_checkpoints import AWQ, awq, linears
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 
@@ -52,6 +54,7 @@ class Fault(NamedTuple):
 
 
 A100 = replace(H100, name="NVIDIA A100", capability=(8, 0))
+T4 = replace(H100, name="Tesla T4", capability=(7, 5))
 
 
 def gpus(count: int, **more: str) -> dict[str, object]:
@@ -120,7 +123,11 @@ PLANTED = {
         "lower LORIKEET_MAX_CONTEXT",
     ),
     "a weight dtype that there is not": Fault(
-        "settings", variable("WEIGHT_DTYPE", "nf8"), PROBLEM, "'auto', 'nf4' or 'fp8'", "correct it"
+        "settings",
+        variable("WEIGHT_DTYPE", "nf8"),
+        PROBLEM,
+        "'auto', 'packed', 'nf4' or 'fp8'",
+        "correct it",
     ),
     "a KV dtype that there is not": Fault(
         "settings", variable("KV_DTYPE", "int8"), PROBLEM, "'auto' or 'fp8'", "correct it"
@@ -400,7 +407,62 @@ def test_an_unsupported_quantisation_is_found_with_its_fix(patient: Patient) -> 
     path.write_text(json.dumps(config | {"quantization_config": awq}))
     (fault,) = faults(patient.examined("base models"))
     assert "quantization_config.bits=3: want 4" in fault.message
-    assert "NF4, AWQ or GPTQ" in fault.fix
+    assert "NF4, AWQ, GPTQ or W4A16" in fault.fix
+
+
+def in_awq(folder: Path) -> None:
+    """Make the model's linears those of an AWQ checkpoint."""
+    names, tensors = linears(folder)
+    for name in names:
+        d_out, d_in = tensors.pop(name).shape
+        of_groups = d_in // 32, d_out
+        q, zeros = torch.full((d_in, d_out), 9), torch.full(of_groups, 8)
+        scales = torch.full(of_groups, 0.01).half()
+        tensors |= awq(name.removesuffix(".weight"), q, zeros, scales)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / SINGLE)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": AWQ}))
+
+
+def test_weights_that_stay_packed_are_shown_and_planned_for(patient: Patient) -> None:
+    in_awq(patient.model)
+    on = gpus(2, weight_dtype="packed")
+    found = patient.examined("base models", **on)
+    assert "linears awq that stay packed, served as bfloat16" in found[0].message
+    floats, packed = (patient.examined("memory", **each)[0].message for each in (gpus(2), on))
+    sizes = [
+        float(re.search(r"weights ([\d.]+) MiB", said)[1])  # type: ignore[index]
+        for said in (floats, packed)
+    ]
+    assert sizes[1] < 0.7 * sizes[0]
+
+
+def test_weights_that_stay_packed_on_gpus_older_than_ampere_are_found(patient: Patient) -> None:
+    on_old = {"cuda": Cuda((T4,) * 2, (13, 0), (13, 0))}
+    found = faults(patient.examined("gpus", **on_old | variable("WEIGHT_DTYPE", "packed")))
+    said = [(fault.message, fault.fix) for fault in found if "4 bits" in fault.message]
+    (fault,) = said
+    assert fault == (
+        "Tesla T4 is older than Ampere and has no products of 4 bits",
+        "LORIKEET_WEIGHT_DTYPE=auto",
+    )
+
+
+@pytest.mark.parametrize("served", ["auto", "packed"])
+def test_too_little_memory_for_floats_of_4_bits_suggests_to_pack_them(
+    patient: Patient, served: str
+) -> None:
+    in_awq(patient.model)
+    change = {"gpu_memory": GIB, "more": {"LORIKEET_WEIGHT_DTYPE": served}}
+    (fault,) = faults(patient.examined("memory", **change))
+    assert ("WEIGHT_DTYPE=lorikeet-demo=packed" in fault.fix) is (served == "auto")
+    assert "fp8" not in fault.fix
+
+
+def test_floats_that_are_to_stay_packed_are_found_with_their_fix(patient: Patient) -> None:
+    (fault,) = faults(patient.examined("base models", **variable("WEIGHT_DTYPE", "packed")))
+    assert "the checkpoint's linears are floats, not of 4 bits" in fault.message
+    assert fault.fix == "LORIKEET_WEIGHT_DTYPE=auto for it, or another folder"
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}

@@ -59,6 +59,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "ministral3": {
+        "model_type": "ministral3",
+        "initializer_range": 0.2,  # at 0.25, transformers itself is 100 eps off its float64 result
+        "head_dim": 48,
+        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5},
+    },
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "phi3": {

@@ -181,7 +181,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def nothing_is_held(engine: Engine) -> bool:
-    """Whether an engine runs nothing and holds neither pages nor leases."""
-    live = engine.status().live
+    """Whether an engine runs nothing and holds neither pages nor states nor leases."""
+    status = engine.status()
+    live, states = status.live, status.states.running if status.states else 0
     leases = sum(adapter.leases for adapter in engine.adapters())
-    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
+    return (live.running, live.waiting, live.kv_pages_used, states, leases) == (0, 0, 0, 0, 0)

@@ -55,6 +55,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 50,
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
+    "ministral3": {
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128, "num_attention_heads": 8},
     "phi3": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},

@@ -7,7 +7,9 @@ in a batch, the tokens of a step in flight.
 import pytest
 
 from lorikeet_engine.errors import StepFailed
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
 from tests.engine.hash_model import PAGE
 
@@ -60,10 +62,18 @@ def run(checked, until=2000):
     return until
 
 
-@pytest.fixture(params=[True, False], ids=["overlapped", "read_at_once"])
-def steps(make_checked, request):
-    """Return the number of steps of the undisturbed requests, and the settings of their engines."""
-    settings = {"overlap": request.param}
+@pytest.fixture(
+    params=[{"overlap": True}, {"overlap": False}, {"overlap": True, "states": True}],
+    ids=["overlapped", "read_at_once", "with_states"],
+)
+def steps(make_checked, request, monkeypatch):
+    """Return the number of steps of the undisturbed requests, and the settings of their engines.
+
+    With states, each state is saved behind any page.
+    """
+    settings = request.param
+    monkeypatch.setattr(KVCache, "state_piece", PAGE)
+    monkeypatch.setattr(batch_builder, "CHUNK", PAGE)
     checked = make_checked(**settings)
     fill(checked)
     return run(checked), settings

@@ -31,12 +31,23 @@ from tests.engine.peft_adapters import save_adapter
 
 
 @pytest.fixture(scope="module")
-def peft_folders(tiny_checkpoints, tmp_path_factory):
-    """Adapters of Llama's tiny checkpoint, by name."""
-    lora = {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+def family(request):
+    """Family of the engines of `make`: that of a test's parameter, or Llama."""
+    return getattr(request, "param", "llama")
+
+
+IN_A_HYBRID_TOO = pytest.mark.parametrize(
+    "family", ["llama", "qwen3_5_text"], indirect=True, scope="module"
+)
+
+
+@pytest.fixture(scope="module")
+def peft_folders(family, tiny_checkpoints, tmp_path_factory):
+    """Adapters of the family's tiny checkpoint, by name."""
+    lora = {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj", "in_proj_qkv"]}
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        name: save_adapter(tiny_checkpoints["llama"], folder / name, seed, r=rank, **lora)
+        name: save_adapter(tiny_checkpoints[family], folder / name, seed, r=rank, **lora)
         for seed, (name, rank) in enumerate((("a", 8), ("b", 16), ("c", 4)))
     }
 
@@ -47,10 +58,10 @@ def refs(shelf, peft_folders):
 
 
 @pytest.fixture
-def make(tiny_checkpoints, shelf, tmp_path, close_later):
-    """Engines over Llama's tiny checkpoint, closed at the end."""
+def make(family, tiny_checkpoints, shelf, tmp_path, close_later):
+    """Engines over the family's tiny checkpoint, closed at the end."""
 
-    def make(family="llama", **settings):
+    def make(**settings):
         return close_later(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
 
     return make
@@ -64,11 +75,16 @@ def blow_up(folder):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
+    @pytest.mark.parametrize(
+        "family",
+        ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"],
+        indirect=True,
+        scope="module",
+    )
     def test_base_model_requests_in_a_mixed_batch_equal_transformers(
         self, make, tiny_checkpoints, family
     ):
-        answers = Answers(make(family, max_batch_tokens=24, max_running=8))
+        answers = Answers(make(max_batch_tokens=24, max_running=8))
         prompts = [prompt(length) for length in (1, 5, 17, 40, 33)]
         for i, ids in enumerate(prompts):
             answers.submit(greedy(f"r{i}", ids, max_tokens=20))
@@ -262,6 +278,7 @@ class TestRefusals:
             engine.submit(greedy("r", [5]))
 
 
+@IN_A_HYBRID_TOO
 class TestAborts:
     """The step after an abort has freed everything, and returns no more output of the request."""
 
@@ -334,6 +351,7 @@ class TestAborts:
         answers.all()
 
 
+@IN_A_HYBRID_TOO
 class TestFailures:
     def test_a_forward_pass_that_raises_fails_only_its_own_requests(self, make, refs):
         engine = make(max_running=2)
@@ -361,10 +379,10 @@ class TestFailures:
 
     @pytest.mark.parametrize("overlap", [False, True])
     def test_an_adapter_that_overflows_fails_its_requests_with_its_name(
-        self, make, shelf, tiny_checkpoints, refs, tmp_path, overlap
+        self, make, family, shelf, tiny_checkpoints, refs, tmp_path, overlap
     ):
         folder = save_adapter(
-            tiny_checkpoints["llama"], tmp_path / "huge", target_modules=["q_proj"]
+            tiny_checkpoints[family], tmp_path / "huge", target_modules=["q_proj"]
         )
         blow_up(folder)
         huge = shelf.add(folder, "huge")
@@ -482,6 +500,30 @@ class TestAdapters:
             del answers.pending[name]
         engine._wake.clear()  # from here on, only the load of a may wake the engine
         answers.all()
+
+    @IN_A_HYBRID_TOO
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_a_version_that_is_pushed_while_others_answer_changes_no_answer(
+        self, make, refs, overlap
+    ):
+        """All ask one prompt: the old version, the new one that comes meanwhile, then the old one
+        again, while each of the others has more to say.
+        """
+        engine, ids = make(overlap=overlap), prompt(5 * PAGE + 3)
+        old = AdapterRef("acme", "support", 1, refs["a"].digest)
+        new = AdapterRef("acme", "support", 2, refs["b"].digest)
+        answers, asked = Answers(engine), {"before": old, "new": new, "after": old, "base": None}
+        for name, ref in asked.items():
+            answers.submit(greedy(name, ids, adapter=ref, max_tokens=70))
+            answers.until(lambda name=name: answers.tokens.get((name, 0)))
+        answers.all()
+        for name, ref in asked.items():
+            alone = Answers(make(overlap=overlap))
+            alone.submit(greedy(name, ids, adapter=ref, max_tokens=70))
+            alone.all()
+            assert answers.of(name) == alone.of(name)
+        assert answers.of("before") == answers.of("after") != answers.of("new")
+        assert nothing_is_held(engine)
 
     def test_a_new_version_never_reads_the_old_versions_cache(
         self, make, shelf, refs, peft_folders

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from itertools import permutations
 
@@ -27,6 +28,7 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.scheduling.kv_cache import KVCache, StateUse
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.status import StateUsage
+from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import (
     PAGE,
     Answers,
@@ -92,6 +94,74 @@ def test_preemption_changes_no_token(make):
     assert tokens_of(tight, prompts, max_tokens=60) == tokens_of(roomy, prompts, max_tokens=60)
     assert witness.tokens > 5 * 130, "somebody was computed twice"
     assert nothing_is_held(tight)
+
+
+# Requests of every kind: forced tokens, draws, penalties, a bias, a stop token, choices.
+KINDS = [
+    {"grammar": "below 241, end under 1, by one from 240 to 200"},
+    {"grammar": "below 191, end under 1, by one from 190 to 150", "temperature": 1.0, "seed": 4},
+    {"temperature": 1.0, "seed": 7, "n": 3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.7, "temperature": 0.8, "top_p": 0.9, "seed": 2},
+    {"logit_bias": ((7, 4.0), (9, -3.0)), "min_tokens": 30},
+    {"stop_token_ids": tuple(range(3, 40)), "keep_stop_token": True, "min_tokens": 12},
+]
+
+
+def ask_every_kind(engine, world, *, together, **more):
+    """Return all tokens of a request of each kind, under adapters in turn.
+
+    together: whether all are asked at once. more: further options of each request.
+    """
+    answers, names = Answers(engine), [None, "all", "delta net", "gates"]
+    for i, kind in enumerate(KINDS):
+        ref = world.refs[names[i % len(names)]]
+        options = {"max_tokens": 70, **kind, **more}
+        answers.submit(greedy(f"{i}", prompt(60 + 7 * i, i), adapter=ref, **options))
+        if not together:
+            answers.all()
+    answers.all()
+    assert not answers.errors
+    assert nothing_is_held(engine)
+    return answers
+
+
+def engine_of_every_kind(world, folder, **settings):
+    sizes = {"grammars": DescendingGrammars(), "max_running": 12, "max_batch_adapters": 8}
+    return build(world.checkpoint, world.shelf, folder, **sizes | settings)
+
+
+@pytest.fixture(scope="module")
+def each_alone(world, tmp_path_factory):
+    """Answers to requests of every kind, one after the other, token by token."""
+    with closing(engine_of_every_kind(world, tmp_path_factory.mktemp("alone"))) as engine:
+        # a log probability needs its token's step, so that no token is forced
+        alone = ask_every_kind(engine, world, together=False, logprobs=0)
+    assert {len(output.token_ids) for output in alone.outputs["0", 0]} == {1}
+    return alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap": True},
+        {"overlap": False, "max_batch_tokens": 16},
+        {"kv_pages": 20, "max_context": 200, "state_bytes": 40 * STATE},
+    ],
+    ids=["at once", "in chunks", "preempted"],
+)
+def test_requests_of_every_kind_answer_together_as_each_alone(
+    world, each_alone, tmp_path, close_later, settings
+):
+    engine = close_later(engine_of_every_kind(world, tmp_path / "cache", **settings))
+    together = ask_every_kind(engine, world, together=True)
+    assert together.tokens == each_alone.tokens
+    assert together.finish == each_alone.finish
+    assert max(len(output.token_ids) for output in together.outputs["0", 0]) > 1
+    assert (engine.status().preemptions > 0) == ("kv_pages" in settings)
+    again = ask_every_kind(engine, world, together=True)
+    assert again.tokens == each_alone.tokens
+    assert engine.status().states.restored > 0
 
 
 def test_choices_of_one_prompt_compute_it_once(make):

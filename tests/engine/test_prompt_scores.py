@@ -21,9 +21,16 @@ from tests.engine.peft_adapters import save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "rank8_qv": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-    "rank4_mlp": {"r": 4, "lora_alpha": 8, "target_modules": ["gate_proj", "down_proj"]},
+    "rank8_qv": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "in_proj_qkv"]},
+    "rank4_mlp": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["gate_proj", "down_proj", "out_proj", "in_proj_a"],
+    },
 }
+# By family, the largest error of a log probability. That of transformers itself in float32, against
+# its own float64, is 7e-6 and 1.1e-4.
+FAMILIES = {"qwen3": 1e-4, "qwen3_5_text": 4e-4}
 NAMES = (None, *ADAPTERS)
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
@@ -39,18 +46,24 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """Checkpoint with adapters, and the log probabilities that transformers and PEFT compute."""
+    """Checkpoint with adapters, and the log probabilities that transformers and PEFT compute in
+    float64.
+    """
 
-    def __init__(self, checkpoint, folder):
+    def __init__(self, checkpoint, folder, tolerance):
         self.checkpoint, self.shelf = checkpoint, BlobShelf(folder / "blobs")
+        self.tolerance = tolerance
         self.refs, self._models = {None: None}, {None: self._load()}
         for seed, (name, lora) in enumerate(ADAPTERS.items()):
             saved = save_adapter(checkpoint, folder / name, seed, **lora)
             self.refs[name] = self.shelf.add(saved, name)
-            self._models[name] = peft.PeftModel.from_pretrained(self._load(), saved)
+            adapted = peft.PeftModel.from_pretrained(self._load(), saved)
+            self._models[name] = adapted.double()
 
     def _load(self):
-        return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            self.checkpoint, dtype=torch.float64
+        )
 
     @torch.inference_mode()
     def logprobs(self, name, tokens):
@@ -58,9 +71,10 @@ class Reference:
         return self._models[name](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoints, tmp_path_factory):
-    return Reference(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("reference"))
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request, tiny_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    return Reference(tiny_checkpoints[request.param], folder, FAMILIES[request.param])
 
 
 @pytest.fixture
@@ -76,17 +90,17 @@ def engine(reference, tmp_path, request):
 
 
 def check(reference, name, ids, scores, alternatives):
-    want = reference.logprobs(name, ids)[:-1]
+    want, tolerance = reference.logprobs(name, ids)[:-1], reference.tolerance
     assert len(scores) == len(want)
     for token, score, row in zip(ids[1:], scores, want, strict=True):
-        assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
-        before = (row > row[token] + 1e-4).sum(), (row > row[token] - 1e-4).sum()
+        assert score.logprob == pytest.approx(row[token].item(), abs=tolerance)
+        before = (row > row[token] + tolerance).sum(), (row > row[token] - tolerance).sum()
         assert before[0] < score.rank <= before[1]
         assert [x for _, x in score.top] == pytest.approx(
-            row.topk(alternatives).values.tolist(), abs=1e-4
+            row.topk(alternatives).values.tolist(), abs=tolerance
         )
         told = [token for token, _ in score.top]
-        assert row[told].tolist() == pytest.approx([x for _, x in score.top], abs=1e-4)
+        assert row[told].tolist() == pytest.approx([x for _, x in score.top], abs=tolerance)
 
 
 @pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)
@@ -109,15 +123,20 @@ def test_prompts_are_scored_as_peft_scores_them(engine, reference, request):
         assert engine.status().preemptions > 0
 
 
-def test_a_scored_prompt_is_computed_despite_the_cache_and_cached_afterwards(engine, reference):
+@pytest.mark.parametrize("names", [("plain", "scored", "again"), ("scored", "again")])
+def test_a_scored_prompt_is_computed_despite_the_cache_and_cached_afterwards(
+    engine, reference, names
+):
     witness, answers, ids = RecordingRunner(engine), Answers(engine), prompt(5 * PAGE + 2)
-    for name in ("plain", "scored", "again"):
+    # states of delta nets are cached behind multiples of 64 tokens
+    rest = 2 if engine.status().states is None else 5 * PAGE + 2 - 64
+    for name in names:
         before = witness.tokens
         wanted = 1 if name == "scored" else None
         answers.submit(greedy(name, ids, max_tokens=1, n=2, prompt_logprobs=wanted))
         answers.all()
-        computed = witness.tokens - before
-        assert computed == {"plain": 5 * PAGE + 4, "scored": 5 * PAGE + 4, "again": 4}[name]
+        first = rest if name == "again" else len(ids)
+        assert witness.tokens - before == first + rest
     check(reference, None, ids, answers.scores["scored", 0], 1)
 
 

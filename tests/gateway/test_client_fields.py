@@ -47,6 +47,36 @@ def test_a_templates_variables_reach_it_and_others_are_named(
     assert "x-lorikeet-ignored" not in plain.headers
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "hi", "reasoning": {"effort": "low"}},
+    "/v1/messages": {**chat("tiny", "hi"), "max_tokens": 9, "output_config": {"effort": "low"}},
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_a_templates_variables_reach_it_from_other_apis_too(
+    gateway: Gateway, replica: ScriptedReplica, path: str
+) -> None:
+    body = {"model": "tiny", **OTHERS[path]}
+    gateway.post(path, body)
+    assert replica.prompts == ["<|bos|><|user|>hi<|eos|><|assistant|><low>"]
+    asked = {"aside": "psst", "bos": 1, "reasoning_effort": "max"}
+    answer = gateway.post(path, body | {"chat_template_kwargs": asked})
+    assert replica.prompts == ["<|bos|><|user|>hi<|eos|><|assistant|>[psst]<max>"]
+    assert "bos" in answer.headers["x-lorikeet-ignored"].split(", ")
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_a_templates_variables_are_part_of_a_prompt_whose_tokens_are_counted(
+    gateway: Gateway, path: str
+) -> None:
+    body = {**OTHERS[path], "model": "acme/support", "chat_template_kwargs": {"aside": "psst"}}
+    body.pop("max_tokens", None)
+    counter = "count_tokens" if path == "/v1/messages" else "input_tokens"
+    assert gateway.post(f"{path}/{counter}", body).json()["input_tokens"]
+    assert gateway.engines.last.template_args == {"aside": "psst", "reasoning_effort": "low"}
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
 def test_formats_that_a_schema_only_describes_are_named(
     gateway: Gateway, replica: ScriptedReplica, path: str
@@ -326,9 +356,15 @@ def test_unsupported_fields_of_clients_are_refused_by_name(
     ],
 )
 def test_templates_variables_are_bounded(unchanged: Gateway, kwargs: Any, says: str) -> None:
-    error = error_of(unchanged.post(CHAT, chat(chat_template_kwargs=kwargs)), 400)
-    assert error["param"] == "chat_template_kwargs"
-    assert says in error["message"]
+    asked = {
+        CHAT: chat(),
+        "/v1/responses": {"model": "tiny", "input": "hi"},
+        "/v1/messages": {**chat(), "max_tokens": 9},
+    }
+    for path, body in asked.items():
+        error = error_of(unchanged.post(path, body | {"chat_template_kwargs": kwargs}), 400)
+        assert "chat_template_kwargs" in error["message"]
+        assert says in error["message"]
 
 
 def test_fields_without_effect_are_accepted(gateway: Gateway) -> None:

@@ -163,6 +163,34 @@ def test_an_effort_of_none_switches_thinking_off(
     assert qwen.prompts[0].endswith("<think>\n")
 
 
+@pytest.mark.parametrize(
+    ("fields", "asked", "thinks"),
+    [
+        ({}, None, False),
+        ({}, True, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, False, False),
+        ({"thinking": {"type": "disabled"}}, True, True),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, True, None),
+    ],
+)
+def test_a_templates_switch_for_thinking_has_precedence_in_messages(
+    gateway: Gateway,
+    qwen: ScriptedReplica,
+    fields: dict[str, Any],
+    asked: bool | None,
+    thinks: bool | None,
+) -> None:
+    gateway.engines.replay = qwen.writes("It is 4." if thinks is False else "Hm.</think>It is 4.")
+    body = {"model": "tiny", "max_tokens": 2000, "messages": [TURN], **fields}
+    if asked is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": asked}
+    content = gateway.post("/v1/messages", body).json()["content"]
+    assert qwen.prompts[0].endswith("<think>\n\n</think>\n\n" if thinks is False else "<think>\n")
+    kinds = ["thinking", "text"] if thinks else ["text"]
+    assert [block["type"] for block in content] == kinds
+    assert content[-1]["text"] == "It is 4."
+
+
 def test_structured_output_follows_the_thinking(gateway: Gateway, qwen: ScriptedReplica) -> None:
     gateway.engines.replay = qwen.writes('Two and two.\n</think>\n\n{"total": 4}')
     client = gateway.openai()

@@ -17,10 +17,13 @@ STEPS = H200_LLAMA_8B.steps
 FIRST_S = STEPS.prefill_s(100, 0)
 
 
-def first_tokens_s(*requests, costs=H200_LLAMA_8B):
-    """Simulate requests (time, prompt, answer) of the base model; return first token times in s."""
+def first_tokens_s(*requests, costs=H200_LLAMA_8B, **settings):
+    """Simulate requests (time, prompt, answer) of the base model; return first token times in s.
+
+    settings: fields of FleetSetup.
+    """
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
-    setup = Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup()
+    setup = replace(Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup(), **settings)
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
     fleet = SimulatedFleet(setup, made, LeastCostRouter(1), LeastUsedForItsSize())
     fleet.run()
@@ -65,3 +68,22 @@ def test_a_steps_time_counts_the_context_of_decodes_up_to_their_window(prompt):
 def test_an_idle_replica_starts_a_prompt_at_once():
     found = first_tokens_s((0.0, 100, 5), (10.0, 200, 1))
     assert found[1] == pytest.approx(STEPS.prefill_s(200, 0))
+
+
+@pytest.mark.parametrize("limit", ["KV cache", "max_running"])
+def test_a_request_waits_until_another_leaves_its_place_in_the_kv_cache_or_in_steps(limit):
+    asked = (0.0, 100, 50), (0.001, 100, 50), (0.002, 60, 40)
+    if limit == "KV cache":  # of the third request, which needs 100 of 60
+        found = first_tokens_s(*asked, kv_tokens=360)
+    else:
+        costs = replace(H200_LLAMA_8B, steps=replace(STEPS, max_running=2))
+        found = first_tokens_s(*asked, costs=costs)
+    assert found[:2] == pytest.approx(first_tokens_s(*asked[:2]))
+    assert first_tokens_s(*asked)[2] < 3 * FIRST_S
+    assert found[2] > 49 * STEPS.step_s(1, 0)
+    assert found[2] == pytest.approx(first_tokens_s(*asked, kv_tokens=300)[2])
+
+
+def test_requests_that_the_kv_cache_holds_together_wait_for_nothing():
+    asked = (0.0, 100, 50), (0.001, 100, 50), (0.002, 60, 40)
+    assert (first_tokens_s(*asked, kv_tokens=400) == first_tokens_s(*asked)).all()

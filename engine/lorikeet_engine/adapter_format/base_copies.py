@@ -51,8 +51,8 @@ def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
 
 
 def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
-    """Return the metadata entries of a blob that describe copies of the base model's matrices, if
-    any.
+    """Return the metadata entries of a blob that describe copies of the base model's matrices;
+    empty without copies.
     """
     entries = [asdict(copy) for copy in sorted(copies, key=lambda copy: copy.module)]
     if not entries:

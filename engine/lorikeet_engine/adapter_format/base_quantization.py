@@ -9,7 +9,10 @@ from lorikeet_engine.adapter_format.base_config import refusal
 from lorikeet_engine.errors import ModelError
 
 _FIELD = "quantization_config"
-_METHODS = "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), or awq or gptq of 4 bits"
+_METHODS = (
+    "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), or awq, gptq or "
+    "compressed-tensors of 4 bits"
+)
 
 
 class Quantization(StrEnum):
@@ -19,13 +22,19 @@ class Quantization(StrEnum):
     NF4 = "nf4"
     AWQ = "awq"
     GPTQ = "gptq"
+    W4A16 = "w4a16"  # compressed-tensors' integers of 4 bits
+
+    @property
+    def has_4_bits(self) -> bool:
+        """Whether linears have 4 bits, which weight_dtype=packed keeps."""
+        return self is not Quantization.FP8
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
     """Storage format of a checkpoint's quantised linears.
 
-    group: number of inputs that share a scale, for AWQ and GPTQ; 0 if all inputs share a scale.
+    group: number of inputs that share a scale, for AWQ, GPTQ and W4A16; 0 if all inputs do.
     zeros_less_one: whether zero points are stored minus one, as in GPTQ's first version.
     block: numbers of rows and columns that share a scale, for FP8; None: one scale per row or per
         matrix.
@@ -96,7 +105,7 @@ def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC or FP8_BLOCK.
+    """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC, FP8_BLOCK, or W4A16.
 
     Linears that are not quantised are found by their tensors, not by this config.
     """
@@ -106,9 +115,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
     if online := _online_transforms(_object(config, "transform_config")):
         raise _refusal("transform_config", online, "rotations that are merged into weights")
     groups = _object(config, "config_groups")
-    kinds = {_scheme(f"config_groups.{name}", groups[name]) for name in groups}
+    said = config.get("format")
+    kinds = {_scheme(f"config_groups.{name}", groups[name], said) for name in groups}
     if len(kinds) != 1:
-        raise _refusal("config_groups", [*groups], "FP8, with or without blocks in all of them")
+        raise _refusal(
+            "config_groups",
+            [*groups],
+            "FP8 or W4A16, with the same blocks or groups in all of them",
+        )
     return kinds.pop()
 
 
@@ -123,16 +137,35 @@ def _online_transforms(config: Mapping[str, Any]) -> list[str]:
     return [place for place in places if place not in ("weight_input", "weight_output")]
 
 
-def _scheme(name: str, group: Any) -> QuantizedLinears:
-    for part in ("weights", "input_activations"):
-        found = (group.get(part) if isinstance(group, Mapping) else None) or {}
+def _scheme(name: str, group: Any, said: object) -> QuantizedLinears:
+    """Parse a config group of compressed-tensors.
+
+    said: format that the config names for groups that name none.
+    """
+    schemes = {
+        part: (group.get(part) if isinstance(group, Mapping) else None) or {}
+        for part in ("weights", "input_activations")
+    }
+    weights = schemes["weights"]
+    if (weights.get("num_bits"), weights.get("type")) == (4, "int"):
+        if schemes["input_activations"]:
+            raise _refusal(f"{name}.input_activations", schemes["input_activations"], "null")
+        return _w4a16(name, weights, group.get("format") or said)
+    for part, found in schemes.items():
         if (found.get("num_bits"), found.get("type")) != (8, "float"):
-            raise _refusal(f"{name}.{part}", found, "floats of 8 bits")
-    weights = group["weights"]
+            raise _refusal(f"{name}.{part}", found, "floats of 8 bits, or W4A16")
     _require(weights, "symmetric", True, absent=True)
     if _require(weights, "strategy", "channel", "tensor", "block") == "block":
         return QuantizedLinears(Quantization.FP8, block=_block(weights, "block_structure"))
     return QuantizedLinears(Quantization.FP8)
+
+
+def _w4a16(name: str, weights: Mapping[str, Any], said: object) -> QuantizedLinears:
+    if said != "pack-quantized":
+        raise _refusal(f"{name}.format", said, "'pack-quantized'")
+    if _require(weights, "strategy", "group", "channel") == "channel":
+        return QuantizedLinears(Quantization.W4A16)
+    return QuantizedLinears(Quantization.W4A16, _group_size(weights))
 
 
 def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
@@ -144,14 +177,16 @@ def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
-    """Describe in words how an engine's linears are rounded; None if they are not rounded.
+    """Describe in words how an engine's linears are quantised; None if they are not.
 
     stored: storage format of the checkpoint; None if it has floats.
     weight_dtype: `weight_dtype` of EngineSettings, which may round weights while loading them.
     """
     held = stored.format.value if stored else None
-    rounded = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
-    return ", ".join(filter(None, (held, rounded))) or None
+    served = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
+    if weight_dtype == "packed":
+        served = "packed"
+    return ", ".join(filter(None, (held, served))) or None
 
 
 def is_nf4(quantization: str | None) -> bool:
@@ -163,9 +198,11 @@ def _group_of_4_bits(config: Mapping[str, Any]) -> int:
     """Return the group size of AWQ's or GPTQ's 4-bit integers; 0 if all inputs share a scale."""
     _require(config, "bits", 4)
     _require(config, "rotation", None)  # else GPTQModel rotates the inputs of down_proj at run time
+    return 0 if config.get("group_size") == -1 else _group_size(config)
+
+
+def _group_size(config: Mapping[str, Any]) -> int:
     group = config.get("group_size")
-    if group == -1:
-        return 0
     if not isinstance(group, int) or group < 1:
         raise _refusal("group_size", group, "a positive integer, or -1 for all inputs")
     return group

@@ -207,8 +207,8 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
-    The option for biases is not refused here, since PEFT accepts it for base models without biases;
-    trained biases are refused later, by the names of their tensors.
+    The option `bias` is accepted; trained biases are refused later, by the names of their
+    tensors.
 
     raw: PEFT's config.
     """

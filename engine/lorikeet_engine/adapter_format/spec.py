@@ -22,6 +22,7 @@ from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
+    parts_of,
     split_tensor_name,
     tensor_name,
     token_rows_module,
@@ -282,8 +283,10 @@ def _linear(
     layer, linear = _place(module, shape)
     rank = check_rank(module, sides, want=config.rank(module))
     if rank > limits.max_rank:
+        joined = ", the sum of those of q, k and v if they were trained apart, as by Tinker"
         raise AdapterTooLarge(
-            f"{module} has rank {rank}: the limit is {limits.max_rank}",
+            f"{module} has rank {rank}{joined if parts_of(module) else ''}: the limit is "
+            f"{limits.max_rank}",
             field=module,
             rank=rank,
             max_rank=limits.max_rank,

@@ -58,8 +58,7 @@ def measure_step_costs(
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
     Where an adapter of rank 1 on all linears does not fit into the arena, the costs of adapters
-    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set, since the
-    goal needs these costs.
+    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set.
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)

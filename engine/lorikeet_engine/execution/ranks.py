@@ -75,7 +75,9 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks, if any, carry out a command, which this rank does itself."""
+        """Have the other ranks, if any, carry out a command; the caller carries it out in this
+        rank.
+        """
 
     def runner(self, *parts: Any) -> ModelRunner:
         """Make a runner whose steps run in all ranks.
@@ -135,7 +137,7 @@ class LeadingRank(OneRank):
             return self.group.minimum((number,))[0]
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks carry out a command, which this rank does itself."""
+        """Have the other ranks carry out a command; the caller carries it out in this rank."""
         self.followers.send(message)
 
     def runner(self, *parts: Any) -> ModelRunner:

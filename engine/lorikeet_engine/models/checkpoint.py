@@ -1,7 +1,7 @@
 """Tensors of a Hugging Face checkpoint, read from safetensors directly to their final memory.
 
-4-bit linears are dequantised to their exact values on the way, FP8 linears stay FP8. On request,
-linears are rounded to another format, one after the other.
+4-bit linears are dequantised to their values on the way or, on request, stay packed; FP8 linears
+stay FP8. On request, linears are rounded to another format, one after the other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,8 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import FusedWeight, Weight
+from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
+from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.cut import Cut, stack
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.stored_tensors import (
@@ -31,6 +33,7 @@ from lorikeet_engine.models.stored_tensors import (
 from lorikeet_engine.models.weight_formats import weight_format
 from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8, scales_of_part
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
+from lorikeet_engine.models.weight_formats.protocol import PackedFormat
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 
@@ -43,6 +46,7 @@ class Checkpoint:
 
     shard: part of the model that this process keeps; callers pass the Cut of each tensor.
     rounding: format that read_linear rounds to; None: as stored.
+    packed: whether read_fused keeps linears of 4 bits packed.
     nbytes: bytes on the device of the tensors read so far.
     """
 
@@ -54,17 +58,27 @@ class Checkpoint:
         quantized: QuantizedLinears | None = None,
         rounding: Quantization | None = None,
         shard: Shard = WHOLE,
+        *,
+        packed: bool = False,
     ) -> None:
         """Read the headers of a checkpoint's safetensors files.
 
         Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
-        already quantised would be rounded to NF4, and config.json's quantization_config if no
-        linear is stored in that format.
+        already quantised would be rounded to NF4, or if linears that are not of 4 bits would stay
+        packed; and config.json's quantization_config if no linear is stored in that format.
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
         shard: part of the model that this process keeps.
+        packed: whether linears of 4 bits stay packed.
         """
+        if packed and (quantized is None or not quantized.format.has_4_bits):
+            raise ModelError(
+                "weight_dtype=packed: the checkpoint's linears are "
+                f"{quantized.format if quantized else 'floats'}, not of 4 bits: want auto, or a "
+                "copy in AWQ, GPTQ, W4A16 or NF4",
+                field="weight_dtype",
+            )
         if quantized is not None and rounding is Quantization.NF4:
             raise ModelError(
                 f"weight_dtype=nf4: the checkpoint is quantised already, as {quantized.format}: "
@@ -77,6 +91,7 @@ class Checkpoint:
         self.shard = shard
         self.nbytes = 0
         self.rounding = rounding
+        self.packed = packed
         self._stored = find_tensors(folder)
         self._weight_format = weight_format(quantized, self._stored) if quantized else None
         self._unread = set(self._stored)
@@ -196,13 +211,19 @@ class Checkpoint:
     def read_fused(self, names: Sequence[str], cuts: Sequence[Cut], floats: int) -> FusedWeight:
         """Read linears as read_linear does, but leave the last of them in floats beside FP8.
 
+        With `packed`, linears of 4 bits stay packed. Fused linears that cannot be one weight then
+        become a StackedWeight: some are floats, or have other groups or another order of inputs.
+        Raises ModelError as `read` does, or if a part of a linear cannot stay packed.
+
         names, cuts: as for read_linear.
-        floats: number of the last linears that are never FP8; if stored as FP8, they get their
-            exact values.
+        floats: number of the last linears that are never FP8 nor packed; if stored so, they get
+            their values.
         """
         first = len(names) - floats
         if not first:
             return self.read_parts(names, cuts)
+        if self.packed:
+            return self._read_packed(names, cuts, first)
         if floats and self._becomes_fp8(names[:first]):
             weight = self.read_linear(names[:first], cuts[:first])
             assert isinstance(weight, Fp8Rows)
@@ -337,6 +358,26 @@ class Checkpoint:
                 part.copy_(cut.of(rounded))
         return out
 
+    def _read_packed(self, names: Sequence[str], cuts: Sequence[Cut], first: int) -> FusedWeight:
+        assert isinstance(self._weight_format, PackedFormat)
+        parts: list[list[torch.Tensor | PackedWeight]] = []
+        for name, run in groupby(zip(names, cuts, range(len(names)), strict=True), itemgetter(0)):
+            of_name = [(cut, i) for _, cut, i in run]
+            if of_name[0][1] >= first or not self._is_quantized(name):
+                kept = [cut for cut, _ in of_name]
+                parts.append([self.read_parts([name] * len(kept), kept)])
+                continue
+            whole = self._weight_format.pack(name, of_name[0][0].shape, self)
+            part = stacked([_packed_part(name, whole, cut) for cut, _ in of_name])
+            last = parts[-1][-1] if parts else None
+            if isinstance(last, PackedWeight) and last.goes_with(part):
+                parts[-1].append(part)
+            else:
+                parts.append([part])
+        weights = tuple(_joined(run) for run in parts)
+        self.nbytes += sum(part.nbytes for part in weights if isinstance(part, PackedWeight))
+        return weights[0] if len(weights) == 1 else StackedWeight(weights)
+
     def _finish_reading(self) -> None:
         """Wait for all reads so far, because the values are needed next."""
         if self._staging is not None:
@@ -401,17 +442,34 @@ def _by_tensor(
         yield name, [(part, cut) for _, part, cut in members]
 
 
-def check_room(folder: Path, needed: int, device: torch.device, *, is_fp8: bool) -> None:
+def _packed_part(name: str, whole: PackedWeight, cut: Cut) -> PackedWeight:
+    try:
+        return whole.part(cut.rows, cut.columns or range(cut.shape[-1]))
+    except ValueError as error:
+        raise ModelError(
+            f"weight_dtype=packed: {name} cannot be divided among GPUs in 4 bits: {error}: want "
+            "another number of GPUs, or weight_dtype=auto",
+            field="weight_dtype",
+        ) from error
+
+
+def _joined(run: Sequence[torch.Tensor | PackedWeight]) -> torch.Tensor | PackedWeight:
+    """Return the only weight of a run, or packed weights stacked to one."""
+    packed = [each for each in run if isinstance(each, PackedWeight)]
+    return stacked(packed) if packed else run[0]
+
+
+def check_room(folder: Path, needed: int, device: torch.device, smaller: str = "") -> None:
     """Raise SettingsError if a model's weights do not fit in the device's free memory.
 
     folder: the checkpoint.
     needed: bytes of the weights on the device.
-    is_fp8: whether the weights are FP8; if not, the error suggests FP8.
+    smaller: weight_dtype to suggest, with which the weights would take less; empty: none.
     """
     free = free_bytes(device)
     if needed > free:
         raise SettingsError(
             f"{folder}: its weights take {gib(needed)} as they are served, and {gib(free)} are "
-            f"free on {device}: want a smaller model, {'' if is_fp8 else 'weight_dtype=fp8, '}or a "
-            "larger device"
+            f"free on {device}: want a smaller model, "
+            f"{smaller and f'weight_dtype={smaller}, '}or a larger device"
         )

@@ -26,7 +26,7 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
-from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
@@ -194,26 +194,34 @@ def load_model(
     max_context: int | None = None,
     rounding: Quantization | None = None,
     ranks: RankGroup | None = None,
+    *,
+    packed: bool = False,
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
     Raises ModelError, whose `field` is the config key, file or tensor at fault. Raises
-    SettingsError if the device has too little memory for the weights or no FP8 products for them,
-    or if the model cannot be divided among as many processes as there are ranks.
+    SettingsError if the device has too little memory for the weights or no products for them, or if
+    the model cannot be divided among as many processes as there are ranks.
 
     max_context: see ModelConfig.from_folder.
     rounding: NF4 or FP8, to which the layers' linears are rounded one after the other; None: as
         stored.
     ranks: processes that share the layers; this process loads its part. None: it loads all layers.
+    packed: whether linears of 4 bits stay packed; False: they become floats.
     """
     shard = WHOLE if ranks is None else ranks.shard
-    config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard)
+    config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard, packed=packed)
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
+    smaller = "" if is_fp8 or packed else Quantization.FP8.value
     if is_fp8:
         fp8.check_device(device, dtype)
-    check_room(folder, nbytes, device, is_fp8=is_fp8)
-    with Checkpoint(folder, device, dtype, stored, rounding, shard) as checkpoint:
+    elif packed:
+        w4a16.check_device(device)
+    elif stored is not None:
+        smaller = "packed"
+    check_room(folder, nbytes, device, smaller)
+    with Checkpoint(folder, device, dtype, stored, rounding, shard, packed=packed) as checkpoint:
         return _read(config, checkpoint, ranks)
 
 
@@ -223,6 +231,8 @@ def rehearse_load(
     max_context: int | None = None,
     rounding: Quantization | None = None,
     shard: Shard = WHOLE,
+    *,
+    packed: bool = False,
 ) -> tuple[ModelConfig, int]:
     """Check that a checkpoint can be loaded, and return its config and its weights' bytes.
 
@@ -230,12 +240,12 @@ def rehearse_load(
     compared with the embeddings to which it is tied. Raises ModelError and SettingsError as
     load_model does.
 
-    max_context, rounding: as for load_model.
+    max_context, rounding, packed: as for load_model.
     shard: part of the model whose bytes are returned; the first process's part is the largest.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
     stored = config.quantized_linears
-    with Checkpoint(folder, meta, dtype, stored, rounding, shard) as checkpoint:
+    with Checkpoint(folder, meta, dtype, stored, rounding, shard, packed=packed) as checkpoint:
         _read(config, checkpoint)
     if config.tied_embeddings:
         check_tied_head(folder)
@@ -362,6 +372,7 @@ class _Attention:
         rotary_and_store_kv(
             qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
+            query_gain=turns.query_gain,
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend

@@ -62,6 +62,18 @@ class LongRopeScaling:
     factors: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Growth of queries with their position p: times 1 + beta · ln(1 + ⌊p / original_context⌋).
+
+    original_context: tokens of the context that the model had before scaling.
+    """
+
+    beta: float
+    original_context: int
+
+
+_BETA = "llama_4_scaling_beta"
 _LOCAL_THETA = "rope_local_base_freq"
 """Key of config.json in model families whose sliding-window layers have another RoPE theta."""
 _PER_KIND = {"full_attention", "sliding_attention"}
@@ -78,6 +90,7 @@ class RopeConfig:
     scaling: change of the frequencies; None: unscaled.
     gain: factor of cosines and sines, and so of queries and keys.
     interleaved: see Family.
+    queries: growth of queries with their position; None: none.
     """
 
     theta: float
@@ -85,6 +98,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     gain: float = 1.0
     interleaved: bool = False
+    queries: QueryScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +162,8 @@ def _rope(
     kind = _kind(rope)
     if kind in ("su", "yarn") and "original_max_position_embeddings" in family.switches:
         kind = "longrope"  # Phi's first checkpoints call it su or yarn
-    plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope)
+    queries = _query_scaling(raw, family, name, rope, context)
+    plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope, queries=queries)
     match kind:
         # for text, mrope's three positions are equal; dynamic is unscaled up to
         # max_position_embeddings
@@ -169,7 +184,7 @@ def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, 
     """Return name and content of config.json's RoPE section for layers without a window."""
     # transformers 5 writes rope_parameters; before, rope_theta was outside of rope_scaling
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = raw.get(name) or family.rope
+    rope = raw.get(name) or family.rope_parameters
     if not isinstance(rope, Mapping):
         raise refusal(name, rope, "an object")
     beside = raw.get("rope_scaling")
@@ -216,6 +231,29 @@ def _original_context(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     if raw.get(field) is not None:  # Phi's is outside of the section, and takes precedence
         return integer(raw, field)
     return integer(rope, field, integer(raw, "max_position_embeddings"))
+
+
+def _query_scaling(
+    raw: Mapping[str, Any], family: Family, name: str, rope: Mapping[str, Any], context: int
+) -> QueryScaling | None:
+    """Parse the growth of queries; None if all queries within `context` are multiplied by 1.
+
+    raw: content of config.json.
+    name: name of its RoPE section, for errors.
+    rope: content of the section.
+    context: maximum number of tokens of a context that the engine serves.
+    """
+    beta = rope.get(_BETA)
+    if _BETA not in family.rope_parameters:
+        if beta:
+            raise refusal(f"{name}.{_BETA}", beta, "none: model_type ministral3 alone reads it")
+        return None
+    if beta is None:
+        raise refusal(f"{name}.{_BETA}", beta, "a number; 0 if queries shall not grow")
+    original = _original_context(raw, rope)
+    if beta == 0 or context <= original:
+        return None
+    return QueryScaling(number(rope, _BETA), original)
 
 
 def _llama3(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Llama3RopeScaling:

@@ -10,6 +10,7 @@ from lorikeet_engine.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    QueryScaling,
     RopeConfig,
     YarnRopeScaling,
 )
@@ -20,10 +21,17 @@ class Turns:
     """Cosines and sines of the rotary angles at some positions, times RopeConfig.gain.
 
     cos, sin [positions, rotary_dim / 2] float32.
+    query_gain [positions] float32: factor of queries; None: 1.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    query_gain: torch.Tensor | None = None
+
+    def at(self, positions: torch.Tensor) -> "Turns":
+        """Look up some positions [tokens] int64."""
+        gain = None if self.query_gain is None else self.query_gain[positions]
+        return Turns(self.cos[positions], self.sin[positions], gain)
 
 
 class RotaryEmbeddings:
@@ -43,13 +51,20 @@ class RotaryEmbeddings:
         nothing = torch.empty(len(positions), 0, device=positions.device)
         at: dict[RopeConfig | None, Turns] = {None: Turns(nothing, nothing)}
         for rope, turns in self._turns.items():
-            at[rope] = Turns(turns.cos[positions], turns.sin[positions])
+            at[rope] = turns.at(positions)
         return at
 
 
 def _turns(rope: RopeConfig, positions: int, device: torch.device) -> Turns:
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * _frequencies(rope)
-    return Turns((angles.cos() * rope.gain).to(device), (angles.sin() * rope.gain).to(device))
+    cos, sin = angles.cos() * rope.gain, angles.sin() * rope.gain
+    gain = None if rope.queries is None else _query_gain(rope.queries, positions).to(device)
+    return Turns(cos.to(device), sin.to(device), gain)
+
+
+def _query_gain(scaling: QueryScaling, positions: int) -> torch.Tensor:
+    spans = torch.arange(positions) // scaling.original_context
+    return 1.0 + scaling.beta * torch.log(1.0 + spans)
 
 
 def _frequencies(rope: RopeConfig) -> torch.Tensor:

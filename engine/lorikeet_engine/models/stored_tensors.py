@@ -20,7 +20,13 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.models.staging import STAGING_BYTES, read_bytes
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PART_DTYPES = {**DTYPES, "F8_E4M3": fp8.DTYPE, "U8": torch.uint8, "I32": torch.int32}
+PART_DTYPES = {
+    **DTYPES,
+    "F8_E4M3": fp8.DTYPE,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Decoders within vision-language models: model.language_model.layers…,

@@ -268,7 +268,7 @@ def most_rows(width: int, world: int) -> int:
 
 
 class RowMemory:
-    """Memory of this rank for a RowExchange, which the ranks have yet to map."""
+    """Memory of this rank for a RowExchange, before the other ranks have mapped it."""
 
     def __init__(self, device: torch.device, width: int) -> None:
         """Allocate this rank's memory. Raises RuntimeError if symmetric memory is not available.

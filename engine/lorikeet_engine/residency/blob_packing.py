@@ -119,9 +119,9 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs.
+    """Group layers into runs, which are packed together.
 
-    The layers of a run are packed together: they have equal `likeness`, and lie in the image at
+    The layers of a run have matrices of the same sizes (equal `likeness`), and lie in the image at
     equal distances.
 
     max_bytes: limit on a run's bytes in the staging buffer; a single layer may exceed it.
@@ -186,8 +186,7 @@ def _write_layers(
 class _Writer:
     """Writer of runs of layers to every span of an image (one span for each tensor parallel rank).
 
-    A run is a list of layers that are packed together (see _layers_together). The writer reuses its
-    buffers, since fresh memory for each run costs more than the copies.
+    A run is a list of layers that are packed together (see _layers_together).
     """
 
     def __init__(

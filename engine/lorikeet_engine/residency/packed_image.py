@@ -62,7 +62,7 @@ class PackedLayout:
 
     @property
     def image_elements(self) -> int:
-        """Number of elements of all spans together, which is the image's size on the host."""
+        """Number of elements of the whole image, for all GPUs: its size on the host."""
         return self.elements * len(self.ranges)
 
     def check_size(self, max_elements: int) -> None:

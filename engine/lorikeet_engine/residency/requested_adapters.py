@@ -142,7 +142,7 @@ class RequestedAdapters:
         """Take note of a completed copy to the GPU, whether or not it was for a request.
 
         After an adapter's first damaged copy, the adapter is read from the disk again. After two in
-        a row, some memory must be failing, so the adapter's requests fail instead of waiting.
+        a row, the adapter's requests fail instead of waiting.
 
         damaged: error of a damaged copy; None if the copy is good.
         """

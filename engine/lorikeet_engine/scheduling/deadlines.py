@@ -30,7 +30,7 @@ class _Deadline(NamedTuple):
     at_s: the time, by the monotonic clock.
     number: serial number, which orders deadlines of equal time.
     error_of: returns the error with which the request fails, or None if it need not fail.
-    choices: the request's choices. Weak references, since most choices have finished by that time.
+    choices: the request's choices. Weak references.
     """
 
     at_s: float

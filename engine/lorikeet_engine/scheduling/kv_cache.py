@@ -188,8 +188,13 @@ class SequencePages:
         Only these pages can be taken from the cache: logits exist only for tokens that are
         computed.
         """
-        tokens = len(self.tokens) - 1 if self.score_from is None else self.score_from
-        return self.keys(tokens // self._prompt_keys.page_size)
+        if self.score_from is None:
+            return self.keys_before_last()
+        return self.keys(self.score_from // self._prompt_keys.page_size)
+
+    def keys_before_last(self) -> list[bytes]:
+        """Return the cache keys of the full pages before the sequence's last token."""
+        return self.keys((len(self.tokens) - 1) // self._prompt_keys.page_size)
 
 
 class KVCache(PagePool):
@@ -289,8 +294,7 @@ class KVCache(PagePool):
     def expected_hit(self, kv: SequencePages) -> int:
         """Estimate how many tokens of a sequence without pages are cached, by a few look-ups.
 
-        The estimate is exact for a single group of layers, since prefixes are evicted from their
-        ends.
+        The estimate is exact for a single group of layers.
         """
         keys, pages = kv.shareable_keys(), self._pages_of[0]
         if self.states is not None:
@@ -447,6 +451,9 @@ class KVCache(PagePool):
         kv.saved = hit * self.page_size
         kv.state = self.states.take()
         assert kv.state is not None, "a sequence without a slot for its state"
+        if kv.score_from is not None:  # others find more of its pages than it may take itself
+            keys = kv.keys_before_last()
+            found = len(self.find(keys))
         being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
         pages = sorted({found, being_written, len(keys)})
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 _POINTER = b"version https://git-lfs"
 _TENSOR_PARALLEL = "tensor_parallel"
-_OTHER_COPY = "choose a copy that is not quantised, or in FP8, or in NF4, AWQ or GPTQ of 4 bits"
+_OTHER_COPY = (
+    "choose a copy that is not quantised, or in FP8, or in NF4, AWQ, GPTQ or W4A16 of 4 bits"
+)
 _FIXES = {
     "max_context": "lower LORIKEET_MAX_CONTEXT, or unset it",
     "quantization_config": "choose a copy that is not quantised, or in FP8",  # of experts
     _TENSOR_PARALLEL: "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs",
     "tie_word_embeddings": 'write "tie_word_embeddings": false into config.json',
-    "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats",
+    "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or another folder",
 }
 
 
@@ -108,6 +110,8 @@ def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Findin
     linears = f", linears {quantized.format}" if quantized else ""
     if settings.rounding is not None:
         linears += f", linears rounded to {settings.rounding}"
+    if settings.packed:
+        linears += " that stay packed"
     found = f"{folder}: {config['model_type']}, weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
         return warning(check, f"{found}, which overflows large values", "LORIKEET_DTYPE=bfloat16")

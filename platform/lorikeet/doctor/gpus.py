@@ -29,6 +29,9 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
             f"{old[0]} is older than Ampere, on which bfloat16 is fast",
             "LORIKEET_DTYPE=float16",
         )
+    if old and "packed" in planned.settings.weight_dtype.values():
+        found = f"{old[0]} is older than Ampere and has no products of 4 bits"
+        yield problem("gpus", found, "LORIKEET_WEIGHT_DTYPE=auto")
     without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
     if without_fp8:
         found = f"{without_fp8[0]} is older than Ada and Hopper and has no FP8"

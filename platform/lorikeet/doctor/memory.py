@@ -67,12 +67,12 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
 
 
 def _fix(planned: PlannedStart, name: str) -> str:
-    gpu = planned.device == "cuda"
+    gpu, smaller = planned.device == "cuda", planned.smaller_weight_dtype(name)
     return (
         "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, "
         "LORIKEET_KV_CACHE_MEMORY=90%), lower LORIKEET_MAX_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, "
         "set LORIKEET_DTYPE=bfloat16, "
-        + ("" if planned.serves_fp8(name) else f"or LORIKEET_WEIGHT_DTYPE={name}=fp8, ")
+        + (f"or LORIKEET_WEIGHT_DTYPE={name}={smaller}, " if smaller else "")
         + ("split it across GPUs (LORIKEET_TENSOR_PARALLEL), " if gpu else "")
         + f"or use a smaller model or a {'GPU' if gpu else 'machine'} with more memory"
     )

@@ -96,18 +96,33 @@ class PlannedStart:
 
         return engine_settings(self.settings.model_copy(update={"device": self.device}), base_model)
 
-    def stored_in_fp8(self, base_model: str) -> bool:
-        """Whether a base model's checkpoint stores its linears in FP8; False if unreadable."""
+    def stored_format(self, base_model: str) -> Quantization | None:
+        """Return the format of a base model's linears in its checkpoint; None: floats, or
+        unreadable.
+        """
         try:
             stored = quantized_linears(read_config(self.settings.base_models[base_model]))
         except ModelError:
-            return False
-        return stored is not None and stored.format is Quantization.FP8
+            return None
+        return None if stored is None else stored.format
+
+    def stored_in_fp8(self, base_model: str) -> bool:
+        """Whether a base model's checkpoint stores its linears in FP8; False if unreadable."""
+        return self.stored_format(base_model) is Quantization.FP8
 
     def serves_fp8(self, base_model: str) -> bool:
         """Whether a base model's linears are served in FP8."""
         rounded = self.settings.weight_dtype[base_model] == "fp8"
         return rounded or self.stored_in_fp8(base_model)
+
+    def smaller_weight_dtype(self, base_model: str) -> str | None:
+        """Return the weight_dtype with which a base model's linears would take less memory; None:
+        there is none.
+        """
+        stored, served = self.stored_format(base_model), self.settings.weight_dtype[base_model]
+        if stored is not None and stored.has_4_bits:
+            return None if served == "packed" else "packed"
+        return None if self.serves_fp8(base_model) else "fp8"
 
     @cached_property
     def plans(self) -> Mapping[str, "MemoryPlan | EngineError"]:
@@ -129,7 +144,12 @@ class PlannedStart:
         shard = Shard(0, settings.tensor_parallel)  # no rank holds more than rank 0
         try:
             config, weights = rehearse_load(
-                settings.model, settings.torch_dtype, settings.max_context, settings.rounding, shard
+                settings.model,
+                settings.torch_dtype,
+                settings.max_context,
+                settings.rounding,
+                shard,
+                packed=settings.packed,
             )
             return plan_memory(config, weights, settings, self.device_free or 0, shard)
         except EngineError as error:

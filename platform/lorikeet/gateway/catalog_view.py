@@ -117,8 +117,7 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """Refresh the view, then return question(state), called in a thread because such questions
-        take long.
+        """Refresh the view, then return question(state), called in a thread.
 
         Raises StoreError if a partition of the catalog that the question needs cannot be read.
         """

@@ -1,5 +1,5 @@
-"""Admission of a tenant's requests that generate nothing (reads): models, usage, explained
-requests.
+"""Admission of a tenant's requests that generate nothing (reads): lists of models, usage, and
+explanations of earlier requests.
 """
 
 from collections.abc import AsyncGenerator

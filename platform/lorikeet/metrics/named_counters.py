@@ -28,8 +28,8 @@ _TAKEOVER_FACTOR = 2.0
 Names with nearly equal uses therefore do not swap.
 """
 _SHOWN_FACTOR = 1.25
-"""Maximum number of names with a series in the metrics, as a multiple of `most`: a name that gives
-way to a busier one is shown for one more round.
+"""Maximum number of names with a series in the metrics, as a multiple of `most`: a replaced name
+keeps its series for one more round.
 """
 _CANDIDATES = 10_000
 """Maximum number of names counted in a round that have no series of their own.

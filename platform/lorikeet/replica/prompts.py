@@ -35,8 +35,8 @@ _UNCHECKED_BYTES = 2
 A text of this size may exceed the context, but not by far.
 """
 _PART_CHARACTERS, _CUT_TOKENS = 2**14, 64
-"""Length, in characters, of the parts into which the length check cuts long texts; and the most
-tokens that each cut adds to the text's token count.
+"""Length, in characters, of the parts in which a long text's tokens are counted; and the maximum
+number of tokens that a cut between two parts adds to the count.
 """
 _HERE = "[the answer goes on here]"
 """Mark for the beginning of the answer in a prompt that is being rendered.

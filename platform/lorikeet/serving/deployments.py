@@ -57,7 +57,8 @@ _HEALTH_CHECKS = 64
 health checks.
 """
 _CONTROL_CALLS = 8
-"""Limit on the concurrent control calls to a replica, such as plans and reports, but not streams.
+"""Limit on the concurrent control calls to a replica, such as plans and reports; streams are not
+counted.
 """
 _ENGINE_CPUS = 0.2  # a share, so that engines, gateway and controller fit on a laptop's two cores
 _GATEWAY_CPUS = 0.2

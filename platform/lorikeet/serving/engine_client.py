@@ -311,7 +311,7 @@ def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None =
 
 def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     """Return True if `item` refuses the call because its adapter failed to load, and another
-    replica can take the call; tell the fleet of the failed load.
+    replica can take the call. Also tells the fleet of the failed load.
     """
     if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
         return False

@@ -19,8 +19,7 @@ _START_S = 5.0
 class ServePeers(Peers):
     """Peers that calls `answer_peer` on every replica of the gateways' deployment.
 
-    The deployment's handle is created at the first poll, since it does not exist while the
-    application starts.
+    The deployment's handle is created at the first poll.
 
     app: name of the Serve application.
     deployment: name of the gateways' deployment.

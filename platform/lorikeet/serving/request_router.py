@@ -154,8 +154,7 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
 def routing_request_of(call: Call) -> RoutingRequest:
     """Return a call as routing sees it: work, adapter, tenant and hashes of its prompt's prefix.
 
-    Hashes the first prompt if there are several, since all go to one replica. Tenant and adapter
-    are part of the hashes, since different tenants or adapters never share cached prefixes.
+    Hashes the first prompt if there are several. Tenant and adapter are part of the hashes.
     """
     digest = call.adapter.digest if call.adapter else None
     chain = prefix_hashes(_beginning(call), call.tenant, digest)

@@ -44,12 +44,16 @@ class FairQueue:
         self.waiting[tenant] = counter
         self._requests[tenant].append(request)
 
+    def first(self) -> int:
+        """Return the next request, which stays in the queue."""
+        return self._requests[self._first_tenant()][0]
+
     def next(self, prompts: list[int]) -> int:
         """Take the next request, and charge its tenant for the prompt and the first token.
 
         prompts: tokens of each request's prompt, [requests].
         """
-        tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].value)
+        tenant = self._first_tenant()
         requests, counter = self._requests[tenant], self.waiting[tenant]
         request = requests.popleft()
         counter.charge(PROMPT_TOKEN * prompts[request] + OUTPUT_TOKEN)
@@ -70,3 +74,6 @@ class FairQueue:
         """Charge each decoding sequence's tenant for `steps` tokens."""
         for tenant, sequences in self._decoding.items():
             self._counter_of[tenant].charge(OUTPUT_TOKEN * sequences * steps)
+
+    def _first_tenant(self) -> int:
+        return min(self.waiting, key=lambda tenant: self.waiting[tenant].value)

@@ -41,19 +41,20 @@ class CapacityGoals:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMemory:
-    """Memory of a replica for adapters, counted per GPU, since each GPU holds a part of every
-    adapter.
+    """Memory of a replica for adapters and for requests, counted per GPU.
 
     gpu_bytes: memory of each GPU.
     host_bytes, disk_bytes: host memory and disk space of the replica, divided by its number of
         GPUs.
     gpus: number of GPUs of the replica.
+    kv_tokens: tokens of prompts and answers that the replica's KV cache holds at once.
     """
 
     gpu_bytes: int
     host_bytes: int
     disk_bytes: int
     gpus: int = 1
+    kv_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
         gpu_bytes=memory.gpu_bytes,
         host_bytes=memory.host_bytes,
         disk_bytes=memory.disk_bytes,
+        kv_tokens=memory.kv_tokens,
         pins={adapter: int(copies[adapter]) for adapter in np.flatnonzero(copies).tolist()},
         warm_up_s=WARM_UP_S,
         seed=seed,

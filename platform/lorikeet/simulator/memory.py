@@ -232,9 +232,7 @@ class ByteLru:
 
 
 class Link:
-    """Link that transfers one adapter after another; a transfer starts without waiting for the
-    latency of the one before.
-    """
+    """Link that transfers one adapter after another; their latencies overlap."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s

@@ -66,7 +66,7 @@ class SimulatedReplica:
     status: load that routers see, without `room_bytes`, which they take from the arena.
     outstanding: number of requests that still wait for tokens.
     waiting: adapter → requests that wait for the adapter.
-    queue: requests that can start prefill.
+    queue: requests that can start prefill, once the KV cache has room for prompt and answer.
     decoding: adapter → number of its decoding sequences.
     """
 
@@ -88,6 +88,7 @@ class SimulatedReplica:
         self._blocked: deque[int] = deque()  # adapters on the host that wait for GPU memory
         self.queue = FairQueue()
         self._prompts: dict[int, int] = {}  # requests in prefill → prompt tokens left
+        self._kv_left = setup.kv_tokens
         self._boundary_s = math.inf  # end of the step with prompts, or of the one before them
         self._computing = False  # whether the current step has prompts
         self._ends: list[tuple[float, int]] = []  # heap of (clock at its last token, request)
@@ -209,7 +210,7 @@ class SimulatedReplica:
         self._fleet.on_first_token(request, now_s)
         adapter, left = self._fleet.adapter_of[request], self._fleet.answers[request] - 1
         if left == 0:
-            self._end(adapter, now_s)
+            self._end(request, now_s)
             return
         self.queue.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
@@ -227,12 +228,13 @@ class SimulatedReplica:
         if adapter is not None:
             decrement(self.decoding, adapter)
             self.status.ranks -= 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
-        self._end(adapter, now_s)
+        self._end(request, now_s)
 
-    def _end(self, adapter: int | None, now_s: float) -> None:
+    def _end(self, request: int, now_s: float) -> None:
         self.outstanding -= 1
+        self._kv_left += self._tokens(request)
         self._fleet.on_end()
-        if adapter is not None:
+        if (adapter := self._fleet.adapter_of[request]) is not None:
             self.arena.release(adapter)
             self._place_next(now_s)
 
@@ -260,7 +262,7 @@ class SimulatedReplica:
             status.context = self._context.at(self._clock)
             step_s = steps.step_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
-            if not self._prompts and (full or not self.queue):
+            if not self._prompts and (full or not self._next_fits()):
                 self._rate = 1.0 / step_s if status.running else 0.0
             elif status.running and _NEARLY < begun < 1.0 - _NEARLY:
                 self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
@@ -278,9 +280,12 @@ class SimulatedReplica:
         """Begin a step with as many prompt tokens as its token limit allows beside the decodes."""
         status, steps, fleet = self.status, self._steps, self._fleet
         room, free = steps.step_tokens - status.running, steps.max_running - status.running
-        while self.queue and len(self._prompts) < free and sum(self._prompts.values()) < room:
+        while (
+            self._next_fits() and len(self._prompts) < free and sum(self._prompts.values()) < room
+        ):
             request = self.queue.next(fleet.prompts)
             self._prompts[request] = fleet.prompts[request]
+            self._kv_left -= self._tokens(request)
         tokens, adapted, seen = status.running, 0, 0
         for request, left in self._prompts.items():
             chunk = min(left, steps.step_tokens - tokens)
@@ -290,6 +295,14 @@ class SimulatedReplica:
             seen += seen_tokens(chunk, fleet.prompts[request] - left)
         takes_s = steps.step_s(tokens, status.ranks, status.context, adapted=adapted, seen=seen)
         self._boundary_s, self._rate, self._computing = now_s + takes_s, 1.0 / takes_s, True
+
+    def _next_fits(self) -> bool:
+        """Whether a request is queued, and the KV cache has room for the next one."""
+        return bool(self.queue) and self._tokens(self.queue.first()) <= self._kv_left
+
+    def _tokens(self, request: int) -> int:
+        """Return the tokens of a request's prompt and answer, for which it holds KV pages."""
+        return self._fleet.prompts[request] + self._fleet.answers[request]
 
 
 class _DecodeContext:

@@ -75,8 +75,9 @@ class LeastCostRouter:
     def _status(
         self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
     ) -> RoutingStatus:
-        """Return a replica's status in the view of the request's gateway, an object that the
-        gateway's requests share.
+        """Return a replica's status in the view of the request's gateway.
+
+        The object is shared by the gateway's requests: the caller adds each request that it sends.
         """
         key = request % fleet.setup.gateways, replica.number
         seen = self._seen.get(key)

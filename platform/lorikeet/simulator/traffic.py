@@ -1,5 +1,6 @@
 """Setup of a simulated fleet, and its requests."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class FleetSetup:
     ranks: LoRA rank of each adapter, [adapters].
     sizes: bytes of each adapter, [adapters].
     gpu_bytes, host_bytes, disk_bytes: memory of each replica for adapters.
+    kv_tokens: tokens of prompts and answers that the KV cache of each replica holds at once.
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.
     status_age_s: largest age of a gateway's view of replicas.
@@ -50,6 +52,7 @@ class FleetSetup:
     gpu_bytes: int
     host_bytes: int
     disk_bytes: int
+    kv_tokens: float = math.inf
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
     status_age_s: float = 0.15

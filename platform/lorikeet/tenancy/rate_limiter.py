@@ -285,8 +285,7 @@ class RateLimitHold:
     def check(self, *, takes_tokens: bool) -> None:
         """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
 
-        The request is counted before its body arrives, because a request whose body never comes
-        takes up the gateway too.
+        The request is counted before its body arrives.
         """
         self._limiter.check_capacity()
         now = self._limiter.clock()
@@ -306,7 +305,7 @@ class RateLimitHold:
         self._reading = True
 
     def body_is_here(self) -> None:
-        """Stop counting the request among those whose body has not arrived. Idempotent."""
+        """Record that the request's body has arrived, or never will. Idempotent."""
         if not self._reading:
             return
         self._reading = False

@@ -1,6 +1,7 @@
 """Adapters on q, k and v of a delta net change in_proj_qkv by what each changes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 from tests.corpus.served import packed_deltas
 
 NET = "model.layers.0.linear_attn"
@@ -68,6 +69,15 @@ def test_parts_of_several_ranks_and_one_scaling_change_their_own_rows(tmp_path, 
             pairs(ranks)[f"base_model.model.{NET}.in_proj_{part}.lora_{s}.weight"] for s in "AB"
         )
         torch.testing.assert_close(got, 8 / (2 if is_rs else 4) * b @ a)
+
+
+def test_parts_whose_ranks_together_exceed_the_limit_are_refused_with_their_sum(tmp_path, shape):
+    made = blob(tmp_path, pairs(dict.fromkeys("qkv", 32)), r=32)
+    says = "in_proj_qkv has rank 96, the sum of those of q, k and v .*: the limit is 64$"
+    with pytest.raises(AdapterTooLarge, match=says) as refused:
+        read_spec(made, shape, LIMITS)
+    assert refused.value.fields["max_rank"] == 64
+    assert read_spec(made, shape, replace(LIMITS, max_rank=96)).max_rank == 96
 
 
 FOUR = dict.fromkeys("qkv", 4)

@@ -23,6 +23,7 @@ FILES = (
     "test_pointwise.py",
     "test_prefixes.py",
     "test_sampling_kernels.py",
+    "test_w4a16.py",
 )
 
 

@@ -55,6 +55,9 @@ from lorikeet_engine.kernels.pointwise import QkNorm, fused
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
+from lorikeet_engine.kernels.split_k import ProductConfig
+from lorikeet_engine.kernels.w4a16 import PackedWeight
+from lorikeet_engine.kernels.w4a16 import fused as w4a16_fused
 from lorikeet_engine.parallel.sums import RowExchange
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
@@ -181,6 +184,8 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     squares = fused.mean_squares(qkv, 8, 2, added)
     shared = replace(whole, mean_squares=squares)
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, shared)
+    gain = empty(8, dtype=torch.float32)
+    fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
@@ -238,7 +243,11 @@ def test_gated_delta_net(
         assert convolve(qkv, weight, inputs, where, deltas[0]).shape == qkv.shape
         o = apply(qkv, ba, decay, states, where, heads, deltas[1], ring=ring)
         assert o.shape == (300, heads.value_heads, heads.value_dim)
-    rules = {"_decode_with_ring" if entries else "_decode", "_solve_chunks", "_scan_chunks"}
+    rules = {
+        "_decode_with_ring" if entries else "_decode_delta_rule",
+        "_solve_chunks",
+        "_scan_chunks",
+    }
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
 
 
@@ -412,7 +421,7 @@ def test_fp8_products_of_few_tokens(compiled: set[str], tokens: int) -> None:
         config, (d_out, d_in) = configs[str(tokens)], map(int, name.split("x"))
         x, weight = fp8_weight(tokens, d_in), fp8_weight(d_out, d_in)
         if config is not None:
-            config = few_tokens.ProductConfig(**config)
+            config = ProductConfig(**config)
             y = few_tokens.multiply(x, weight, empty(d_out), torch.bfloat16, config)
             assert y.shape == (tokens, d_out)
     assert compiled == {"_multiply"}
@@ -481,3 +490,44 @@ def test_lora_of_experts(compiled: set[str], tokens: int, segments: int, rank: i
         x, y = empty(rows, d_in), empty(rows, sum(group.d_outs))
         expert_rows.add_expert_lora(y, x, made, 3, group, gathered=d_in == 2048)
     assert compiled >= {"_list_owners", "_shrink", "_expand"}
+
+
+def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
+    """A weight of 4 bits on the meta device."""
+    group = {"whole": d_in, "nf4": 64, "small groups": 32}.get(stored, 128)
+    scales = empty(d_out, d_in // group, dtype=torch.float16)
+    zeros = empty(d_out, d_in // group, dtype=torch.uint8)
+    codes = empty(d_in // 32, d_out, 16, dtype=torch.uint8)
+    if stored == "nf4":
+        levels = empty(16, dtype=torch.float32)
+        return PackedWeight(codes, scales.float(), None, 64, None, levels, torch.bfloat16)
+    order = empty(d_in, dtype=torch.int32) if stored == "act-order" else None
+    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, order)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 256])
+@pytest.mark.parametrize("stored", ["groups", "small groups", "whole", "act-order", "nf4"])
+def test_products_of_4_bits(compiled: set[str], stored: str, tokens: int) -> None:
+    weight = packed_weight(stored, 6144, 4096)
+    for bias in (None, empty(6144)):
+        assert w4a16_fused.linear(empty(tokens, 4096), weight, bias).shape == (tokens, 6144)
+    assert compiled == {"_multiply"}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
+    w4a16_fused.linear(empty(16, 4096), packed_weight("groups", 6144, 4096))
+    loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    assert loop.count("warp_group_dot ") == 2
+    assert "convert_layout" not in loop
+    assert "async_copy_global_to_local" in loop
+
+
+@pytest.mark.parametrize("stored", ["groups", "whole", "nf4"])
+def test_decoding_of_4_bits(compiled: set[str], stored: str) -> None:
+    w4a16_fused.decode(packed_weight(stored, 6144, 4096), 0, empty(1024, 4096))
+    assert compiled == {"_decode"}

@@ -101,6 +101,27 @@ def test_rotary_and_store_kv(kind, heads, kv_heads, dim, rotary_dim, interleaved
     assert_equal(filled, kv)
 
 
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(128, 128), (96, 24), (32, 0)])
+def test_queries_alone_are_multiplied_by_their_tokens_gains(kind, dim, rotary_dim, tokens):
+    heads, kv_heads = 10, 3
+    qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
+    angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
+    gain = 1 + torch.arange(tokens, dtype=torch.float32, device=kind[0]) / 7
+    slots = torch.arange(tokens, device=kind[0])
+    plain, plain_kv = qkv.clone(), random(kind, 2, 3, 16, kv_heads, dim)
+    kv = plain_kv.clone()
+    reference.rotary_and_store_kv(plain, angles.cos(), angles.sin(), plain_kv, slots)
+    want = (plain[:, :heads].float() * gain[:, None, None]).to(qkv.dtype)
+    for operators in (fused, reference):
+        got, got_kv = qkv.clone(), kv.clone()
+        at = angles.cos(), angles.sin()
+        operators.rotary_and_store_kv(got, *at, got_kv, slots, query_gain=gain)
+        assert_equal(got[:, :heads], want)
+        assert_equal(got_kv, plain_kv)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_without_a_place_is_not_stored(kind):
     kv = random(kind, 2, 2, 16, 2, 16)

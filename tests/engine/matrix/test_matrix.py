@@ -45,13 +45,16 @@ GPT_OSS_ADAPTERS = {
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
 }
 EVERY = (*FAMILIES, *MOE, *HYBRID, *GPT_OSS)
-# Families of the storages that not every family is tried with. Experts are not rounded to NF4.
+# Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
+# stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
 SOME = {
     "nf4_weights": (*FAMILIES, "qwen3_5_text"),
+    "packed_awq": tuple(FAMILIES),
+    "packed_act_order": tuple(FAMILIES),
     "fp8_of_two_ranks": ("llama", *MOE, *HYBRID),
     "fp8_channels": ("llama", "mistral", *MOE, *HYBRID),
-    "fp8_matrices": ("qwen2", *MOE, *HYBRID),
+    "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
     "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
     "fp8_kv_of_two_ranks": ("granite", *HYBRID),
@@ -61,11 +64,13 @@ OFTEN = {
     "floats": EVERY,
     "fp8_weights": ("qwen3", "olmo3", "gpt_oss"),
     "nf4_weights": ("qwen2", "glm4"),
+    "packed_awq": ("qwen2", "phi3"),
+    "packed_act_order": ("llama",),
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss"),
-    "two_ranks": ("smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral",),
-    "fp8_matrices": ("qwen3_moe",),
+    "fp8_matrices": ("ministral3", "qwen3_moe"),
     "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),

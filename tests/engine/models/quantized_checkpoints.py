@@ -13,7 +13,31 @@ from tests.engine.models.fp8_models import block_scales
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": False,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+                "actorder": None,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT4 = {"awq": AWQ, "gptq": GPTQ, "gptq_shared": GPTQ, "w4a16": W4A16}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -184,8 +208,24 @@ def gptq(path, q, zeros, scales, group_of, less=1):
     }
 
 
-def write_int4(folder, target, kind, group=32, dtype=torch.float16, **config):
-    """Write a checkpoint of random 4-bit integers, and one of the floats that they stand for."""
+def pack_quantized(path, q, zeros, scales):
+    """Pack as compressed-tensors does: eight inputs, or zero points of eight outputs, in one."""
+    d_in, d_out = q.shape
+    groups = len(scales)
+    return {
+        f"{path}.weight_packed": packed(q.t().reshape(d_out, -1, 8)),
+        f"{path}.weight_scale": scales.t(),
+        f"{path}.weight_zero_point": packed(zeros.view(groups, -1, 8)).t(),
+        f"{path}.weight_shape": torch.tensor([d_out, d_in]),
+    }
+
+
+def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False, **config):
+    """Write a checkpoint of random 4-bit integers, and one of the floats that they stand for.
+
+    kind: awq, gptq, gptq_v2 or w4a16; or gptq_shared, in which linears share an order of inputs.
+    exact: whether the floats are not rounded to the scales' dtype.
+    """
     generator = torch.Generator().manual_seed(4)
     names, tensors = linears(folder)
     floats = dict(tensors)
@@ -196,14 +236,53 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, **config):
         zeros = torch.randint(16, (groups, d_out), generator=generator)
         scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
         group_of = torch.arange(d_in) // group
-        if kind != "awq":  # desc_act
-            group_of = group_of[torch.randperm(d_in, generator=generator)]
-        floats[name] = ((q - zeros[group_of]).to(dtype) * scales[group_of]).t()
+        if "gptq" in kind:  # desc_act
+            drawing = torch.Generator().manual_seed(d_in) if kind == "gptq_shared" else generator
+            group_of = group_of[torch.randperm(d_in, generator=drawing)]
+        kept = torch.float32 if exact else dtype
+        floats[name] = ((q - zeros[group_of]).to(kept) * scales[group_of].to(kept)).t()
         path = name.removesuffix(".weight")
         if kind == "awq":
             tensors |= awq(path, q, zeros, scales)
+        elif kind == "w4a16":
+            tensors |= pack_quantized(path, q, zeros, scales)
         else:
-            tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind == "gptq"))
+            tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind != "gptq_v2"))
     config = {"group_size": group} | config
     checkpoint = saved(folder, target / kind, tensors, quantization_config=config)
     return checkpoint, saved(folder, target / "floats", floats)
+
+
+def write_int4_values(folder, target, kind):
+    """Write a checkpoint of random 4-bit integers; return it and the exact floats, by name.
+
+    kind: key of INT4.
+    """
+    checkpoint, floats = write_int4(folder, target, kind, exact=True, **INT4[kind])
+    names, values = linears(floats)
+    return checkpoint, {name: values[name] for name in names}
+
+
+def write_rounded(folder, target, order=None):
+    """Round a checkpoint's linears to 4-bit integers in groups of 32; return it and its values.
+
+    order: function from a number of inputs to the group of each input, for GPTQ; None: AWQ.
+    """
+    names, tensors = linears(folder)
+    values = {}
+    for name in names:
+        weight = tensors.pop(name).t()  # [d_in, d_out]
+        d_in, d_out = weight.shape
+        group_of = torch.arange(d_in) // 32 if order is None else order(d_in)
+        by_group = weight[group_of.argsort(stable=True)].view(-1, 32, d_out)
+        least, most = by_group.amin(1).clamp(max=0), by_group.amax(1).clamp(min=0)
+        scales = ((most - least) / 15).half()
+        zeros = (-least / scales).round().clamp(0, 15).int()
+        wide = scales.float()[group_of]
+        q = (weight / wide + zeros[group_of]).round().clamp(0, 15).int()
+        values[name] = ((q - zeros[group_of]) * wide).t()
+        path = name.removesuffix(".weight")
+        stored = (path, q, zeros, scales)
+        tensors |= awq(*stored) if order is None else gptq(*stored, group_of)
+    config = AWQ if order is None else GPTQ
+    return saved(folder, target, tensors, quantization_config=config), values

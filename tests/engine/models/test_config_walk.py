@@ -59,6 +59,7 @@ OTHERWISE = {
     "hidden_act": "gelu",
     "hidden_size": 128,
     "layer_types": ["full_attention", "sliding_attention"],
+    "max_position_embeddings": 2**19,  # beyond the context of any family's own YaRN
     "max_window_layers": 0,
     "mlp_only_layers": [1],
     "no_rope_layer_interval": 2,
@@ -153,6 +154,9 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
     if FAMILIES[family].is_hybrid:
         assert list(config.shape.kinds) == want.layer_types
+    if FAMILIES[family].rope_parameters:
+        theta = dict.fromkeys(theta, want.rope_parameters["rope_theta"])
+        assert {*FAMILIES[family].rope_parameters.items()} <= {*want.rope_parameters.items()}
     thetas = [theta["local" if s else "global"] for s in slides]
     assert all(r is None or r.theta == t for r, t in zip(config.ropes, thetas, strict=True))
 

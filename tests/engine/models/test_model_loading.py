@@ -16,6 +16,8 @@ from lorikeet_engine.models import checkpoint, staging, stored_tensors
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
+from lorikeet_engine.models.rope_config import QueryScaling
+from tests.engine.conftest import YARN
 from tests.engine.models.test_models import assert_equal, prompt_of, reference
 
 CPU = torch.device("cpu")
@@ -110,6 +112,17 @@ def test_the_older_way_to_write_rope_means_the_same(tiny_checkpoints, edited):
         ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.llama_4_scaling_beta",
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": -0.1}},
+            "llama_4_scaling_beta",
+        ),
+        ("ministral3", {"rope_parameters": YARN}, "rope_parameters.llama_4_scaling_beta"),
     ],
 )  # fmt: skip
 def test_an_unsupported_value_is_refused_by_its_key(edited, family, changes, field):
@@ -139,6 +152,18 @@ def test_yarn_has_room_for_the_context_that_it_stretches_to(edited):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     folder = edited("qwen2", rope_parameters=None, rope_theta=1e6, rope_scaling=rope)
     assert ModelConfig.from_folder(folder).max_context == 4 * 512
+
+
+def test_queries_grow_only_in_a_context_where_a_position_changes_them(edited, tiny_checkpoints):
+    def scaling(folder, max_context=None):
+        rope, *_ = ModelConfig.from_folder(folder, max_context).ropes
+        return rope.queries
+
+    folder = tiny_checkpoints["ministral3"]
+    assert scaling(folder) == scaling(folder, 9) == QueryScaling(0.5, 8)
+    assert scaling(folder, 8) is None, "every position is within the original context"
+    rope = YARN | {"llama_4_scaling_beta": 0}
+    assert scaling(edited("ministral3", rope_parameters=rope)) is None
 
 
 def test_a_refused_attn_factor_names_the_attention_factors_to_choose_from(edited):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +19,8 @@ from lorikeet_engine.models.stored_tensors import SINGLE
 from lorikeet_engine.models.weight_formats.nf4 import Nf4, round_to_nf4
 from lorikeet_engine.settings import EngineSettings
 from tests.engine.blobs import Shelf
-from tests.engine.conftest import FAMILIES, HYBRID, PagedTokens, save_all
+from tests.engine.conftest import PagedTokens
+from tests.engine.models.conftest import DENSE
 from tests.engine.models.quantized_checkpoints import (
     AWQ,
     GPTQ,
@@ -34,43 +34,12 @@ from tests.engine.models.test_models import Run, assert_equal, prompt_of, random
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
-DENSE = FAMILIES | {"qwen3_5_text": HYBRID["qwen3_5_text"]}
 
 
 def logits(folder, model=None):
     run = Run(folder, PagedTokens(), model=model)
     run.step({"a": PROMPT})
     return run.of("a")
-
-
-@pytest.fixture(scope="module")
-def wide_checkpoints(tmp_path_factory):
-    """Folders of each dense family, with rows of whole groups of 4-bit numbers.
-
-    bitsandbytes' kernels for CPUs want rows of whole blocks of 64.
-    """
-    wide = {"intermediate_size": 128, "linear_value_head_dim": 16}
-    dense = {name: config | wide for name, config in DENSE.items()}
-    return save_all(dense, tmp_path_factory.mktemp("wide"))
-
-
-@pytest.fixture(scope="module")
-def nf4(wide_checkpoints, tmp_path_factory):
-    """Makes transformers' and bitsandbytes' model of a family and the folder that they save."""
-
-    def make(family, double=True):
-        wanted = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
-        )
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            wide_checkpoints[family], dtype=torch.float32, quantization_config=wanted
-        )
-        model.train()  # else it computes in bfloat16 where the processor can
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        return model, folder
-
-    return make
 
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])

@@ -22,9 +22,16 @@ from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.blob_shelf import BlobShelf
-from tests.engine.conftest import HYBRID, SIZES, PagedTokens
+from tests.engine.conftest import HYBRID, SIZES, YARN, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
-from tests.engine.models.quantized_checkpoints import CONFIGS, SCALES, expanded, linears, scales_of
+from tests.engine.models.quantized_checkpoints import (
+    CONFIGS,
+    INPUT_SCALES,
+    SCALES,
+    expanded,
+    linears,
+    scales_of,
+)
 from tests.engine.models.test_models import Run, assert_equal, prompt_of
 
 PROMPT = prompt_of(40)
@@ -69,7 +76,14 @@ MODELS = {
         {"model_type": "granite", "logits_scaling": 3.0, "residual_multiplier": 0.6},
         {**PATCHES, "model_type": "siglip_vision_model"},
     ),
-    "mistral3": ({"model_type": "mistral", "head_dim": 32, "sliding_window": None}, PIXTRAL),
+    "mistral3": (
+        {
+            "model_type": "ministral3",
+            "head_dim": 32,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.2},
+        },
+        PIXTRAL,
+    ),
     "qwen2_5_vl": ({"rope_parameters": MROPE}, QWEN_VISION),
     "qwen2_vl": ({"rope_parameters": MROPE}, QWEN2_VISION),
     "qwen3_5": (
@@ -149,7 +163,13 @@ def test_the_names_that_tensors_have_on_the_hub_are_known_too(folders, name, tmp
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "kind"), [("llava", "dynamic"), ("qwen3_5", "blocks"), ("qwen3_5_moe", "blocks")]
+    ("wrapper", "kind"),
+    [
+        ("llava", "dynamic"),
+        ("mistral3", "matrices"),
+        ("qwen3_5", "blocks"),
+        ("qwen3_5_moe", "blocks"),
+    ],
 )
 def test_a_text_part_that_is_stored_in_fp8_is_served_as_if_it_stood_alone(
     folders, tmp_path, wrapper, kind
@@ -161,6 +181,8 @@ def test_a_text_part_that_is_stored_in_fp8_is_served_as_if_it_stood_alone(
         scales = scales_of(kind, tensors[name])
         tensors[name] = (tensors[name] / expanded(scales, tensors[name].shape, kind)).to(DTYPE)
         tensors[name.replace("weight", SCALES.get(kind, "weight_scale"))] = scales
+        if kind in INPUT_SCALES:
+            tensors[name.replace("weight", INPUT_SCALES[kind])] = torch.tensor(0.5)
     alone = {
         moved(name, "model.").removeprefix("language_model."): tensor
         for name, tensor in tensors.items()
@@ -218,7 +240,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
     )
     assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps
-    thetas = text.default_theta
+    own_rope = FAMILIES[TEXT_DECODERS[kind].family].rope_parameters
+    thetas = text.rope_parameters["rope_theta"] if own_rope else text.default_theta
     assert {rope.theta for rope in config.ropes} == {
         *(thetas.values() if isinstance(thetas, dict) else [thetas])
     }
@@ -237,9 +260,10 @@ def test_a_head_that_is_stored_with_the_embeddings_it_is_tied_to_is_served(folde
     assert_equal(logits(folder), want)
 
 
-def test_an_adapter_of_the_whole_model_answers_as_peft_does(folders, tmp_path):
+@pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl"])
+def test_an_adapter_of_the_whole_model_answers_as_peft_does(folders, tmp_path, name):
     """Its names begin with model.language_model, as PEFT finds the modules."""
-    folder, prompt = folders["qwen2_5_vl"], PROMPT[:21]
+    folder, prompt = folders[name], PROMPT[:21]
     lora = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=r".*language_model.*\.(q_proj|v_proj|up_proj|down_proj)"
     )

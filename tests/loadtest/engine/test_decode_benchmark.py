@@ -1,16 +1,19 @@
 """Decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
 
+import ast
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from loadtest.engine import decode, harness, random_model
-from loadtest.engine.gpu_time import gpu_time, read_trace
+from loadtest.engine.gpu_time import Span, gpu_time, read_trace
 from loadtest.engine.offline import Work
 from loadtest.engine.random_adapters import Targets
 from loadtest.engine.random_engine import random_engine
+from lorikeet_engine import kernels
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 
@@ -58,6 +61,34 @@ def test_gpu_time_is_split_by_kind(trace):
         }
     )
     assert time.unknown == pytest.approx({"something_new": 0.04})
+
+
+def launched_kernels():
+    """Return the names of Triton's kernels that the engine launches, by their modules' folders."""
+    names = {}
+    for path in Path(kernels.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        jitted = {f.name for f in tree.body if isinstance(f, ast.FunctionDef) and f.decorator_list}
+        launches = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+        grids = (f.value for f in launches if isinstance(f, ast.Subscript))
+        used = {name.id for name in grids if isinstance(name, ast.Name)} & jitted
+        names.setdefault(path.parent.name, set()).update(used)
+    return names
+
+
+def test_every_kernel_of_the_engine_has_a_kind():
+    names = launched_kernels()
+    spans = [Span(name, i, i + 1) for i, name in enumerate(sorted(set().union(*names.values())))]
+    assert gpu_time(spans, steps=1).unknown == {}
+
+
+def test_kernels_of_delta_nets_and_no_others_are_of_their_kind():
+    names = launched_kernels()
+    assert len(names["delta_net"]) == 6
+    for folder in filter(names.get, names):
+        kinds = gpu_time([Span(name, i, i + 1) for i, name in enumerate(names[folder])], 1).by_kind
+        assert (set(kinds) == {"delta nets"}) == (folder == "delta_net")
+        assert folder == "delta_net" or "delta nets" not in kinds
 
 
 def test_a_trace_without_a_gpu_is_an_error():

@@ -5,12 +5,16 @@ import torch
 
 from loadtest.engine import random_checkpoint
 from loadtest.engine.random_model import (
+    AWQ,
     GEMMA_3_12B,
+    LLAMA_3_1_8B,
+    NF4,
     RandomCheckpoint,
     random_model,
     write_config,
 )
 from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.kernels.w4a16 import PackedWeight
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.tiny_engine import CONFIG
@@ -47,6 +51,18 @@ def test_numbers_depend_on_the_name_alone_and_not_on_fusion_or_rounding():
     assert torch.equal(rounded, torch.cat([round_to_nf4(part) for part in (q, k, v)]))
     other = RandomCheckpoint(cpu, torch.bfloat16, seed=1).read_linear(names[:1], cuts[:1])
     assert not torch.equal(q, other)
+
+
+@pytest.mark.parametrize("stored", [AWQ, NF4], ids=["awq", "nf4"])
+def test_linears_of_4_bits_keep_the_size_of_their_input(tmp_path, stored):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 100}
+    config = LLAMA_3_1_8B | sizes | {"num_hidden_layers": 2, "quantization_config": stored}
+    folder, cpu = write_config(tmp_path, config), torch.device("cpu")
+    down = random_model(folder, cpu, torch.float32, 4096, packed=True)._layers[1].mlp.down
+    assert isinstance(down.weight, PackedWeight)
+    assert down.weight.floats().std().item() == pytest.approx(256**-0.5, rel=0.3)
+    floats = random_model(folder, cpu, torch.float32, 4096)._layers[1].mlp.down
+    assert isinstance(floats.weight, torch.Tensor)
 
 
 def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):

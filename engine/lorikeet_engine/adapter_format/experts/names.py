@@ -25,8 +25,8 @@ def is_of_experts(module: str) -> bool:
 def experts_of(module: str) -> str:
     """Return the path of the module that contains a layer's experts, given one of its submodules.
 
-    Any other module is returned unchanged. Needed since prime-rl's configs target the containing
-    module, although PEFT has no LoRA for it.
+    Any other module is returned unchanged. Needed for prime-rl's configs, which target the
+    containing module.
     """
     match = _EXPERTS.fullmatch(module)
     return match[1] if match else module
@@ -88,7 +88,7 @@ class ConfiguredNames:
     def of(self, path: str) -> set[str]:
         """Return the names by which a config can target a linear.
 
-        path: path of the linear, as blobs have it.
+        path: path of the linear in its layer, in the naming of blobs.
         """
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 

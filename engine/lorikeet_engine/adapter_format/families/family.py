@@ -163,9 +163,10 @@ class Family:
     experts: keys for the mixture of experts; None for dense MLPs.
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
+    rope_parameters: section of rotary embeddings of a config.json that has none; with
+        llama_4_scaling_beta if the family's queries grow with their position.
     sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
         value.
-    rope: rotary embedding to assume if config.json has none, as its rope_parameters.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     """
@@ -181,9 +182,9 @@ class Family:
     experts: ExpertKeys | None = None
     norms_plus_one: bool = False
     scaled_embeddings: bool = False
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     scales_in_module: bool = False
     sinks: bool = False
-    rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_hybrid(self) -> bool:

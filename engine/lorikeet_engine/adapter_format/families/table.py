@@ -167,6 +167,20 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
     "mistral": Family("Mistral", _SEPARATE, {"sliding_window": 4096}),
     "ministral": Family("Ministral", _SEPARATE, {"layer_types": None, "sliding_window": 4096}),
+    "ministral3": Family(
+        "Ministral 3",
+        _SEPARATE,
+        {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "qwen2": Family("Qwen 2.5", _SEPARATE, _QWEN_WINDOW, qkv_bias=True),
     "qwen3": Family(
         "Qwen 3", _SEPARATE, {**_QWEN_WINDOW, "attention_bias": False}, qk_norm=QkNormKind.HEAD
@@ -373,7 +387,7 @@ FAMILIES: Mapping[str, Family] = {
             clamped=True,
         ),
         sinks=True,
-        rope={
+        rope_parameters={
             "rope_type": "yarn",
             "factor": 32.0,
             "truncate": False,

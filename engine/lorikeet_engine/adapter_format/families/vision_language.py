@@ -11,8 +11,7 @@ class TextDecoder:
 
     family: name of that family.
     defaults: values to assume for keys that config.json leaves out, if different from the family's.
-    unread: keys of config.json to ignore, since the head of the vision-language model does not read
-        them.
+    unread: keys of config.json to ignore.
     """
 
     family: str
@@ -62,6 +61,7 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
     "granite": TextDecoder("granite", _LLAMA, frozenset({"logits_scaling"})),
     "llama": TextDecoder("llama", _LLAMA),
     "mistral": TextDecoder("mistral", _sizes(4096, 14336, 32, 32, 8, 32_000, 131_072)),
+    "ministral3": TextDecoder("ministral3", _sizes(4096, 14336, 34, 32, 8, 131_072, 262_144)),
     "qwen2": TextDecoder("qwen2", _QWEN),
     "qwen2_5_vl_text": TextDecoder("qwen2", _QWEN_VL),
     "qwen2_vl_text": TextDecoder("qwen2", _QWEN_VL),

@@ -43,7 +43,7 @@ class PagedDecode:
     ) -> None:
         """Allocate static buffers, except the two that are passed: `pages` and `workspace`.
 
-        Several back ends may share these two, because steps run one after another.
+        Several back ends may share these two.
 
         tokens: maximum number of query tokens of a step.
         pages [groups, pages of all sequences of a step] int32: buffer for the KV page numbers of

@@ -56,7 +56,7 @@ def decode_delta_rule(
         decode_with_ring(qkv, ba, decay, states, decodes, heads, lora, ring, o)
         return o
     values = min(_VALUES, heads.value_dim)
-    _decode[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
+    _decode_delta_rule[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
         decodes.tokens, o, qkv.stride(0), ba.stride(0), states.stride(0), *_sizes(heads), values,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _sizes(heads: Heads) -> tuple[int, int, int, int]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decode(
+def _decode_delta_rule(
     qkv: tl.tensor,
     ba: tl.tensor,
     lora: tl.tensor,
@@ -227,7 +227,7 @@ def _solve_chunks(
 
     solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
     ends, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
-    All other operands: see _decode.
+    All other operands: see _decode_delta_rule.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(chunks + 2 * chunk)
@@ -309,7 +309,7 @@ def _scan_chunks(
     entries: maximum number of tokens of a ring.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors.
-    All other operands: see _decode.
+    All other operands: see _decode_delta_rule.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + sequence).to(tl.int64)

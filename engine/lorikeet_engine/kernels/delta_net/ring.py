@@ -30,7 +30,7 @@ def decode_with_ring(
     ring: Ring,
     o: torch.Tensor,
 ) -> None:
-    """Compute kernels.delta_net.decode_delta_rule with a ring into o, its result."""
+    """Compute kernels.delta_net.decode_delta_rule with a ring, and write the result to o."""
     assert all(each.is_contiguous() for each in ring), [each.stride() for each in ring]
     values, entries = min(_VALUES, heads.value_dim), ring.decays.shape[2]
     tiles, sequences = heads.value_dim // values, len(decodes.slots)

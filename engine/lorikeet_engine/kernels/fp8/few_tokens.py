@@ -16,7 +16,7 @@ cuBLASLt, unless the tokens are few and blocks of the weight have scales.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import gcd
 from pathlib import Path
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
+from lorikeet_engine.kernels.split_k import ProductConfig, arrived
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
@@ -33,24 +34,7 @@ TOKENS = (16, 32, 64, 128)
 
 A product uses the smallest limit that is not below its number of tokens.
 """
-_MOST_TILES = 1 << 14  # of a weight: a million outputs
 _BLOCK_TOKENS = 128  # at most, of one program
-
-
-@dataclass(frozen=True, slots=True)
-class ProductConfig:
-    """Launch parameters of an FP8 product.
-
-    block_out, block_in: size, in outputs and inputs, of the weight tile that a program multiplies
-        at once.
-    split: number of programs among which the inputs of each output are divided (split-K).
-    """
-
-    block_out: int
-    block_in: int
-    split: int
-    warps: int
-    stages: int
 
 
 UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
@@ -132,15 +116,15 @@ def multiply(
     y = torch.empty((count, d_out), dtype=dtype, device=device)
     block_tokens = min(_BLOCK_TOKENS, max(16, triton.next_power_of_2(count)))
     tiles = triton.cdiv(d_out, config.block_out)
-    parts = arrived = None
+    parts = counters = None
     if config.split > 1:
         size = (tiles, config.split, config.block_out, block_tokens)
         parts = torch.empty(size, dtype=torch.float32, device=device)
-        arrived = _arrived(device)
+        counters = arrived(device)
     matrix, scales, high, wide = kernel_arguments(weight)
     # programs that run at the same time read the same weights: token blocks vary fastest
     _multiply[(triton.cdiv(count, block_tokens), tiles, config.split)](
-        tokens.rows, tokens.scales, matrix, scales, bias, y, parts, arrived,
+        tokens.rows, tokens.scales, matrix, scales, bias, y, parts, counters,
         count, d_out, d_in,
         d_in % config.block_in == 0,
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
@@ -149,16 +133,6 @@ def multiply(
         num_warps=config.warps,
     )  # fmt: skip
     return y
-
-
-@cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """Return the device's counters of programs that have finished their partial sums, one counter
-    for each output tile.
-
-    They are 0 between launches: the last program of a tile resets the tile's counter.
-    """
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
@@ -187,7 +161,8 @@ def _multiply(
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
     Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
-    parts: partial sums of all programs. arrived: counters, see _arrived. Both None without split-K.
+    parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
+        split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.
     upcast: whether to multiply in float32, as Triton's interpreter must.

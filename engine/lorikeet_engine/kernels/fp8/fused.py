@@ -65,8 +65,7 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
     """Compute tokens·Wᵀ by cuBLASLt for a weight W that has a scale for each block of 128 x 128.
 
     cuBLASLt also requires a scale for each block of a token; a token's single scale is repeated.
-    Tokens are padded with rows of zeros to a multiple of 16, as cuBLASLt has no product for two
-    tokens.
+    Tokens are padded with rows of zeros to a multiple of 16.
     """
     count, missing = len(tokens.rows), -len(tokens.rows) % 16
     rows, scales = tokens.rows, tokens.scales

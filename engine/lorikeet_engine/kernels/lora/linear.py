@@ -12,9 +12,9 @@ would use every multiprocessor from start to end, so that LoRA could only run be
 product. So cuBLAS is made to leave some free (_sms_for_lora). Our own kernels, for products of one
 token, or of few tokens with FP8 weights, need no such limit: LoRA is launched before them.
 
-A base model's weight is a tensor of floats, or FP8 (kernels/fp8); in both cases LoRA reads x
-unrounded. Memory that the side stream allocates is safe to use on the main stream: before its next
-work, the side stream waits for the main stream.
+A base model's weight is a tensor of floats, FP8 (kernels/fp8), or of 4 bits (kernels/w4a16); LoRA
+always reads x unrounded. Memory that the side stream allocates is safe to use on the main stream:
+before its next work, the side stream waits for the main stream.
 """
 
 import ctypes
@@ -23,13 +23,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format.token_rows import MAX_TOKENS
-from lorikeet_engine.kernels import fp8
+from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.types import (
@@ -41,12 +42,13 @@ from lorikeet_engine.kernels.lora.types import (
     UnexpandedDelta,
 )
 from lorikeet_engine.kernels.pointwise import act_and_mul
+from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 
 Weight = torch.Tensor | Fp8Rows
 """Weight [d_out, d_in] of a linear layer, in floats or FP8."""
 
 
-FusedWeight = Weight | PartlyFp8
+FusedWeight = Weight | PartlyFp8 | PackedWeight | StackedWeight
 """Weight [sum(d_outs), d_in] of fused linears."""
 
 
@@ -64,12 +66,19 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
     bias: b [d_out]; None with PartlyFp8
     → [tokens, d_out]
 
-    cuBLAS multiplies, or for a single token of a 16-bit dtype on CUDA our Triton kernel, which is
-    faster there (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8).
+    cuBLAS multiplies, or on CUDA for a single token of a 16-bit dtype our Triton kernel
+    (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8), a weight of 4
+    bits is decoded while it is multiplied (kernels/w4a16).
     """
     if isinstance(weight, PartlyFp8):
         assert bias is None
         return torch.cat([linear(x, weight.first), linear(x, weight.others)], dim=1)
+    if isinstance(weight, StackedWeight):
+        biases = [None] * len(weight.parts) if bias is None else torch.split(bias, weight.heights)
+        products = map(linear, repeat(x), weight.parts, biases)
+        return torch.cat(list(products), dim=1)
+    if isinstance(weight, PackedWeight):
+        return w4a16.linear(rows_of(x), weight, bias)
     if isinstance(weight, Fp8Rows):
         rounded = x.fp8 if isinstance(x, Activations) else None
         return fp8.linear(rows_of(x), weight, bias, rounded)
@@ -91,7 +100,7 @@ def linear_act_and_mul(
     gelu: GELU instead of SiLU.
     """
     rows = rows_of(x)
-    if not _is_gemv(rows):
+    if not _is_gemv(rows) or isinstance(weight, PackedWeight | StackedWeight):
         return act_and_mul(linear(x, weight, bias), gelu=gelu)
     y: torch.Tensor = _cuda("gemv").gemv_act_and_mul(rows, weight, bias, gelu=gelu)
     return y
@@ -212,6 +221,7 @@ def linear_and_lora(
     """
     rows = rows_of(x)
     main, side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
+    most: Weight | PackedWeight | StackedWeight
     most = weight.first if isinstance(weight, PartlyFp8) else weight
     sms = _sms_for_lora(step, most, rows)
     side.wait_stream(main)
@@ -230,12 +240,15 @@ def linear_and_lora(
     return y, shrunk
 
 
-def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
+def _sms_for_lora(
+    step: LoraStep, weight: Weight | PackedWeight | StackedWeight, rows: torch.Tensor
+) -> int:
     """Return the number of multiprocessors that the base model's product leaves free for LoRA.
 
-    Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), or of few tokens
-    with an FP8 weight (kernels/fp8/few_tokens.py). Then LoRA is launched first, and the product
-    gets the multiprocessors that LoRA leaves.
+    Returns 0 for products by our own kernels: of a single token (kernels/gemv.py), of few tokens
+    with an FP8 weight (kernels/fp8/few_tokens.py), or of fewer tokens than DECODED_FROM with a
+    weight of 4 bits (kernels/w4a16/fused.py). Then LoRA is launched first, and the product gets the
+    multiprocessors that LoRA leaves.
     """
     if len(rows) == 1:
         return 0
@@ -243,6 +256,9 @@ def _sms_for_lora(step: LoraStep, weight: Weight, rows: torch.Tensor) -> int:
         config_of = _cuda("fp8.few_tokens").product_config
         if config_of(weight, len(rows), rows.device) is not None:
             return 0
+    is_packed = isinstance(weight, PackedWeight | StackedWeight)
+    if is_packed and len(rows) < _cuda("w4a16.fused").DECODED_FROM:
+        return 0
     sms: int = step.tiles.config.sms_for_lora(step.tiles.segments * step.tiles.max_rank)
     return sms
 

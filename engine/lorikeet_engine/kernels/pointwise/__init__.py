@@ -96,6 +96,7 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    query_gain: torch.Tensor | None = None,
 ) -> None:
     """Apply the rotary embedding to queries and keys, and write keys and values into KV pages.
 
@@ -112,9 +113,14 @@ def rotary_and_store_kv(
     norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to
       qkv's dtype before and after; norm.mean_squares, if given, replaces mean(x²)
     scales: for FP8 layer_kv: keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds them
+    query_gain [tokens] float32: factor of each token's rotated queries, which are rounded to qkv's
+      dtype before and after
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
-    operator(qkv, cos, sin, layer_kv, slots, lora, norm, scales, interleaved=interleaved)
+    operator(
+        qkv, cos, sin, layer_kv, slots, lora, norm, scales,
+        interleaved=interleaved, query_gain=query_gain,
+    )  # fmt: skip
 
 
 def mean_squares(

@@ -58,6 +58,7 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    query_gain: torch.Tensor | None = None,
 ) -> None:
     """See kernels.pointwise."""
     add_lora_delta(qkv.flatten(1), lora)
@@ -74,6 +75,8 @@ def rotary_and_store_kv(
     pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [tokens, heads, half, 2]
     first, second = pairs.float().unbind(-1)
     pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    if query_gain is not None:
+        qkv[:, : -2 * kv_heads].mul_(query_gain[:, None, None])
     keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
     stored = slots >= 0
     new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]

@@ -26,6 +26,7 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    query_gain: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries in place, and write rotated keys, and values, into KV pages.
 
@@ -41,7 +42,7 @@ def rotary_and_store_kv(
     block_heads = triton.next_power_of_2(total) if whole and squares is None else HEADS
     block_half = triton.next_power_of_2(half)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
-        qkv, *operands(lora), *weights, squares, cos, sin, layer_kv, *inverses, slots,
+        qkv, *operands(lora), *weights, squares, cos, sin, query_gain, layer_kv, *inverses, slots,
         qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
         cos.shape[1], interleaved, whole, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
@@ -144,6 +145,7 @@ def _rotary_and_store_kv(
     mean_squares: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    query_gain: tl.tensor,
     layer_kv: tl.tensor,
     key_inverse: tl.tensor,
     value_inverse: tl.tensor,
@@ -162,7 +164,8 @@ def _rotary_and_store_kv(
 ) -> None:
     """Normalise, rotate and store some heads of one token.
 
-    qkv, cos, sin, layer_kv, slots, interleaved: see kernels.pointwise.rotary_and_store_kv.
+    qkv, cos, sin, query_gain, layer_kv, slots, interleaved: see
+        kernels.pointwise.rotary_and_store_kv.
     lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it.
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
@@ -215,6 +218,10 @@ def _rotary_and_store_kv(
     high = (second * c + first * s).to(qkv.dtype.element_ty)
 
     query = inside & (head < heads)
+    if query_gain is not None:
+        gain = tl.where(head < heads, tl.load(query_gain + token), 1.0)
+        low = (low.to(tl.float32) * gain).to(qkv.dtype.element_ty)
+        high = (high.to(tl.float32) * gain).to(qkv.dtype.element_ty)
     tl.store(qkv + place + left, low, mask=query)
     tl.store(qkv + place + right, high, mask=query)
     slot = tl.load(slots + token)

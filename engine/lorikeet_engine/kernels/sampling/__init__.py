@@ -41,7 +41,7 @@ LEAST: smallest token weight that min_p keeps, in units where the likeliest toke
 ONE = 1 << 44
 """Weight of the most likely token, in the integer units of weights."""
 LEAST_EXPONENT = -60.0
-"""Lower bound of the exponents of token weights; a weight with this exponent is 0."""
+"""Lower bound of the exponents z of token weights 2 ** z; such a small weight rounds to 0."""
 POWERS = (
     0.0002161291722974777,
     0.0012467845808714628,

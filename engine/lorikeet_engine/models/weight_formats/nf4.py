@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.models.weight_formats.protocol import PartReader
+from lorikeet_engine.kernels.w4a16 import PackedWeight, pack
+from lorikeet_engine.models.weight_formats.protocol import PartReader, not_packed
 
 _BLOCK = 64
 _MAGNITUDES_BLOCK = 256
@@ -46,28 +47,66 @@ class Nf4:
         parts: reader of the stored tensors.
         """
         d_out, d_in = shape
-        state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
-        if state.shape != (d_out, d_in):
-            raise ModelError(
-                f"{weight} is NF4 of {list(state.shape)}: want {[d_out, d_in]}", field=weight
+        found = _read(weight, d_out, d_in, parts)
+        values = _blockwise(found.levels, found.codes, found.magnitudes, found.state.blocksize)
+        return values.to(found.state.dtype).view(d_out, d_in)
+
+    def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
+        """Return an NF4 weight packed for the kernels, with magnitudes in float32.
+
+        The values equal `dequantize`'s. Raises ModelError as `dequantize` does, or if rows are no
+        whole blocks of magnitudes.
+
+        weight, shape, parts: as for dequantize.
+        """
+        d_out, d_in = shape
+        found = _read(weight, d_out, d_in, parts)
+        try:
+            if d_in % found.state.blocksize:
+                raise ValueError(f"its {d_in} inputs are no whole blocks of 64")
+            return pack(
+                found.codes.view(d_out, d_in),
+                found.magnitudes.view(d_out, -1),
+                None,
+                levels=found.levels,
+                rounded=found.state.dtype,
             )
-        blocks = math.ceil(d_out * d_in / state.blocksize)
-        packed = parts.part(weight, "U8", math.ceil(d_out * d_in / 2), 1).view(-1)
-        levels = parts.part(f"{weight}.quant_map", "F32", 16)
-        if state.nested_blocksize:
-            nested = math.ceil(blocks / state.nested_blocksize)
-            magnitudes = _blockwise(
-                parts.part(f"{weight}.nested_quant_map", "F32", 256),
-                parts.part(f"{weight}.absmax", "U8", blocks),
-                parts.part(f"{weight}.nested_absmax", "F32", nested),
-                state.nested_blocksize,
-            )
-            magnitudes += state.nested_offset
-        else:
-            magnitudes = parts.part(f"{weight}.absmax", "F32", blocks)
-        codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: d_out * d_in]
-        values = _blockwise(levels, codes, magnitudes, state.blocksize)
-        return values.to(state.dtype).view(d_out, d_in)
+        except ValueError as error:
+            raise not_packed(weight, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Codes of a weight in the order of its rows, uint8; levels of codes; magnitudes of blocks."""
+
+    state: "_State"
+    codes: torch.Tensor
+    levels: torch.Tensor
+    magnitudes: torch.Tensor
+
+
+def _read(weight: str, d_out: int, d_in: int, parts: PartReader) -> _Codes:
+    state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
+    if state.shape != (d_out, d_in):
+        raise ModelError(
+            f"{weight} is NF4 of {list(state.shape)}: want {[d_out, d_in]}", field=weight
+        )
+    blocks = math.ceil(d_out * d_in / state.blocksize)
+    packed = parts.part(weight, "U8", math.ceil(d_out * d_in / 2), 1).view(-1)
+    levels = parts.part(f"{weight}.quant_map", "F32", 16)
+    if state.nested_blocksize:
+        nested = math.ceil(blocks / state.nested_blocksize)
+        magnitudes = _blockwise(
+            parts.part(f"{weight}.nested_quant_map", "F32", 256),
+            parts.part(f"{weight}.absmax", "U8", blocks),
+            parts.part(f"{weight}.nested_absmax", "F32", nested),
+            state.nested_blocksize,
+        )
+        magnitudes += state.nested_offset
+    else:
+        magnitudes = parts.part(f"{weight}.absmax", "F32", blocks)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: d_out * d_in]
+    return _Codes(state, codes, levels, magnitudes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
 """Interface of formats of quantised linears, and of the reader that they use."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.w4a16 import PackedWeight
 
 
 class PartReader(Protocol):
@@ -42,7 +45,9 @@ class WeightFormat(Protocol):
         whose name is the linear's path plus one of the suffixes.
     """
 
-    marks: ClassVar[tuple[str, ...]]
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See above."""
 
     def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
         """Return a weight's exact values, in the dtype that the format determines.
@@ -53,3 +58,25 @@ class WeightFormat(Protocol):
         shape: shape of the weight.
         parts: reader of the stored tensors.
         """
+
+
+@runtime_checkable
+class PackedFormat(WeightFormat, Protocol):
+    """Format of 4 bits, whose weights can stay packed. Implemented by Nf4 and Int4."""
+
+    def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
+        """Return a weight packed for the kernels, with its exact values.
+
+        Raises ModelError if a tensor is missing or malformed, or if the kernels have no place for
+        the weight's groups.
+
+        weight, shape, parts: as for dequantize.
+        """
+
+
+def not_packed(weight: str, error: ValueError) -> ModelError:
+    """Return the error for a weight that cannot stay packed."""
+    return ModelError(
+        f"weight_dtype=packed: {weight} cannot stay in 4 bits: {error}: want weight_dtype=auto",
+        field="weight_dtype",
+    )

@@ -260,8 +260,8 @@ class GpuAdapters:
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; return None if it cannot be leased now.
 
-        Nothing is copied or moved. The lease counts as a use, so the adapter gets a new eviction
-        score (eviction_score.py).
+        Nothing is copied or moved. The lease counts as a use for the eviction score
+        (eviction_score.py).
 
         on_release: called when the lease ends.
         """

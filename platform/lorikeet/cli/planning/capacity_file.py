@@ -87,6 +87,7 @@ class _Memory(BaseModel):
     host: Bytes = 64 * 2**30
     disk: Bytes = 500 * 2**30
     gpus: PositiveInt = 1
+    kv_tokens: PositiveInt | None = None
 
 
 class _Goals(BaseModel):
@@ -143,7 +144,12 @@ def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
         raise InvalidInput(f"{where}: tenants: want each name once")
     if not any(asked.goals.model_dump().values()) and not any(t.ttft_p99_ms for t in asked.tenants):
         raise InvalidInput(f"{where}: want a goal, such as goals.ttft_p99_ms = 500")
-    gpus = asked.memory.gpus
+    gpus, kv_tokens, context = asked.memory.gpus, asked.memory.kv_tokens, asked.traffic.context
+    if kv_tokens is not None and kv_tokens < context:
+        raise InvalidInput(
+            f"{where}: memory.kv_tokens={kv_tokens}: want traffic.context={context} or more, as a "
+            "replica refuses requests that its KV cache cannot hold"
+        )
     for costs, source in _MEASURED.items():
         if gpus > 1 and costs not in asked.costs.model_fields_set:
             raise InvalidInput(
@@ -178,7 +184,11 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
     return CapacityNeeds(
         demand,
         ReplicaMemory(
-            memory.gpu, memory.host // memory.gpus, memory.disk // memory.gpus, memory.gpus
+            memory.gpu,
+            memory.host // memory.gpus,
+            memory.disk // memory.gpus,
+            memory.gpus,
+            memory.kv_tokens or math.inf,
         ),
         CapacityGoals(
             _seconds(goals.ttft_p99_ms),

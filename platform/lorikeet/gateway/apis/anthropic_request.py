@@ -21,7 +21,7 @@ from lorikeet.gateway.apis.anthropic_content import (
 )
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
-from lorikeet.gateway.apis.chat_request import ChatRequest
+from lorikeet.gateway.apis.chat_request import ChatRequest, TemplateArgs
 from lorikeet.gateway.apis.fields import INT32, Stop, Temperature, TopK, TopP, refuse_kind
 from lorikeet.gateway.apis.tools import (
     MAX_TOOLS,
@@ -219,6 +219,7 @@ class PromptRequest(ApiRequest):
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = None
     context_management: ContextManagement | None = None
+    chat_template_kwargs: TemplateArgs = Field(default={})  # vLLM's
 
     @model_validator(mode="before")
     @classmethod
@@ -275,7 +276,7 @@ class PromptRequest(ApiRequest):
         choice = self.tool_choice
         form = self.output_config.format or self.output_format
         thinks = {} if self.thinking is None else {"enable_thinking": self._thinks()}
-        shown = self.thinking is not None and self.thinking.display != "omitted"
+        shown = self.thinking is None or self.thinking.display != "omitted"
         return ChatRequest.unchecked(
             model=self.model,
             messages=messages,
@@ -284,7 +285,7 @@ class PromptRequest(ApiRequest):
             tool_choice=choice and choice.for_chat(),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             reasoning_effort=self.output_config.effort,
-            chat_template_kwargs=thinks,
+            chat_template_kwargs=thinks | self.chat_template_kwargs,
             include_reasoning=shown and self._thinks(),
             continue_final_message=messages[-1].role == "assistant",
             **sampling,
@@ -298,7 +299,12 @@ class PromptRequest(ApiRequest):
         return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:
-        return self.thinking is not None and self.thinking.type != "disabled"
+        """Return whether the request asks for thinking, by a variable of the chat template or by
+        `thinking`, over which the variable has precedence.
+        """
+        asked = self.thinking is not None and self.thinking.type != "disabled"
+        given = self.chat_template_kwargs
+        return bool(given.get("enable_thinking", given.get("thinking", asked)))
 
 
 class MessagesRequest(PromptRequest):
@@ -340,9 +346,7 @@ class CountTokensRequest(PromptRequest):
     """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
-        none.
-        """
+        """Return the Call for a replica. The Call has no adapter."""
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

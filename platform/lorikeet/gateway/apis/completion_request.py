@@ -68,9 +68,7 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs
 
     def echoed_logprobs(self) -> int | None:
-        """Return the field logprobs, which also applies to an echoed prompt; None if the prompt is
-        not echoed.
-        """
+        """Return `logprobs`, which holds for an echoed prompt as well; None without an echo."""
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:

@@ -15,7 +15,7 @@ from lorikeet.answer_stream.compact_json import dump
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, SampledRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
-from lorikeet.gateway.apis.chat_request import ChatRequest, IgnoredFields
+from lorikeet.gateway.apis.chat_request import ChatRequest, IgnoredFields, TemplateArgs
 from lorikeet.gateway.apis.fields import INT32
 from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
 from lorikeet.gateway.apis.responses_items import (
@@ -159,6 +159,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
     max_tool_calls: Annotated[int, Field(ge=0, le=INT32)] | None = None
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     store: bool | None = None
+    chat_template_kwargs: TemplateArgs = Field(default={})  # vLLM's and SGLang's
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="after")
@@ -218,6 +219,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
             stream=self.stream,
             reasoning_effort=self.reasoning.effort,
             verbosity=self.text.verbosity,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     def repeated(self, stored: bool) -> bytes:
@@ -257,8 +259,7 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. The Call has no adapter, because counting tokens needs
-        none.
+        """Return the Call for a replica. The Call has no adapter.
 
         Raises InvalidInput in the same cases as ResponsesRequest.to_call.
         """

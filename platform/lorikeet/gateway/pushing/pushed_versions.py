@@ -144,9 +144,7 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version even without announcements, because its push is in this gateway's
-        pipeline.
-        """
+        """Keep a version of a push in this gateway's pipeline, even without announcements."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:

@@ -11,8 +11,7 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
 _READS = 5
-"""Number of reads that an explanation, for which all gateways may be asked, counts as in the
-tenant's limit of reads.
+"""Number of reads that an explanation of a request costs, because all gateways may be asked for it.
 """
 
 

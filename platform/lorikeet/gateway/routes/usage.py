@@ -66,7 +66,7 @@ class UsageReports:
     async def report_of(self, tenant: str, first: date, last: date, by: Sequence[GroupBy]) -> Json:
         """Return a tenant's report, as `report` does, once the tenant's earlier reports are done.
 
-        Thus a thread stays free for other tenants and admins. Raises the errors of `report`.
+        Raises the errors of `report`.
         """
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             return await self.report(first, last, by, tenant)

@@ -602,7 +602,7 @@ _REPLACEMENTS: Mapping[str, Callable[[_Translation, dict[str, Any]], list[Any]]]
     "minProperties": _Translation._min_properties,
 }
 _REMOVED_WITH = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}
-"""Keywords that have a meaning only beside another keyword, by that other keyword."""
+"""Keywords that mean something only beside another keyword, by that other keyword."""
 
 
 def pointer_of(path: _Path) -> str:
