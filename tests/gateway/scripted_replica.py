@@ -22,7 +22,8 @@ DEMO = Path("demo/model")
 
 
 class ScriptedReplica:
-    """Replica with the demo's tokenizer, and its chat template or another.
+    """Replica with the demo's tokenizer, and its chat template or another, or with those of a model
+    folder.
 
     prompts: rendered prompts.
     """
@@ -32,14 +33,15 @@ class ScriptedReplica:
         folder: Path,
         template: str | None = None,
         max_context: int = 4096,
+        model: Path | None = None,
         marks: Sequence[str] = (),
     ) -> None:
-        """marks: special tokens to add to the tokenizer."""
-        model = folder / "model"
-        model.mkdir()
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(DEMO / name, model / name)
-        if marks:
+        """marks: special tokens to add to the demo's tokenizer."""
+        if model is None:
+            model = folder / "model"
+            model.mkdir()
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(DEMO / name, model / name)
             tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
             tokenizer.add_special_tokens(list(marks))
             tokenizer.save(str(model / "tokenizer.json"))

@@ -28,6 +28,7 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
         (BLOCKS, "auto", "fp8"),
         (NF4, "auto", "nf4"),
         (NF4, "fp8", "nf4, rounded to fp8"),
+        (NF4, "packed", "nf4, packed"),
     ],
 )
 def test_an_entry_says_how_the_weights_are_quantised(tmp_path, stored, rounding, entry):

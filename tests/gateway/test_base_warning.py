@@ -17,7 +17,10 @@ FP8, AWQ = "RedHatAI/Llama-3.1-8B-FP8-dynamic", "acme/Llama-3.1-8B-AWQ"
         (None, "awq"),
         ("", "awq"),
         *((PLAIN, served) for served in (None, "fp8", "rounded to fp8", "nf4", "gptq")),
-        *((NF4, served) for served in ("nf4", "rounded to nf4", "nf4, rounded to fp8")),
+        *(
+            (NF4, served)
+            for served in ("nf4", "nf4, packed", "rounded to nf4", "nf4, rounded to fp8")
+        ),
         *((PARTLY, served) for served in ("nf4", "nf4, rounded to fp8")),
         *((FP8, served) for served in ("fp8", "rounded to fp8")),
         (AWQ, "awq"),
@@ -37,6 +40,7 @@ def test_base_weights_equal_to_trainings_give_no_warning(trained_on, quantizatio
         (FP8, "nf4, rounded to fp8", "whose values are others"),
         (PLAIN, "awq", "AWQ scales what linears read"),
         (PLAIN, "awq, rounded to fp8", "AWQ scales what linears read"),
+        (PLAIN, "awq, packed", "AWQ scales what linears read"),
         (NF4, "awq", r"served on llama \(awq\), whose values are others"),
     ],
 )

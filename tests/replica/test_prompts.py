@@ -64,10 +64,10 @@ def test_content_that_spells_a_special_token_is_read_as_that_token() -> None:
 def test_a_folder_with_tekken_json_alone_is_refused_with_what_saves_a_fast_tokenizer(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(InvalidSetting, match="no tokenizer.json.*AutoTokenizer"):
+    with pytest.raises(InvalidSetting, match=r"no tokenizer\.json.*AutoTokenizer"):
         PromptEncoder(tmp_path, 4096)
     (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(InvalidSetting, match="mistral-common.*PreTrainedTokenizerFast"):
+    with pytest.raises(InvalidSetting, match=r"mistral-common.*PreTrainedTokenizerFast"):
         PromptEncoder(tmp_path, 4096)
 
 

@@ -177,14 +177,16 @@ def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def served_quantization(stored: QuantizedLinears | None, weight_dtype: str) -> str | None:
-    """Describe in words how an engine's linears are rounded; None if they are not rounded.
+    """Describe in words how an engine's linears are quantised; None if they are not.
 
     stored: storage format of the checkpoint; None if it has floats.
     weight_dtype: `weight_dtype` of EngineSettings, which may round weights while loading them.
     """
     held = stored.format.value if stored else None
-    rounded = None if weight_dtype in ("auto", "packed", held) else f"rounded to {weight_dtype}"
-    return ", ".join(filter(None, (held, rounded))) or None
+    served = None if weight_dtype in ("auto", held) else f"rounded to {weight_dtype}"
+    if weight_dtype == "packed":
+        served = "packed"
+    return ", ".join(filter(None, (held, served))) or None
 
 
 def is_nf4(quantization: str | None) -> bool:

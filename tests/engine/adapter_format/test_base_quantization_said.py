@@ -23,5 +23,6 @@ def test_rounding_while_loading_is_described() -> None:
     assert served_quantization(QuantizedLinears(Quantization.NF4), "fp8") == "nf4, rounded to fp8"
     assert is_nf4("nf4, rounded to fp8"), "what an adapter was trained on, but for FP8's rounding"
     assert served_quantization(QuantizedLinears(Quantization.FP8), "fp8") == "fp8"
+    assert served_quantization(QuantizedLinears(Quantization.NF4), "packed") == "nf4, packed"
     assert served_quantization(None, "auto") is None
     assert not is_nf4(None)

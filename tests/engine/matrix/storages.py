@@ -13,7 +13,12 @@ import transformers
 
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.models.fp8_models import round_linears
-from tests.engine.models.quantized_checkpoints import BLOCK, write_fp8
+from tests.engine.models.quantized_checkpoints import (
+    BLOCK,
+    INT4,
+    write_fp8,
+    write_int4_values,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ class Storage:
     imitate: changes transformers' model of floats so that it computes as the engine should.
     tolerance: errors of the engine against that model.
     rounds_kv: whether keys and values are rounded to FP8.
-    kind: kind of FP8 checkpoint in quantized_checkpoints.CONFIGS that the engine serves; None: the
-        checkpoint of floats.
+    kind: kind of checkpoint that the engine serves: of FP8 in quantized_checkpoints.CONFIGS, or of
+        4 bits in INT4; None: the checkpoint of floats.
     """
 
     settings: Mapping[str, Any]
@@ -59,11 +64,13 @@ class Storage:
     kind: str | None = None
 
     def stored(self, floats: Path, folder: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
-        """Return the checkpoint to serve and the floats that its FP8 weights stand for, by name.
+        """Return the checkpoint to serve and the floats that its weights stand for, by name.
 
         floats: checkpoint of floats.
-        folder: folder that an FP8 checkpoint is written to.
+        folder: folder that a quantised checkpoint is written to.
         """
+        if self.kind in INT4:
+            return write_int4_values(floats, folder, self.kind)
         return (floats, {}) if self.kind is None else write_fp8(floats, folder, self.kind)
 
 
@@ -121,6 +128,8 @@ STORAGES = {
         ROUNDED,
         kind="blocks",
     ),
+    "packed_awq": Storage({"weight_dtype": "packed"}, _leave, EXACT, kind="awq"),
+    "packed_act_order": Storage({"weight_dtype": "packed"}, _leave, EXACT, kind="gptq"),
     "fp8_kv_of_two_ranks": Storage(
         {"tensor_parallel": 2, "kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True
     ),

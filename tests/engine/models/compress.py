@@ -17,7 +17,7 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
-BLOCK = (32, 32)
+BLOCK, GROUP = (32, 32), 32
 IGNORED = ["lm_head", "re:.*layers\\.1\\..*down_proj"]
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -28,6 +28,8 @@ def compress(folder: str, out: str, name: str) -> None:
     scheme = preset_name_to_scheme(name, ["Linear"])
     if scheme.weights.strategy == "block":
         scheme.weights.block_structure = list(BLOCK)
+    if scheme.weights.strategy == "group":
+        scheme.weights.group_size = GROUP
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         ignore=IGNORED,
@@ -56,14 +58,18 @@ def observe(module: torch.nn.Module) -> None:
             weights = module.quantization_scheme.weights
             parts = parts_of(module.weight.data, weights.strategy)
             least, most = parts.amin((1, 3)), parts.amax((1, 3))
-            scale, _ = calculate_qparams(least, most, weights)
+            scale, zero = calculate_qparams(least, most, weights)
             parameter.data.copy_(scale.view_as(parameter))
+            if not weights.symmetric:
+                points = module.weight_zero_point
+                points.data.copy_(zero.view_as(points))
 
 
 def parts_of(weight: torch.Tensor, strategy: str) -> torch.Tensor:
     """[parts, rows of a part, parts of a row, columns of a part], each part with a scale."""
     d_out, d_in = weight.shape
-    high, wide = {"tensor": (d_out, d_in), "channel": (1, d_in), "block": BLOCK}[strategy]
+    sizes = {"tensor": (d_out, d_in), "channel": (1, d_in), "group": (1, GROUP), "block": BLOCK}
+    high, wide = sizes[strategy]
     return weight.view(d_out // high, high, d_in // wide, wide)
 
 

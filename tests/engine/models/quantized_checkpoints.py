@@ -37,6 +37,13 @@ W4A16 = {
     "kv_cache_scheme": None,
 }
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT4 = {
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq_shared": GPTQ,
+    "w4a16": W4A16,
+    "w4a16_ordered": W4A16,
+}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -222,7 +229,8 @@ def pack_quantized(path, q, zeros, scales):
 def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False, **config):
     """Write a checkpoint of random 4-bit integers, and one of the floats that they stand for.
 
-    kind: awq, gptq, gptq_v2 or w4a16; or gptq_shared, in which linears share an order of inputs.
+    kind: awq, gptq, gptq_v2 or w4a16; gptq_shared, in which linears share an order of inputs; or
+        w4a16_ordered, with groups of inputs as compressed-tensors 0.18 stored them.
     exact: whether the floats are not rounded to the scales' dtype.
     """
     generator = torch.Generator().manual_seed(4)
@@ -235,7 +243,7 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
         zeros = torch.randint(16, (groups, d_out), generator=generator)
         scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
         group_of = torch.arange(d_in) // group
-        if "gptq" in kind:  # desc_act
+        if "gptq" in kind or kind == "w4a16_ordered":  # desc_act
             drawing = torch.Generator().manual_seed(d_in) if kind == "gptq_shared" else generator
             group_of = group_of[torch.randperm(d_in, generator=drawing)]
         kept = torch.float32 if exact else dtype
@@ -245,8 +253,46 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
             tensors |= awq(path, q, zeros, scales)
         elif kind == "w4a16":
             tensors |= pack_quantized(path, q, zeros, scales)
+        elif kind == "w4a16_ordered":
+            tensors |= pack_quantized(path, q, zeros, scales)
+            tensors[f"{path}.weight_g_idx"] = group_of.to(torch.int32)
         else:
             tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind != "gptq_v2"))
     config = {"group_size": group} | config
     checkpoint = saved(folder, target / kind, tensors, quantization_config=config)
     return checkpoint, saved(folder, target / "floats", floats)
+
+
+def write_int4_values(folder, target, kind):
+    """Write a checkpoint of random 4-bit integers; return it and the exact floats, by name.
+
+    kind: key of INT4.
+    """
+    checkpoint, floats = write_int4(folder, target, kind, exact=True, **INT4[kind])
+    names, values = linears(floats)
+    return checkpoint, {name: values[name] for name in names}
+
+
+def write_rounded(folder, target, order=None):
+    """Round a checkpoint's linears to 4-bit integers in groups of 32; return it and its values.
+
+    order: function from a number of inputs to the group of each input, for GPTQ; None: AWQ.
+    """
+    names, tensors = linears(folder)
+    values = {}
+    for name in names:
+        weight = tensors.pop(name).t()  # [d_in, d_out]
+        d_in, d_out = weight.shape
+        group_of = torch.arange(d_in) // 32 if order is None else order(d_in)
+        by_group = weight[group_of.argsort(stable=True)].view(-1, 32, d_out)
+        least, most = by_group.amin(1).clamp(max=0), by_group.amax(1).clamp(min=0)
+        scales = ((most - least) / 15).half()
+        zeros = (-least / scales).round().clamp(0, 15).int()
+        wide = scales.float()[group_of]
+        q = (weight / wide + zeros[group_of]).round().clamp(0, 15).int()
+        values[name] = ((q - zeros[group_of]) * wide).t()
+        path = name.removesuffix(".weight")
+        stored = (path, q, zeros, scales)
+        tensors |= awq(*stored) if order is None else gptq(*stored, group_of)
+    config = AWQ if order is None else GPTQ
+    return saved(folder, target, tensors, quantization_config=config), values

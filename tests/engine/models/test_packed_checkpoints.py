@@ -22,8 +22,7 @@ from tests.engine.blobs import Shelf
 from tests.engine.conftest import PagedTokens
 from tests.engine.models.conftest import DENSE
 from tests.engine.models.quantized_checkpoints import (
-    AWQ,
-    GPTQ,
+    INT4,
     W4A16,
     linears,
     pack_quantized,
@@ -35,7 +34,6 @@ from tests.engine.models.test_models import Run, assert_equal, prompt_of, random
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
-CONFIGS = {"awq": AWQ, "gptq": GPTQ, "gptq_shared": GPTQ, "w4a16": W4A16}
 DOWN = "model.layers.1.mlp.down_proj"
 
 
@@ -50,10 +48,10 @@ def logits(folder, model=None):
 
 
 def written(checkpoints, tmp_path, kind="awq", family="llama", **more):
-    return write_int4(checkpoints[family], tmp_path, kind, exact=True, **{**CONFIGS[kind], **more})
+    return write_int4(checkpoints[family], tmp_path, kind, exact=True, **{**INT4[kind], **more})
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", INT4)
 @pytest.mark.parametrize("family", DENSE)
 def test_packed_integers_are_multiplied_as_the_floats_that_they_stand_for(
     wide_checkpoints, tmp_path, family, kind
@@ -69,7 +67,7 @@ def test_packed_nf4_is_multiplied_as_its_floats(nf4, family, double):
     assert_equal(logits(folder, packed(folder)), logits(folder))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", INT4)
 def test_an_adapter_is_added_to_packed_linears(wide_checkpoints, tmp_path, kind):
     folder, floats = written(wide_checkpoints, tmp_path, kind, "qwen3")
     shape = ModelConfig.from_folder(folder).shape
@@ -102,13 +100,13 @@ def test_linears_that_are_not_quantised_stay_floats_beside_packed_ones(wide_chec
     assert isinstance(model._layers[1].mlp.down.weight, torch.Tensor)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", INT4)
 def test_a_rehearsal_knows_the_bytes_of_packed_weights(wide_checkpoints, tmp_path, kind):
     folder, _ = written(wide_checkpoints, tmp_path, kind)
     config, nbytes = rehearse_load(folder, torch.bfloat16, packed=True)
     with Checkpoint(folder, CPU, torch.bfloat16, config.quantized_linears, packed=True) as read:
         weight = read.read_fused([f"{DOWN}.weight"], [Cut.whole(64, 128)], 0)
-    ordered = 4 * 128 * ("gptq" in kind)
+    ordered = 4 * 128 * ("gptq" in kind or "ordered" in kind)
     assert weight.nbytes == read.nbytes == 64 * 128 // 2 + 64 * 4 * (2 + 1) + ordered
     assert nbytes < rehearse_load(folder, torch.bfloat16)[1]
 
@@ -162,7 +160,7 @@ def test_an_engine_keeps_weights_packed_if_its_settings_say_so(wide_checkpoints,
         folder, tmp_path, weight_dtype="packed", max_batch_tokens=64, max_running=4
     )
     made = assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
-    assert made.info.quantization == "awq"
+    assert made.info.quantization == "awq, packed"
     assert isinstance(made.runner.model._layers[0].mlp.down.weight, PackedWeight)
     assert_equal(logits(folder, made.runner.model), logits(floats))
 
@@ -196,6 +194,16 @@ def test_integers_of_compressed_tensors_without_zero_points_have_8(wide_checkpoi
     assert_equal(logits(folder, packed(folder)), want)
     rounded = {name: floats[name].bfloat16().float() for name in names}
     assert torch.equal(logits(folder), logits(saved(plain, tmp_path / "r", floats | rounded)))
+
+
+def test_an_order_of_inputs_that_was_never_set_is_none(wide_checkpoints, tmp_path):
+    folder, floats = written(wide_checkpoints, tmp_path, "w4a16")
+    tensors = load_file(folder / SINGLE)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        unset = torch.full((8 * tensors[name].shape[1],), -1, dtype=torch.int32)
+        tensors[name.replace("packed", "g_idx")] = unset
+    save_file(tensors, folder / SINGLE)
+    assert_equal(logits(folder, packed(folder)), logits(floats))
 
 
 @pytest.mark.parametrize(
