@@ -123,7 +123,8 @@ def sum_weighed(
 ) -> None:
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
-    y: see kernels.moe.combine; out: its result. rows, weights, per_token: see RoutedRows.
+    y: outputs of the experts, see kernels.moe.combine. out: the sums [tokens, width].
+    rows, weights, per_token: see RoutedRows.
     width: columns of y.
     """
     token = tl.program_id(0).to(tl.int64)
