@@ -183,6 +183,35 @@ QWEN3_5_35B_A3B: Mapping[str, Any] = QWEN3_5_9B | {
     "num_hidden_layers": 40,
     "num_key_value_heads": 2,
 }
+GPT_OSS_20B: Mapping[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+GPT_OSS_120B: Mapping[str, Any] = GPT_OSS_20B | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
@@ -197,6 +226,8 @@ CONFIGS = {
     "gemma-3-12b": GEMMA_3_12B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 
 

@@ -155,6 +155,21 @@ HYBRID: dict[str, dict[str, Any]] = {
     },
 }
 HYBRID["qwen3_next"] = HYBRID["qwen3_5_moe_text"] | {"model_type": "qwen3_next"}
+GPT_OSS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "initializer_range": 0.2,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.9,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -248,7 +263,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, VARIANTS; "tied " before a family's name ties its embeddings.
+    Names: of FAMILIES, MOE, HYBRID, GPT_OSS, VARIANTS; "tied " before a family's name ties its
+    embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -256,7 +272,7 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)
@@ -391,6 +407,8 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
             transformers.AutoConfig.for_model(family, **settings), dtype=torch.float32
         )
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:  # norms start as 1 and biases as 0, which would hide them
+            if weight.dim() == 1 or name.endswith(
+                "_bias"
+            ):  # norms start as 1 and biases as 0, which would hide them
                 weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
     model.save_pretrained(folder, max_shard_size=shard_size)

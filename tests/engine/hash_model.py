@@ -140,7 +140,7 @@ def build(
         slots = least_states(settings) + cached_states
         settings = replace(settings, state_bytes=slots * state_bytes(model.shape, settings))
     with given_costs():
-        engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
+        engine = Engine(settings, source, lambda *_, **__: model, DescendingGrammars())
     model.tokens = 0
     model.started = True
     return engine, model

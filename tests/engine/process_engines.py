@@ -65,7 +65,7 @@ def of_two_refusing_ranks(checkpoint: Path, folder: Path) -> Engine:
     return Engine(settings, Blobs(folder), _refuse)
 
 
-def _refuse(*given: Any) -> NoReturn:
+def _refuse(*given: Any, **_: Any) -> NoReturn:
     if given[-1].leads:
         time.sleep(0.2)
     raise ModelError("the checkpoint is at fault")

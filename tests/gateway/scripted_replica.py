@@ -20,16 +20,24 @@ DEMO = Path("demo/model")
 
 
 class ScriptedReplica:
-    """Replica with the demo's tokenizer, and its chat template or another.
+    """Replica with the demo's tokenizer, and its chat template or another, or with those of a model
+    folder.
 
     prompts: rendered prompts.
     """
 
-    def __init__(self, folder: Path, template: str | None = None, max_context: int = 4096) -> None:
-        model = folder / "model"
-        model.mkdir()
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(DEMO / name, model / name)
+    def __init__(
+        self,
+        folder: Path,
+        template: str | None = None,
+        max_context: int = 4096,
+        model: Path | None = None,
+    ) -> None:
+        if model is None:
+            model = folder / "model"
+            model.mkdir()
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(DEMO / name, model / name)
         if template is not None:
             (model / "chat_template.jinja").write_text(template)
         self.max_context = max_context

@@ -25,6 +25,7 @@ from lorikeet_engine.execution.memory_plan import (
 )
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
 from lorikeet_engine.execution.runner_parts import RunnerParts
+from lorikeet_engine.execution.state_buffers import StateBuffers
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
@@ -36,7 +37,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler
-from lorikeet_engine.scheduling.forced_budget import ForcedBudget
+from lorikeet_engine.scheduling.forced_budget import ForcedBudget, ForcedPieces
 from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import StartUpStages
@@ -136,7 +137,10 @@ def _assemble(
     info = _info(model.config, settings, min(context, kv_tokens), step_costs)
     step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
-    forced_budget = ForcedBudget(room, step_costs, runner.small_sizes)
+    pieces = None
+    if runner.state_slots and runner.prompt_sizes:
+        pieces = ForcedPieces(runner.prompt_sizes, StateBuffers.prompts // 2)
+    forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, ranks)
 
 

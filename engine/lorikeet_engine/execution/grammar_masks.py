@@ -96,7 +96,8 @@ class _ForcedTokens:
 
     A forced token is the only one that a grammar allows, so it is not sampled. Their number, and
     that of the tokens that they attend to, is bounded so that the step remains a single graph on
-    CUDA (cuda_graphs.py).
+    CUDA (cuda_graphs.py). With delta nets the step is several graphs, which limit the number of
+    sequences with forced tokens.
     """
 
     def __init__(self, budget: ForcedBudget, sequences: list[Sequence], vocab: int) -> None:
@@ -111,7 +112,7 @@ class _ForcedTokens:
         self._tokens = budget.tokens_allowed(
             len(sequences), context, beside_others=self._beside_others
         )
-        self._seen = SEEN_IN_PIECES
+        self._sequences, self._seen = budget.most_sequences, SEEN_IN_PIECES
         self._taken = self._taken_see = 0
 
     def close(self) -> None:
@@ -133,7 +134,7 @@ class _ForcedTokens:
         bitmask: tokens that may be sampled in this row.
         """
         sequence = matched.sequence
-        if self._tokens <= 0 or not _may_force(sequence):
+        if self._tokens <= 0 or self._sequences <= 0 or not _may_force(sequence):
             return ()
         length = sequence.length + self._tokens  # at most, when they are computed
         left = sequence.max_tokens - sequence.output_length - 1
@@ -143,6 +144,7 @@ class _ForcedTokens:
             return ()
         text = takewhile(lambda t: t < self._vocab and t not in sequence.stop_ids, tokens)
         forced = tuple(islice(text, 1, 1 + most))
+        self._sequences -= bool(forced)
         self._tokens -= len(forced)
         self._seen -= (1 + len(forced)) * length
         self._taken += len(forced)

@@ -65,8 +65,9 @@ class PiecewiseGraphs:
         for piece in self._pieces:
             piece.graph.replay()
             mixed = self._attention.attend(
-                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window, piece.group
-            )
+                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window, piece.group,
+                piece.sinks,
+            )  # fmt: skip
             buffers.outputs.copy_(mixed)
         self._last.replay()
         return self._hidden
@@ -83,6 +84,7 @@ class _Piece:
     scales: KvScales | None
     window: int | None
     group: int
+    sinks: torch.Tensor | None
 
 
 class _GraphSplitter:
@@ -112,6 +114,7 @@ class _GraphSplitter:
         scales: KvScales | None = None,
         window: int | None = None,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """End a graph before attention, and begin the next.
 
@@ -119,6 +122,6 @@ class _GraphSplitter:
         see AttentionBackend.attend.
         """
         self._buffers.queries.copy_(q)
-        self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group))
+        self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group, sinks))
         self.begin()
         return self._buffers.outputs

@@ -48,6 +48,7 @@ class RunnerParts:
             settings.torch_kv_dtype == FP8_KV,
             config.kv_groups.windows,
             config.attention_soft_cap,
+            config.sinks,
             config.max_context >= _LONG_CONTEXT,
         )
         return cls(model, choose_attention(shape, model.device), weights, settings)

@@ -5,7 +5,6 @@ import torch
 from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Prefills
 from lorikeet_engine.models.batch import StateRows
 
-_PROMPTS = 64  # maximum number of sequences of several tokens; launches have programs for each
 _PADDING = -1  # slot of no sequence, and sequence of no chunk
 
 
@@ -13,7 +12,11 @@ class StateBuffers:
     """StateRows at fixed addresses, for the captured passes of a model with delta nets.
 
     Entries beyond those of a step are padding, which belongs to no sequence.
+
+    prompts: maximum number of sequences of several tokens; launches have programs for each.
     """
+
+    prompts = 64
 
     def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
         """Allocate the tensors, with nothing but padding.
@@ -25,14 +28,14 @@ class StateBuffers:
         def padding(*sizes: int) -> torch.Tensor:
             return torch.full(sizes, _PADDING, dtype=torch.int32, device=device)
 
-        prompts, chunks = padding(_PROMPTS), _chunks(tokens)
+        prompts, chunks = padding(self.prompts), _chunks(tokens)
         self._slots, self._tokens = padding(2, sequences)
         self._prefills = Prefills(
             starts=prompts,
             ends=prompts.clone(),
             slots=prompts.clone(),
             chunks=padding(chunks, 2),
-            first_chunks=padding(_PROMPTS + 1),
+            first_chunks=padding(self.prompts + 1),
             saves=padding(chunks),
         )
         self._none_fresh = torch.zeros(0, dtype=torch.int64, device=device)
@@ -58,7 +61,7 @@ class StateBuffers:
     @staticmethod
     def fit(rows: StateRows) -> bool:
         """Whether the static tensors have room for the step's sequences of several tokens."""
-        return rows.prefills is None or len(rows.prefills.slots) <= _PROMPTS
+        return rows.prefills is None or len(rows.prefills.slots) <= StateBuffers.prompts
 
     def fill(self, rows: StateRows) -> None:
         """Copy the rows of a step that fits to the static tensors, and pad the rest."""
@@ -84,4 +87,4 @@ def _fill(static: torch.Tensor, given: torch.Tensor) -> None:
 
 def _chunks(tokens: int) -> int:
     """Return the maximum number of chunks of a pass of `tokens` tokens."""
-    return tokens // CHUNK + min(_PROMPTS, tokens // 2)
+    return tokens // CHUNK + min(StateBuffers.prompts, tokens // 2)

@@ -15,12 +15,14 @@ class RoutedRows:
     weights [tokens, per_token] float32: the weight of each token's experts, in descending order.
     pairs [rows] int32: pair of each row; the row's token is pair // per_token.
     rows [tokens, per_token] int32: row of each pair.
+    experts [tokens, per_token] int32: the experts of each token.
     starts [experts + 1] int32: expert e has the rows from starts[e] to before starts[e + 1].
     """
 
     weights: torch.Tensor
     pairs: torch.Tensor
     rows: torch.Tensor
+    experts: torch.Tensor
     starts: torch.Tensor
 
     @property

@@ -4,7 +4,7 @@
 stay FP8. On request, linears are rounded to another format, one after the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -175,6 +175,36 @@ class Checkpoint:
             weight = self._read(names, cuts)
         if isinstance(weight, Fp8Rows):
             self._check_sides(names[0], *weight.rows.shape)
+        self.nbytes += weight.nbytes
+        return weight
+
+    def read_arranged(
+        self,
+        name: str,
+        cuts: Sequence[Cut],
+        arrange: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        rounds: bool = True,
+    ) -> Weight:
+        """Read parts of one tensor, stack them, and reorder the elements.
+
+        Raises ModelError as `read` does.
+
+        cuts: the parts that this process keeps.
+        arrange: function that reorders the elements of the stacked parts. Its result is a weight
+            [matrices, d_out, d_in], which is rounded to FP8 with `rounding`.
+        rounds: False if the tensor is never rounded.
+        """
+        values = self._read([name] * len(cuts), cuts)
+        self._finish_reading()
+        arranged = arrange(values)
+        weight: Weight = arranged
+        if rounds and self.rounding is Quantization.FP8:
+            fp8_weight = quantize_weight(arranged.flatten(0, -2))
+            self._check_sides(name, *fp8_weight.rows.shape)
+            count, scales = len(arranged), fp8_weight.scales
+            rows = fp8_weight.rows.view(arranged.shape)
+            weight = Fp8Rows(rows, scales.view(count, -1, *scales.shape[1:]), fp8_weight.block)
         self.nbytes += weight.nbytes
         return weight
 

@@ -20,6 +20,7 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
 from lorikeet_engine.adapter_format.families import LayerKind
+from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
 
@@ -44,8 +45,10 @@ class ModelConfig:
     logits_scaling: divisor of logits.
     quantized_linears: stored format of quantised linears; None: floats.
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
+    sinks: see Family.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
+    clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
     """
 
     shape: BaseShape
@@ -70,8 +73,10 @@ class ModelConfig:
     logits_scaling: float
     quantized_linears: QuantizedLinears | None
     eos_token_ids: tuple[int, ...]
+    sinks: bool
     experts_per_token: int
     normalised_experts: bool
+    clamp: Clamp | None
 
     @classmethod
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
@@ -126,8 +131,10 @@ class ModelConfig:
             logits_scaling=_multiplier(raw, family, "logits_scaling"),
             quantized_linears=quantized_linears(raw),
             eos_token_ids=eos,
+            sinks=family.sinks,
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
+            clamp=_clamp(raw, family),
         )
 
 
@@ -167,6 +174,12 @@ def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
     return family.experts.normalised or flag(raw, "norm_topk_prob")
 
 
+def _clamp(raw: Mapping[str, Any], family: Family) -> Clamp | None:
+    if family.experts is None or not family.experts.clamped:
+        return None
+    return Clamp(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
+
+
 def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | None:
     if switch not in family.switches or raw[switch] is None:
         return None
@@ -176,7 +189,8 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    known = ("silu",) if family.is_hybrid else tuple(_IS_GELU)
+    is_silu = family.is_hybrid or "swiglu_limit" in family.switches
+    known = ("silu",) if is_silu else tuple(_IS_GELU)
     if activation not in known:
         raise refusal(key, activation, " or ".join(known))
     return _IS_GELU[activation]
@@ -264,6 +278,8 @@ def _sliding_layers(
         return (False,) * len(layers)
     if "layer_types" in switches and raw["layer_types"] is not None:
         return _sliding_by_kind(raw["layer_types"], len(layers))
+    if family.sinks:
+        return tuple(layer % 2 == 0 for layer in layers)
     if "sliding_window_pattern" in switches:
         every = integer(raw, "sliding_window_pattern")
         return tuple((layer + 1) % every != 0 for layer in layers)

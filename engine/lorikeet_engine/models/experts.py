@@ -2,14 +2,20 @@
 
 import torch
 
-from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.adapter_format import BaseShape, Quantization
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Fp8Rows
 from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
-from lorikeet_engine.kernels.moe import combine, expert_products, experts_of_one, route
+from lorikeet_engine.kernels.moe import (
+    clamped_swiglu,
+    combine,
+    expert_products,
+    experts_of_one,
+    route,
+)
 from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8, add_weighed
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -22,6 +28,8 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 class Experts:
     """Experts of a layer: y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]).
 
+    gpt-oss's experts have biases and a clamped activation (kernels.moe.clamped_swiglu) instead.
+
     The sum is over the experts e chosen for token t, with their weights p(t, e). Products work on
     rows, one for each pair of a token and one of its experts, sorted by expert (kernels/moe). With
     tensor parallelism, each process keeps a part of every expert's width and computes only its part
@@ -29,6 +37,8 @@ class Experts:
 
     gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
     down [experts, hidden, width], in floats or FP8.
+    gate_up_bias [experts, 2 · width], down_bias [experts, hidden]: None if experts have no biases;
+        with tensor parallelism, only the first process has down_bias.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -47,18 +57,60 @@ class Experts:
         whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
         self.layer = layer
         self.gate_up_group, self.down_group = (
-            LoraGroup(linears, shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears))
-            for linears in (shape.groups["expert_gate_up"], shape.groups["expert_down"])
+            _lora_group(shape, group) for group in ("expert_gate_up", "expert_down")
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
-        self.gelu = config.gelu
+        self.gelu, self.clamp = config.gelu, config.clamp
+        self.gate_up_bias: torch.Tensor | None = None
+        self.down_bias: torch.Tensor | None = None
         width, hidden, first = shape.intermediate, shape.hidden, checkpoint.shard.index
         own, every = range(first * width, (first + 1) * width), range(hidden)
         path = f"model.layers.{layer}.mlp.experts"
+        if self.clamp is not None:
+            self._read_clamped(checkpoint, path, whole, own)
+            return
         gate_up = Cut((whole.intermediate, hidden), own, every)
         self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), whole.experts, gate_up)
         down = Cut((hidden, whole.intermediate), every, own)
         self.down = _read(checkpoint, path, ("down_proj",), whole.experts, down)
+
+    def _read_clamped(
+        self, checkpoint: Checkpoint, path: str, whole: BaseShape, own: range
+    ) -> None:
+        """Read gpt-oss's experts, whose tensors are [experts, d_in, d_out].
+
+        path: prefix of the tensors' names.
+        whole: shape of the whole model.
+        own: part of each expert's width to keep.
+        """
+        experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
+        pairs, every = range(2 * own.start, 2 * own.stop), range(experts)  # gates and values
+
+        def gates_first(values: torch.Tensor) -> torch.Tensor:
+            values = values.view(experts, -1, len(own), 2)
+            return values.permute(0, 3, 2, 1).reshape(experts, 2 * len(own), -1)
+
+        def of_down(values: torch.Tensor) -> torch.Tensor:
+            return values.view(experts, len(own), hidden).transpose(1, 2).contiguous()
+
+        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), pairs)
+        self.gate_up = checkpoint.read_arranged(f"{path}.gate_up_proj", [cut], gates_first)
+        cut = Cut((experts, 2 * width), every, pairs)
+        biases = checkpoint.read_arranged(
+            f"{path}.gate_up_proj_bias", [cut], gates_first, rounds=False
+        )
+        assert isinstance(biases, torch.Tensor)
+        self.gate_up_bias = biases.view(experts, -1)
+        starts = range(own.start, experts * width, width)
+        cuts = [
+            Cut((experts, width, hidden), range(start, start + len(own)), range(hidden))
+            for start in starts
+        ]
+        self.down = checkpoint.read_arranged(f"{path}.down_proj", cuts, of_down)
+        if checkpoint.shard.index:
+            checkpoint.leave([f"{path}.down_proj_bias"])
+        else:
+            self.down_bias = checkpoint.read([f"{path}.down_proj_bias"], [experts], hidden)
 
     def __call__(
         self,
@@ -76,7 +128,7 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        if rows.is_cuda and len(rows) == 1 and not adapts:
+        if rows.is_cuda and len(rows) == 1 and not adapts and self.clamp is None:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
                 normalised=self.normalised, gelu=self.gelu,
@@ -84,12 +136,18 @@ class Experts:
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
-        add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
-        gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
-        gated = gate(gate_up, gelu=self.gelu)
+        if self.gate_up_group is not None:
+            add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
+        gated: Inputs
+        if self.clamp is not None and self.gate_up_bias is not None:
+            gated = clamped_swiglu(gate_up, self.gate_up_bias, routed, self.clamp)
+        else:
+            gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
+            gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
-        add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
-        return combine(down, routed)
+        if self.down_group is not None:
+            add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
+        return combine(down, routed, self.down_bias)
 
 
 class SharedExpert:
@@ -144,7 +202,9 @@ class RoutedMlp:
         output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         self._ranks = ranks
-        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.router = LoraLinear(
+            checkpoint, config.shape, layer, "router", bias=config.clamp is not None
+        )
         self.experts = Experts(config, checkpoint, layer)
         has_shared = config.shape.shared_intermediate > 0
         self.shared = SharedExpert(config, checkpoint, layer) if has_shared else None
@@ -164,6 +224,14 @@ class RoutedMlp:
         if self.shared is not None:
             self.shared.add_to(mixed, x, lora)
         return summed_product(mixed, None, self.output_weight, self._ranks)
+
+
+def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:
+    """Return a group of experts' linears; None if no adapter can change them."""
+    linears = shape.groups.get(group)
+    if linears is None:
+        return None
+    return LoraGroup(linears, shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears))
 
 
 def _read(

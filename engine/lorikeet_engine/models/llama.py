@@ -352,6 +352,11 @@ class _Attention:
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
         self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+        self.sinks: torch.Tensor | None = None
+        if config.sinks:
+            first = checkpoint.shard.index * own.heads
+            cut = Cut((shape.heads,), range(first, first + own.heads))
+            self.sinks = checkpoint.read_float32(f"model.layers.{layer}.self_attn.sinks", cut)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
         layer_kv, group = step.layers_kv[self.place.layer], self.place.group
@@ -371,7 +376,7 @@ class _Attention:
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
         attend = step.attention.attend
-        mixed = attend(q, layer_kv, step.batch, scales, self.window, group)
+        mixed = attend(q, layer_kv, step.batch, scales, self.window, group, self.sinks)
         if self.gates:
             mixed = sigmoid_gate(mixed, *by_heads(*gates, self.head_dim))
         o = self.o(mixed.flatten(1), step.lora)

@@ -8,11 +8,12 @@ StepCosts, and limited to a mean share of the time that the other sequences' dec
     Σ more_s(forced tokens of a step) ≤ SHARE · Σ step_s(decodes of a step)
 
 Where CUDA graphs pad steps to certain sizes, forced tokens are taken only when the budget suffices
-to fill a step up to the next size.
+to fill a step up to the next size. In a model with delta nets, a step with forced tokens is not one
+graph but several, with sizes of their own.
 """
 
 from bisect import bisect_right
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lorikeet_engine.costs import StepCosts
 
@@ -28,22 +29,45 @@ _MOST = 128  # tokens in a step: up to 128 rows a GPU mostly reads the weights
 _SAVED_STEPS = 16  # steps whose unused share is kept
 
 
+class ForcedPieces(NamedTuple):
+    """Steps with forced tokens that run as several CUDA graphs, unlike steps of decodes alone.
+
+    sizes: numbers of tokens to which these steps are padded, ascending.
+    sequences: largest number of sequences that may have forced tokens in such a step.
+    """
+
+    sizes: tuple[int, ...]
+    sequences: int
+
+
 class ForcedBudget:
     """Limit on the forced tokens (see the module) that each step of one engine may compute.
 
     Only for the engine's thread.
 
     Time allowed for forced tokens that a step does not use is saved for later steps.
+
+    most_sequences: largest number of sequences that may have forced tokens in a step.
     """
 
-    def __init__(self, most: int, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        most: int,
+        costs: StepCosts,
+        sizes: tuple[int, ...] = (),
+        pieces: ForcedPieces | None = None,
+    ) -> None:
         """Start with no time saved for forced tokens.
 
         most: number of tokens that a step can compute in addition to one for each running sequence.
         costs: predicts the time of steps.
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
+        pieces: steps with forced tokens, if they are not small steps; None: they are.
         """
         self._most, self._costs, self._sizes = min(_MOST, most), costs, sizes
+        self._in_pieces = pieces is not None
+        self._forced_sizes = sizes if pieces is None else pieces.sizes
+        self.most_sequences = _MOST if pieces is None else pieces.sequences
         self._left_s = 0.0
         self._decodes = self._turns = 0
 
@@ -59,7 +83,7 @@ class ForcedBudget:
         self._decodes = decodes
         if not beside_others:
             return self._most
-        step_s = self._costs.step_s(self._padded(decodes), 0, context)
+        step_s = self._costs.step_s(_padded(decodes, self._sizes), 0, context)
         self._left_s = min(self._left_s + SHARE * step_s, _SAVED_STEPS * SHARE * step_s)
         sizes = self._sizes_worth_paying()
         affordable = bisect_right(
@@ -89,19 +113,22 @@ class ForcedBudget:
 
         With each of them, the step has exactly one of the sizes to which steps are padded.
         """
-        if not self._sizes:
+        if not self._forced_sizes:
             return range(1, self._most + 1)
-        return [n for size in self._sizes if 0 < (n := size - self._decodes) <= self._most]
+        return [n for size in self._forced_sizes if 0 < (n := size - self._decodes) <= self._most]
 
     def _more_s(self, tokens: int, seen: float) -> float:
         """Return the seconds that forced tokens add to a step.
 
         seen: number of (forced token, token that it attends to) pairs.
         """
-        rows_s = self._costs.rows_s
-        rows = self._padded(self._decodes + tokens), self._padded(self._decodes)
-        seen_s = self._costs.prompts_seen_s(round(seen), beside_decodes=True)
-        return rows_s(rows[0]) - rows_s(rows[1]) + seen_s
+        costs, rows_s = self._costs, self._costs.rows_s
+        more = _padded(self._decodes + tokens, self._forced_sizes)
+        seen_s = costs.prompts_seen_s(round(seen), beside_decodes=True)
+        if self._in_pieces:
+            seen_s = costs.prompt_seen_s * seen + costs.pieces_s
+        return rows_s(more) - rows_s(_padded(self._decodes, self._sizes)) + seen_s
 
-    def _padded(self, tokens: int) -> int:
-        return next((size for size in self._sizes if size >= tokens), tokens)
+
+def _padded(tokens: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= tokens), tokens)

@@ -8,8 +8,9 @@ from lorikeet.answer_stream.anthropic_format import (
     MessageEventStream,
     message_body,
 )
-from lorikeet.answer_stream.choice_stream import open_choice
+from lorikeet.answer_stream.choice_stream import ChoiceStream, open_choice
 from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
+from lorikeet.answer_stream.harmony import HarmonyChoice
 from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import (
     Choice,
@@ -24,7 +25,7 @@ from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt
 from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
-from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.answer_stream.tool_syntax import HARMONY, ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError, LoadFault
@@ -60,7 +61,8 @@ class Answer:
 
     Constructor arguments:
     prompts: token ids of each prompt.
-    syntax: the model's syntax for tool calls; None if no tools may be called.
+    syntax: the model's syntax for tool calls; None if no tools may be called. With HARMONY, all of
+        a chat's answer is in messages.
     thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
     echoes: the prompts in the forms in which the answer repeats them; None: computed by the
         constructor, which is slow for long prompts.
@@ -83,8 +85,11 @@ class Answer:
         echoes = self._echoes = echoes or prompt_echoes(call, prompts, vocabulary.tokenizer)
         self._events = event_stream(call, self, echoes)
         stop = StopStrings(call.stop)
-        self._choices = [
-            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, echoes)
+        in_messages = syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS
+        self._choices: list[ChoiceStream | HarmonyChoice] = [
+            HarmonyChoice(call, prompt, vocabulary, stop)
+            if in_messages
+            else open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, echoes)
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]

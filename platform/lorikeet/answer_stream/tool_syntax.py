@@ -145,9 +145,23 @@ LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 <|python_tag|> may come first; it is a special token and left out of the text.
 """
 
+HARMONY = ToolSyntax(
+    before="<|channel|>commentary to=functions.",
+    between="",
+    after="<|call|>",
+    opens="<|channel|>",
+    closes="<|call|>",
+)
+"""Tool calls of gpt-oss: one message each, whose header names the function.
+
+Thinking and answer are messages too. harmony.py parses them all, by the ids of the marks.
+"""
+
 
 def syntax_of(template: str) -> ToolSyntax | None:
     """Return the tool-call syntax that a chat template shows; None if it shows no known one."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return HARMONY
     if "<function=" in template:
         if "<parameter=" not in template:
             return None

@@ -164,6 +164,6 @@ def _check_text(check: str, folder: Path) -> Finding:
     if tokens > vocabulary:
         found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: it is another model's"
         return problem(check, found, save)
-    tools = "served" if encoder.syntax else "refused"
+    tools = "served" if encoder.takes_tools else "refused"
     found = f"the chat template works: Hello is a prompt of {len(ids)} tokens; tools are {tools}"
     return ok(check, found)

@@ -26,7 +26,7 @@ class PrefetchList:
     """Prefetches that all replicas of a base model should make.
 
     prefetches: prefetches by replica; replicas without prefetches are absent.
-    sole_copies: for each replica, the fraction of its adapters in use that no other replica has on
+    sole_copies: for each replica, the fraction of all adapters in use that the replica alone has on
         GPU or host.
     """
 

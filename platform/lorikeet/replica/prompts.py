@@ -1,7 +1,9 @@
 """Encoding of prompts: chat templates and tokenizing."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.harmony import REQUIRED_MARKS
 from lorikeet.answer_stream.reasoning import (
     CLOSES,
     Thinking,
     thinking_behind,
     thinking_within,
 )
-from lorikeet.answer_stream.tool_syntax import ToolSyntax, syntax_of
+from lorikeet.answer_stream.tool_syntax import HARMONY, ToolSyntax, syntax_of
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -23,6 +26,12 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
+from lorikeet.replica.harmony_prompts import (
+    EFFORT,
+    harmony_messages,
+    harmony_tools,
+    harmony_variables,
+)
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
@@ -43,7 +52,10 @@ _HERE = "[the answer goes on here]"
 
 Besides the mark, only a client's own last message could contain this text.
 """
-_EFFORT = "reasoning_effort"
+_WITHIN_MARK = "\ufdd0"
+"""Character at which a prompt is split before it is encoded: a noncharacter of Unicode, within the
+text of a special token that a message spells.
+"""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -56,7 +68,11 @@ _ANY_TOOL = {
 
 
 class PromptEncoder:
-    """Encoder of prompts with the base model's tokenizer and chat template."""
+    """Encoder of prompts with the base model's tokenizer and chat template.
+
+    syntax: the model's syntax of tool calls; None if it has no known one.
+    takes_tools: whether calls may have tools.
+    """
 
     def __init__(self, model: Path, max_context: int) -> None:
         """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json.
@@ -85,8 +101,13 @@ class PromptEncoder:
         self._wants_parts = False
         self._wants_parts = self._shows_only_parts()
         self._system_only_first = self._takes_system_only_first()
-        self.syntax = self._syntax()
-        self._thinks = any(CLOSES in template for template in templates)
+        special = (self.backend.id_to_token(token) for token in self.vocabulary.special)
+        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        renders_tools = self._renders_tools()
+        self.syntax = self._syntax(renders_tools=renders_tools)
+        self.takes_tools = renders_tools and self.syntax is not None
+        thinks = any(CLOSES in template for template in templates)
+        self._thinks = thinks and self.syntax is not HARMONY
         self._max_context = max_context
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
@@ -125,8 +146,11 @@ class PromptEncoder:
         `left_out`.
         """
         unread = [name for name in call.template_args if name not in self._variables]
-        if call.template_args.get(_EFFORT) == "none" and "enable_thinking" in self._variables:
-            unread = [name for name in unread if name != _EFFORT]  # it has ended the thinking
+        if call.template_args.get(EFFORT) == "none":
+            if "enable_thinking" in self._variables:
+                unread = [name for name in unread if name != EFFORT]  # it has ended the thinking
+            elif self.syntax is HARMONY:
+                unread.append(EFFORT)  # the model thinks nevertheless
         return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
@@ -143,7 +167,27 @@ class PromptEncoder:
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * self._max_context:
             self._check_length(text, param)
-        return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        parts = text.split(_WITHIN_MARK) if self.syntax is HARMONY else [text]
+        encoded = [
+            self.backend.encode(each, add_special_tokens=add_special_tokens) for each in parts
+        ]
+        return tuple(chain.from_iterable(each.ids for each in encoded))
+
+    def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return JSON values in which the texts of special tokens are split, so that these are
+        encoded in letters.
+        """
+        found = self._marks.search(json.dumps(values, ensure_ascii=False))
+        return values if found is None else self._split_marks(values)
+
+    def _split_marks(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marks.sub(lambda mark: mark[0][0] + _WITHIN_MARK + mark[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._split_marks(key): self._split_marks(each) for key, each in value.items()}
+        if isinstance(value, Sequence):
+            return [self._split_marks(each) for each in value]
+        return value
 
     def _check_length(self, text: str, param: str) -> None:
         """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
@@ -177,34 +221,46 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _takes_system_only_first(self) -> bool:
-        """Return True if the template refuses a system message behind other messages.
+        """Return True if the template refuses or drops a system message behind other messages.
 
-        Templates of Qwen 3.5 do so; coding agents send such messages.
+        Templates of Qwen 3.5 refuse it, gpt-oss' drops it; coding agents send such messages.
         """
-        said = {"role": "system", "content": "Be brief."}
+        first, later = ({"role": "system", "content": said} for said in ("Be brief.", "Be kind."))
         try:
-            self._render([said, *_HELLO])
+            if first["content"] not in self._render([first, *_HELLO]):
+                return False
         except InvalidInput:
             return False
         try:
-            self._render([said, *_HELLO, said])
+            return later["content"] not in self._render([first, *_HELLO, later])
         except InvalidInput:
             return True
-        return False
 
-    def _syntax(self) -> ToolSyntax | None:
-        """Return the model's syntax of tool calls; None if its chat template renders no tools."""
+    def _renders_tools(self) -> bool:
+        """Return True if the chat template shows tools to the model."""
+        if self._tokenizer.chat_template is None:
+            return False
+        try:
+            return self._render(_HELLO) != self._render(_HELLO, [_ANY_TOOL])
+        except InvalidInput:
+            return False
+
+    def _syntax(self, *, renders_tools: bool) -> ToolSyntax | None:
+        """Return the model's syntax of tool calls; None if it has no known one.
+
+        Returns HARMONY for each template in Harmony, because all its answers are in messages.
+
+        renders_tools: whether the chat template shows tools to the model.
+        """
         if self._tokenizer.chat_template is None:
             return None
-        try:
-            if self._render(_HELLO) == self._render(_HELLO, [_ANY_TOOL]):
-                return None
-        except InvalidInput:
-            return None
-        return syntax_of(self._tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+        syntax = syntax_of(self._tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+        if syntax is HARMONY:
+            return HARMONY if self.vocabulary.added.keys() >= {*REQUIRED_MARKS} else None
+        return syntax if renders_tools else None
 
     def _check_tools(self, use: ToolUse, answer: Format | None) -> None:
-        if self.syntax is None:
+        if self.syntax is None or not self.takes_tools:
             raise UnsupportedParameter(
                 "this base model's chat template renders no tools, or in an unknown syntax: "
                 "leave tools out, or use a model that was trained with tools",
@@ -224,11 +280,14 @@ class PromptEncoder:
             )
 
     def _render_call(self, call: Call) -> str:
-        tools = call.tools.tools if call.tools else ()
+        tools: Sequence[Mapping[str, Any]] = call.tools.tools if call.tools else ()
         given = {**call.template_defaults, **call.template_args}
         known = {name: value for name, value in given.items() if name in self._variables}
-        how = {"add_generation_prompt": call.generation_prompt}
         messages: Sequence[Mapping[str, Any]] = call.messages
+        if self.syntax is HARMONY:
+            known, messages = harmony_variables(known), harmony_messages(messages)
+            messages, tools = self._spelled(messages), self._spelled(harmony_tools(tools))
+        how = {"add_generation_prompt": call.generation_prompt}
         if self._system_only_first:
             messages = _with_one_system(messages)
         if not call.continue_final:

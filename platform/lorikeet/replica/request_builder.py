@@ -12,12 +12,15 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
+from lorikeet.answer_stream.harmony import place_behind
 from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.reasoning import CLOSES, Thinking
+from lorikeet.answer_stream.tool_syntax import HARMONY
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
+from lorikeet.replica.grammars.harmony_grammar import harmony_grammar, tried_harmony_grammar
 from lorikeet.replica.grammars.sandbox import GrammarSandbox, SchemasRefused, Unchecked
 from lorikeet.replica.grammars.schema_faults import (
     AnswerSchema,
@@ -235,7 +238,13 @@ def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> En
 
     Raises InvalidInput if a schema or format cannot be a grammar.
     """
-    tried = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
+    tried: str | None
+    if encoder.syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS:
+        place = place_behind(encoded.request.prompts[0], encoder.vocabulary)
+        tried = tried_harmony_grammar(call, encoder.vocabulary)
+        grammar = harmony_grammar(call, encoder.vocabulary, place)
+    else:
+        tried = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is None:
         return encoded
     if encoded.thinking is not Thinking.NEVER:

@@ -67,10 +67,12 @@ class Rows:
             tables.append(PageTable.of(of_rows, lengths, PAGE))
         self._rows = Batch(*[_EMPTY] * 4, rows, rows[1:], tuple(tables), segments=None)
 
-    def attend(self, q, layer_kv, batch, scales=None, window=None, group=0):
+    def attend(self, q, layer_kv, batch, scales=None, window=None, group=0, sinks=None):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = len(self._rows.kv_lengths)
-        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows, scales, window, group)
+        out[:rows] = SdpaAttention().attend(
+            q[:rows], layer_kv, self._rows, scales, window, group, sinks
+        )
         return out
 
 
@@ -98,10 +100,10 @@ class Piecewise:
         self._batch = batch
         return self._graphs._run(self._blank, self)
 
-    def attend(self, q, layer_kv, _, scales=None, window=None, group=0):
+    def attend(self, q, layer_kv, _, scales=None, window=None, group=0, sinks=None):
         rows = len(self._batch.token_ids)
         self._outputs.fill_(torch.nan)
-        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window, group)
+        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window, group, sinks)
         self._outputs[:rows] = got
         return self._outputs
 

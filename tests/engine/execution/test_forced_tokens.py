@@ -9,7 +9,7 @@ from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.execution import grammar_masks
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
 from lorikeet_engine.scheduling import forced_budget
-from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
+from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget, ForcedPieces
 from tests.engine import hash_model
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers, RecordingRunner, compile_grammars
@@ -160,6 +160,17 @@ class TestLimits:
         assert max(came(ask(make(), request()))) == 3
         deep = request(ids=[3] * 200)
         assert set(came(ask(make(), deep))) == {1}
+
+    @pytest.mark.parametrize("sequences", [1, 3])
+    def test_few_sequences_of_a_step_in_pieces_have_forced_tokens(self, make, sequences):
+        engine = make(max_running=8)
+        budget = ForcedBudget(56, StepCosts(), (8, 16), ForcedPieces((64,), sequences))
+        engine._parts = replace(engine._parts, forced_budget=budget)
+        runner = RecordingRunner(engine)
+        answers = ask(engine, *(request(f"r{i}", ids=(1, i + 3)) for i in range(6)))
+        lengths = [batch.query_starts[1:] - batch.query_starts[:-1] for batch in runner.batches]
+        assert max(sum(each > 1) for each in lengths[1:]) == sequences  # after prompts
+        assert all(max(came(answers, f"r{i}")) > 20 for i in range(6))
 
 
 class TestBesideOthers:

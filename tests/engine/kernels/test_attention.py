@@ -21,10 +21,12 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 class History:
     """Tokens fed to each sequence so far, and a cache poisoned with NaN."""
 
-    def __init__(self, tokens, dtype=torch.float32, scales=None, window=None, soft_cap=None):
+    def __init__(
+        self, tokens, dtype=torch.float32, scales=None, window=None, soft_cap=None, sinks=None
+    ):
         """scales: of pages of FP8."""
         self.tokens, self.dtype, self.scales = tokens, dtype, scales
-        self.window, self.soft_cap = window, soft_cap
+        self.window, self.soft_cap, self.sinks = window, soft_cap, sinks
         tokens.windows = (window,)
         self.cache = torch.full(
             (2, tokens.pages, tokens.page_size, KV_HEADS, HEAD_DIM),
@@ -52,10 +54,15 @@ class History:
             keys, values = self.seen.get(name, (k[:0], v[:0]))
             self.seen[name] = torch.cat((keys, k[start:end])), torch.cat((values, v[start:end]))
             keys, values = self.seen[name]
-            want.append(written_out(q[start:end], keys, values, self.window, self.soft_cap))
+            want.append(written_out(q[start:end], keys, values, *self.rules))
         store(self.cache, batch, *stored)
         backend = SdpaAttention(self.soft_cap)
-        return backend.attend(q, self.cache, batch, self.scales, self.window), torch.cat(want)
+        got = backend.attend(q, self.cache, batch, self.scales, self.window, sinks=self.sinks)
+        return got, torch.cat(want)
+
+    @property
+    def rules(self):
+        return self.window, self.soft_cap, self.sinks
 
 
 def store(kv, batch, k, v):
@@ -65,7 +72,7 @@ def store(kv, batch, k, v):
         kv[1].flatten(0, 1)[slots, :, : v.shape[-1]] = v
 
 
-def written_out(q, keys, values, window=None, soft_cap=None):
+def written_out(q, keys, values, window=None, soft_cap=None, sinks=None):
     """softmax(q·Kᵀ / √d)·V, a query and a head at a time, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     before = len(keys) - len(q)
@@ -78,7 +85,9 @@ def written_out(q, keys, values, window=None, soft_cap=None):
             scores = k @ query[head] / math.sqrt(HEAD_DIM)
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[t, head] = torch.softmax(scores, dim=0) @ v
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[t, head] = torch.softmax(scores, dim=0)[: len(v)] @ v
     return out
 
 
@@ -122,6 +131,15 @@ def test_scores_are_bent_to_the_soft_cap(paged_tokens):
     history = History(paged_tokens(), window=40, soft_cap=0.7)
     assert_equal(*history.attend({"a": 63, "b": 1}))
     assert_equal(*history.attend({"a": 1, "b": 20}))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_sink_of_each_head_takes_its_share_of_the_softmax(paged_tokens, window, soft_cap):
+    sinks = torch.tensor([-40.0, -1.0, 0.0, 2.0, 7.0, 300.0])
+    history = History(paged_tokens(), window=window, soft_cap=soft_cap, sinks=sinks)
+    assert_equal(*history.attend({"a": 63, "b": 1}))
+    assert_equal(*history.attend({"b": 20, "c": 133, "a": 1}))
 
 
 def test_bfloat16_stays_within_its_precision(paged_tokens):

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
 from lorikeet_engine.kernels.delta_net import fused as delta_net
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
@@ -46,6 +47,7 @@ from lorikeet_engine.kernels.lora.types import (
     Segments,
 )
 from lorikeet_engine.kernels.masks.fused import forbid_others
+from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.kernels.moe import fused as moe
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
@@ -377,7 +379,19 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     PagedDecode(capped, tokens, empty(2, 4096, dtype=torch.int32), workspace).attend(
         q, empty(*size), None, window=4096
     )
+    attention.attend(q, empty(*size), None, sinks=empty(32, dtype=torch.float32))
     assert compiled == {"_decode"}
+    add_sinks(empty(tokens, 64, 64), empty(tokens, 64), empty(64, dtype=torch.float32))
+    assert compiled == {"_decode", "_add_sinks"}
+
+
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_experts_with_biases_and_clamps(compiled: set[str], tokens: int) -> None:
+    routed = moe.route(empty(tokens, 32), 4, None, normalised=True)
+    gate_up = empty(tokens * 4, 5760)
+    y = moe.clamped_swiglu(gate_up, empty(32, 5760), routed, Clamp(1.702, 7.0))
+    assert moe.combine(y, routed, empty(32, 2880)).shape == (tokens, 2880)
+    assert compiled == {"choose", "sort_by_expert", "gate_clamped", "sum_weighed"}
 
 
 def test_a_product_of_one_row(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +480,8 @@ def test_the_modules_of_triton_kernels_that_linears_name_are_there(name):
 def test_lora_of_experts(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
     rows = tokens * 8
     integers = partial(empty, dtype=torch.int32)
-    routed = RoutedRows(empty(tokens, 8), integers(rows), integers(tokens, 8), integers(129))
+    pairs = integers(tokens, 8)
+    routed = RoutedRows(empty(tokens, 8), integers(rows), pairs, pairs, integers(129))
     weights, _ = lora(tokens, segments, rank)
     runs = [integers(segments) for _ in range(3)]
     step = LoraStep(weights, Segments(*runs, rank), None)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import expert_products, reference
+from lorikeet_engine.kernels.moe import Clamp, expert_products, reference
 from tests.engine.interpreter import KINDS, random, slow
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
@@ -73,7 +73,7 @@ def assert_routed(kind, tokens, experts, per_token, adapters, normalised):
     got = fused.route(logits, per_token, lora, normalised=normalised)
     want = reference.route(logits, per_token, lora, normalised=normalised)
     torch.testing.assert_close(got.weights, want.weights)
-    for name in ("pairs", "rows", "starts"):
+    for name in ("pairs", "rows", "experts", "starts"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
@@ -402,3 +402,38 @@ def test_combine(kind, width):
     eps = torch.finfo(kind[1]).eps
     got, want = fused.combine(y, routed), reference.combine(y, routed)
     torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [64, 1500])
+def test_combine_adds_the_biases_of_each_rows_expert(kind, width):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed = reference.route(random(kind, 7, 9), 3, normalised=True)
+    y, biases = random(kind, 21, width), random(kind, 9, width)
+    eps = torch.finfo(kind[1]).eps
+    got = fused.combine(y, routed, biases)
+    torch.testing.assert_close(
+        got, reference.combine(y, routed, biases), rtol=4 * eps, atol=4 * eps
+    )
+    pairs = [(token, j) for token in range(7) for j in range(3)]
+    want = torch.zeros(7, width, dtype=torch.float64)
+    for token, j in pairs:
+        output = y[routed.rows[token, j]].double() + biases[routed.experts[token, j]].double()
+        want[token] += routed.weights[token, j].double().cpu() * output.cpu()
+    torch.testing.assert_close(got.cpu().double(), want, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [40, 1500])
+def test_gates_and_values_of_experts_are_clamped(kind, width):
+    from lorikeet_engine.kernels.moe import fused
+
+    routed, clamp = reference.route(random(kind, 7, 9), 3, normalised=True), Clamp(1.702, 0.8)
+    gate_up, biases = random(kind, 21, 2 * width), random(kind, 9, 2 * width)
+    y = gate_up.double() + biases.double()[routed.experts.flatten()[routed.pairs.long()].long()]
+    gates, values = y[:, :width].clamp(max=0.8), y[:, width:].clamp(-0.8, 0.8)
+    want = (values + 1) * gates * torch.sigmoid(1.702 * gates)
+    assert want.min() < -0.1, "gates are not clamped from below"
+    for operators in (fused, reference):
+        assert_near(operators.clamped_swiglu(gate_up, biases, routed, clamp), want)

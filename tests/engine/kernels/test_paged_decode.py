@@ -1,5 +1,6 @@
 """Decode attention in Triton equals torch's; without a GPU it runs in Triton's interpreter."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from lorikeet_engine.kernels.attention.paged_decode import (
 )
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable, kv_head_dim
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
 from tests.engine.interpreter import DEVICES, INTERPRETED
@@ -61,11 +63,13 @@ def step_of(lengths, queries, windows):
     return Batch(*nothing, starts, lengths, tuple(tables), segments=None)
 
 
-def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0, scales=None):
+def compare(
+    shape, lengths, device, *, queries=None, room=None, times=1, spare=0, scales=None, sinks=None
+):
     """Attend over one back end's static buffers, several times, and as torch would.
 
     In each kind of layer that the shape has. queries: of each sequence; one, where it is not said.
-    scales: of FP8 pages.
+    scales: of FP8 pages. sinks: of each head.
     """
     queries = queries or [1] * len(lengths)
     dtype = dtype_of(device)
@@ -92,9 +96,9 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
         q = qkv[:, : shape.heads]  # as it lies between the keys and values
         backend.plan(batch)
         for group, window in enumerate(shape.windows):
-            got = backend.attend(q, kv, batch, scales, window, group)[:rows]
+            got = backend.attend(q, kv, batch, scales, window, group, sinks)[:rows]
             torchs = SdpaAttention(shape.soft_cap)
-            want = torchs.attend(q[:rows], kv, batch, scales, window, group)
+            want = torchs.attend(q[:rows], kv, batch, scales, window, group, sinks)
             torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     return got
 
@@ -123,6 +127,35 @@ def test_layers_with_windows_look_back_no_further(device, windows):
 def test_scores_are_bent_to_the_soft_cap(device, name):
     shape = replace(SHAPES[name], soft_cap=0.7, windows=(40, None))
     compare(shape, [1, 45, 200], device, queries=[1, 3, 1])
+
+
+def random_sinks(shape, device):
+    sinks = 3 * torch.randn(shape.heads, generator=torch.Generator().manual_seed(2))
+    sinks[0], sinks[-1] = -200.0, 200.0  # no share and all of it
+    return sinks.to(device)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("name", SHAPES)
+def test_sinks_take_their_share_once_however_a_row_is_cut(device, name, soft_cap):
+    shape = replace(SHAPES[name], soft_cap=soft_cap, windows=(40, None))
+    sinks = random_sinks(shape, device)
+    compare(shape, [1, 45, 400, 900], device, queries=[1, 3, 1, 1], times=2, sinks=sinks)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sinks_are_added_to_a_result_without_them(device, name):
+    shape, dtype, tokens = SHAPES[name], dtype_of(device), 5
+    random = torch.Generator().manual_seed(3)
+    scores = torch.randn(tokens, shape.heads, 9, generator=random, dtype=torch.float64)
+    values = torch.randn(tokens, shape.heads, 9, shape.head_dim, generator=random).double()
+    sinks = random_sinks(shape, "cpu")
+    lse = (scores.logsumexp(-1) / math.log(2)).float().to(device)
+    got = torch.einsum("thk,thkd->thd", scores.softmax(-1), values).to(device, dtype)
+    add_sinks(got, lse, sinks.to(device))
+    every = torch.cat([scores, sinks.double().view(1, -1, 1).expand(tokens, -1, 1)], dim=-1)
+    want = torch.einsum("thk,thkd->thd", every.softmax(-1)[..., :-1], values)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=TOLERANCE)
 
 
 def test_spare_rows_change_nothing(device):

@@ -1,6 +1,7 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE and HYBRID of tests/engine/conftest.py)
+A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID and GPT_OSS of
+tests/engine/conftest.py)
 with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
 every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
 others.
@@ -11,7 +12,7 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, HYBRID, MOE
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
@@ -32,7 +33,18 @@ SHARED_ADAPTERS = MOE_ADAPTERS | {
     | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
 }
-EVERY = (*FAMILIES, *MOE, *HYBRID)
+# Attention and the router.
+GPT_OSS_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": ["mlp.router.weight"]},
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["v_proj", "o_proj"],
+        "rank_pattern": {r"layers\.1\.self_attn\.o_proj": 12},
+    },
+    "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
+}
+EVERY = (*FAMILIES, *MOE, *HYBRID, *GPT_OSS)
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
 # stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
@@ -50,12 +62,12 @@ SOME = {
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
-    "fp8_weights": ("qwen3", "olmo3"),
+    "fp8_weights": ("qwen3", "olmo3", "gpt_oss"),
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
-    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text"),
-    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss"),
+    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss"),
+    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral",),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
@@ -78,6 +90,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     checkpoint, folder = tiny_checkpoints[request.param], tmp_path_factory.mktemp(request.param)
     shape = BaseShape.from_config(read_config(checkpoint))
     adapters = MOE_ADAPTERS if shape.experts else ADAPTERS
+    if request.param in GPT_OSS:
+        adapters = GPT_OSS_ADAPTERS
     return SavedFamily(
         checkpoint, folder, SHARED_ADAPTERS if shape.shared_intermediate else adapters
     )

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from lorikeet_engine.kernels.fp8 import BLOCK_WIDTHS, DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows
@@ -48,8 +49,8 @@ class RoundedExperts(torch.nn.Module):
         out = torch.zeros_like(x)
         for expert in experts.unique():
             token, place = torch.where(experts == expert)
-            gate, up = self._product(x[token], "gate_up_proj", expert).chunk(2, -1)
-            y = self._product(self.act_fn(gate) * up, "down_proj", expert)
+            y = self._gated(self._product(x[token], "gate_up_proj", expert), expert)
+            y = self._product(y, "down_proj", expert) + self._bias_of("down_proj", expert)
             out.index_add_(0, token, y * weights[token, place, None])
         return out
 
@@ -58,8 +59,33 @@ class RoundedExperts(torch.nn.Module):
         if is_parametrized(self, name):
             base = self.parametrizations[name].original
         parts = self.down_parts if name == "down_proj" else 1
-        y = F.linear(rounded(x, parts) if name in self.rounds else x, base[expert])
-        return y + F.linear(x, adapted[expert] - base[expert])
+        y = F.linear(rounded(x, parts) if name in self.rounds else x, self._matrix(base[expert]))
+        return y + F.linear(x, self._matrix(adapted[expert] - base[expert]))
+
+    def _gated(self, y: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        gate, up = y.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def _bias_of(self, name: str, expert: torch.Tensor) -> torch.Tensor | float:
+        return 0.0
+
+    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+class RoundedClampedExperts(RoundedExperts, GptOssExperts):
+    """gpt-oss's experts as RoundedExperts: with biases, and parameters [experts, d_in, d_out]."""
+
+    def _gated(self, y: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = self._apply_gate(y + self._bias_of("gate_up_proj", expert))
+        return gated
+
+    def _bias_of(self, name: str, expert: torch.Tensor) -> torch.Tensor | float:
+        bias: torch.Tensor = getattr(self, f"{name}_bias")[expert]
+        return bias
+
+    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.mT
 
 
 def rounded_model(folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -106,7 +132,11 @@ def round_linears(
     block: rows and columns of a block with one scale; None: each rank's rows have scales.
     """
     for name, linear in model.named_modules():
-        if type(linear).__name__.endswith("Experts"):
+        if type(linear) is GptOssExperts:
+            linear.__class__, linear.down_parts = RoundedClampedExperts, ranks
+            for weight, parts in ((linear.gate_up_proj, 1), (linear.down_proj, ranks)):
+                weight.data = _stored(weight.data.mT, parts, block).mT.contiguous()
+        elif type(linear).__name__.endswith("Experts"):
             linear.__class__, linear.down_parts = RoundedExperts, ranks
             gate_and_up = linear.gate_up_proj.data.chunk(2, 1)  # two linears, with their own blocks
             linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)

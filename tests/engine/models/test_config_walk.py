@@ -27,7 +27,11 @@ IDLE = {
     "use_cache",
 }
 # Where every layer has experts, none is as wide as dense ones would be.
-IDLE_IN = {("qwen3_moe", "intermediate_size"), ("qwen3_next", "intermediate_size")}
+IDLE_IN = {
+    ("qwen3_moe", "intermediate_size"),
+    ("qwen3_next", "intermediate_size"),
+    ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
+}
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
 HYBRIDS = {"full_attention_interval": 4, "partial_rotary_factor": 0.25}

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from lorikeet_engine.costs import RowsTime, StepCosts
-from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget
+from lorikeet_engine.scheduling.forced_budget import SHARE, ForcedBudget, ForcedPieces
 
 # 10 ms for 64 tokens, and 0.015 ms for each further one; attention costs nothing.
 COSTS = StepCosts((RowsTime(64, 10.0e-3), RowsTime(1064, 25.0e-3)), 0.0, pieces_s=0.0)
@@ -77,6 +77,25 @@ def test_other_tenants_lose_at_most_the_share_for_any_number_of_forced_tokens(si
             budget.spend(taken, 100 * taken)
         assert more_s <= SHARE * steps_s * (1 + 1e-9)
     assert more_s > 0.8 * SHARE * steps_s
+
+
+PIECES = ForcedPieces((128, 256), sequences=32)
+DEARER = StepCosts(COSTS.rows, 0.0, prompt_seen_s=0.0, pieces_s=3.2e-3)
+
+
+def test_steps_in_pieces_are_filled_up_to_sizes_of_their_own_and_pay_for_leaving_one_graph():
+    # 64 more rows take 0.96 ms and the pieces 3.2 ms: what is saved in 14 steps of 10 ms
+    found = allowed(ForcedBudget(128, DEARER, SIZES, PIECES), 29)
+    assert [step for step, tokens in enumerate(found, 1) if tokens] == [14, 28]
+    assert {tokens for tokens in found if tokens} == {64}
+    assert sum(allowed(ForcedBudget(128, DEARER, SIZES), 29)) > 3 * sum(found)
+
+
+def test_no_step_is_divided_into_pieces_that_take_longer_than_can_be_saved():
+    dear = StepCosts(COSTS.rows, 0.0, prompt_seen_s=0.0, pieces_s=4.0e-3)
+    assert allowed(ForcedBudget(128, dear, SIZES, PIECES), 100) == [0] * 100
+    budget = ForcedBudget(128, dear, SIZES, PIECES)
+    assert budget.tokens_allowed(64, 6400, beside_others=False) == 128
 
 
 def test_rows_are_rotated():

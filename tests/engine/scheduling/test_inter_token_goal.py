@@ -78,7 +78,7 @@ def make(tmp_path, shelf, monkeypatch, close_later):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
         settings = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
-        return close_later(Engine(settings, shelf, lambda *_: model)), model
+        return close_later(Engine(settings, shelf, lambda *_, **__: model)), model
 
     return make
 

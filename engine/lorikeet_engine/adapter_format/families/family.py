@@ -135,6 +135,9 @@ class ExpertKeys:
         each, so that PEFT's target_modules selects none of them.
     shared: whether every token also passes one more expert, the shared one, whose output is
         multiplied by the sigmoid of shared_expert_gate's output.
+    clamped: whether experts are gpt-oss's: router and experts have biases, gates and the values
+        that they gate are clamped, and checkpoints store the weights of all experts as one tensor
+        [experts, d_in, d_out] in which gates and values alternate.
     """
 
     counts: tuple[str, ...]
@@ -143,6 +146,7 @@ class ExpertKeys:
     old_linears: bool = False
     parameters: bool = False
     shared: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,8 @@ class Family:
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
     rope_parameters: section of rotary embeddings of a config.json that has none; with
         llama_4_scaling_beta if the family's queries grow with their position.
+    sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
+        value.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     """
@@ -178,6 +184,7 @@ class Family:
     scaled_embeddings: bool = False
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     scales_in_module: bool = False
+    sinks: bool = False
 
     @property
     def is_hybrid(self) -> bool:

@@ -7,7 +7,7 @@ single captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import flashinfer
 import numpy as np
@@ -30,6 +30,7 @@ from lorikeet_engine.kernels.attention.protocol import (
     PageTable,
     kv_head_dim,
 )
+from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 
 
@@ -190,6 +191,7 @@ class FlashInferAttention:
         scales: KvScales | None = None,
         window: int | None = None,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -197,11 +199,11 @@ class FlashInferAttention:
         if window in self._group_pages:
             self._group_pages[window].use(group)
         if split is None or self._decode is None:
-            return self._run(q, layer_kv, scales, window, out)
-        of_prompts = self._run(q[split.prompt_rows], layer_kv, scales, window)
+            return self._run(q, layer_kv, scales, window, sinks, out)
+        of_prompts = self._run(q[split.prompt_rows], layer_kv, scales, window, sinks)
         out.index_copy_(0, split.prompt_rows, of_prompts)
         of_decodes = self._decode.attend(
-            q[split.decode_rows], layer_kv, split.decodes, scales, window, group
+            q[split.decode_rows], layer_kv, split.decodes, scales, window, group, sinks
         )
         return out.index_copy_(0, split.decode_rows, of_decodes)
 
@@ -211,12 +213,13 @@ class FlashInferAttention:
         layer_kv: torch.Tensor,
         scales: KvScales | None,
         window: int | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         missing = self._kv_head_dim - self._shape.head_dim
         if missing:  # zeros, as in the pages
             q, out = F.pad(q, (0, missing)), None
-        result: torch.Tensor
+        result: Any
         if self._planned_hopper is not None:
             result = self._planned_hopper.attend(q, layer_kv, out)
         else:
@@ -226,8 +229,13 @@ class FlashInferAttention:
                 k_scale=None if scales is None else scales.key,
                 v_scale=None if scales is None else scales.value,  # another launch, unless 1.0
                 out=out,
+                return_lse=sinks is not None,
             )
-        return result[..., :-missing].contiguous() if missing else result
+            if sinks is not None:
+                result, lse = result
+                add_sinks(result, lse, sinks)
+        mixed: torch.Tensor = result
+        return mixed[..., :-missing].contiguous() if missing else mixed
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens."""

@@ -67,11 +67,11 @@ class HopperPrefill:
         """Return a HopperPrefill, or None if it does not support the model and GPU.
 
         HopperPrefill needs long contexts, a Hopper GPU, 16-bit KV pages with heads of 128
-        elements, and a model without windows or soft cap.
+        elements, and a model without windows, soft cap or sinks.
         """
         if not shape.long_contexts or shape.windows != (None,) or shape.soft_cap is not None:
             return None
-        if shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
+        if shape.sinks or shape.fp8_kv or kv_head_dim(shape.head_dim, "cuda") != _HEAD_DIM:
             return None
         if torch.cuda.get_device_capability(workspace.device) != _HOPPER:
             return None

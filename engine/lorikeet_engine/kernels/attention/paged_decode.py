@@ -84,6 +84,7 @@ class PagedDecode:
         scales: KvScales | None = None,
         window: int | None = None,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -99,7 +100,7 @@ class PagedDecode:
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
         _decode[(shape.kv_heads, self._capacity)](
             q, layer_kv, self._pages[group], self._items[window], self._parts, self._scales,
-            self._done, out, scale, cap, value_scale, layer_kv.stride(0), q.stride(0),
+            self._done, out, scale, cap, value_scale, sinks, layer_kv.stride(0), q.stride(0),
             kv_heads=shape.kv_heads,
             group=sharing,
             rows=max(16, triton.next_power_of_2(sharing)),  # tl.dot wants 16
@@ -186,6 +187,7 @@ def _decode(
     scale: tl.tensor,
     cap: tl.tensor,
     value_scale: tl.tensor,
+    sinks: tl.tensor,
     plane: tl.tensor,
     q_stride: tl.tensor,
     kv_heads: tl.constexpr,
@@ -207,6 +209,7 @@ def _decode(
     done: number of finished items of each query token and key head.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
+    sinks: see AttentionBackend.attend.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
     rows: `group` rounded up to what tl.dot supports. block: number of tokens read at once.
     """
@@ -254,6 +257,10 @@ def _decode(
         total = total * kept + tl.sum(weight, 1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values)
         best = better
+    if sinks is not None:  # counted once for a row: here, or where its parts are merged
+        sink = tl.load(sinks + head * group + row, mask=row < group, other=float("-inf"))
+        sink *= 1.4426950408889634  # log₂(e)
+        total += tl.where(count == 1, tl.exp2(sink - best), 0.0)
     mixed = mixed / total[:, None]
     if value_scale is not None:
         mixed *= value_scale
@@ -288,5 +295,7 @@ def _decode(
         mixed = mixed * kept[:, None] + part * added[:, None]
         total = total * kept + added
         best = better
+    if sinks is not None:
+        total += tl.exp2(sink - best)
     tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
     tl.store(done + query * kv_heads + head, 0)

@@ -39,6 +39,7 @@ class AttentionShape:
     windows: window in tokens of each group of layers that share KV pages, None for no window;
         groups with the same window are neighbours.
     soft_cap: c in c · tanh(s / c), applied to attention scores s before the softmax; None: no cap.
+    sinks: whether `attend` is called with sinks.
     long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
         compiling.
     """
@@ -51,6 +52,7 @@ class AttentionShape:
     fp8_kv: bool = False
     windows: tuple[int | None, ...] = (None,)
     soft_cap: float | None = None
+    sinks: bool = False
     long_contexts: bool = False
 
 
@@ -123,6 +125,7 @@ class AttentionBackend(Protocol):
         scales: KvScales | None = None,
         window: int | None = None,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to t itself.
 
@@ -134,6 +137,7 @@ class AttentionBackend(Protocol):
         window: number of tokens that t attends to: itself and the tokens right before it; None: all
         group: index of the layer's group, whose page table is read and whose layers all have
           `window`
+        sinks [heads] float32: a logit more in each head's softmax, without a value; None: no sinks
         → [tokens, heads, head_dim] like q, contiguous
 
         Query head h uses key head h // (heads / kv_heads). Page slots that no sequence has written

@@ -27,6 +27,7 @@ class SdpaAttention:
         scales: KvScales | None = None,
         window: int | None = None,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -42,7 +43,9 @@ class SdpaAttention:
             keys, values = keys[..., : q.shape[-1]], values[..., : q.shape[-1]]
             if scales is not None:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
-            out[begin:end] = _attend_one(q[begin:end], keys, values, scales, window, self._soft_cap)
+            out[begin:end] = _attend_one(
+                q[begin:end], keys, values, scales, window, self._soft_cap, sinks
+            )
         return out
 
 
@@ -53,12 +56,13 @@ def _attend_one(
     scales: KvScales | None,
     window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention of one sequence's queries to its keys.
 
     q [queries, heads, head_dim]: the last tokens of the sequence
     keys, values [length, kv_heads, head_dim]
-    scales, window: as for AttentionBackend.attend
+    scales, window, sinks: as for AttentionBackend.attend
     soft_cap: see AttentionShape
     → [queries, heads, head_dim] like q
     """
@@ -78,14 +82,18 @@ def _attend_one(
         mask = seen.repeat(group, 1)  # [group * queries, length]
     scale = None if scales is None else scales.key / math.sqrt(head_dim)
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     else:
         score = rows.float() @ keys.float().mT * (scale or 1 / math.sqrt(head_dim))
-        score = soft_cap * torch.tanh(score / soft_cap)
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
         if mask is not None:
             score = score.masked_fill(~mask, -math.inf)
-        out = score.softmax(-1).to(q.dtype) @ values
+        if sinks is not None:
+            sink = sinks.view(1, kv_heads, group, 1).expand(-1, -1, -1, queries)
+            score = torch.cat([score, sink.reshape(1, kv_heads, -1, 1)], dim=-1)
+        out = score.softmax(-1)[..., :length].to(q.dtype) @ values
     if scales is not None:
         out *= scales.value
     out = out.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3)

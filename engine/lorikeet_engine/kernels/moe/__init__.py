@@ -10,6 +10,7 @@ on the order in which programs run.
 `routing`: Triton kernels that choose experts, sort pairs and sum results.
 `grouped`: products of few rows in Triton; torch's grouped product multiplies a prefill's many rows.
 `grouped_fp8`: FP8 products of any number of rows, in Triton.
+`clamp`: gpt-oss's activation of experts.
 `one_token`: a single token's experts in Triton, without sorting.
 """
 
@@ -18,9 +19,18 @@ import torch
 from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe.clamp import Clamp
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
-__all__ = ["RoutedRows", "combine", "expert_products", "experts_of_one", "route"]
+__all__ = [
+    "Clamp",
+    "RoutedRows",
+    "clamped_swiglu",
+    "combine",
+    "expert_products",
+    "experts_of_one",
+    "route",
+]
 
 _operators = by_device(__name__)
 
@@ -62,17 +72,37 @@ def expert_products(
     return y
 
 
-def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
+def clamped_swiglu(
+    gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
+) -> torch.Tensor:
+    """Compute (u + 1) · g · sigmoid(alpha · g) of each routed row, rounded once.
+
+    g is at most `limit`, u is from −limit to limit.
+
+    gate_up [rows, 2 · width], contiguous: g, then u, without biases
+    biases [experts, 2 · width], contiguous: added to the row of each expert
+    clamp: alpha and limit
+    → [rows, width] like gate_up
+    """
+    operator = _operators(gate_up.device.type).clamped_swiglu
+    y: torch.Tensor = operator(gate_up, biases, routed, clamp)
+    return y
+
+
+def combine(
+    y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute out[t] = Σ_j weights[t, j] · y[row of (t, j)]: each token's weighted expert outputs.
 
     Adds in the order of j.
 
     y [rows, width]: output of each routed row's expert
+    biases [experts, width], contiguous: added to the outputs of each expert; None: no biases
     → [tokens, width] like y
 
     Sums are float32, rounded once.
     """
-    out: torch.Tensor = _operators(y.device.type).combine(y, routed)
+    out: torch.Tensor = _operators(y.device.type).combine(y, routed, biases)
     return out
 
 

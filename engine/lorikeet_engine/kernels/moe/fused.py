@@ -10,12 +10,13 @@ from lorikeet_engine.kernels.fp8.fused import quantize_rows
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe import grouped_fp8
+from lorikeet_engine.kernels.moe.clamp import Clamp, gate_clamped
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.one_token import experts_of_one
 from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
-__all__ = ["combine", "expert_products", "experts_of_one", "route"]
+__all__ = ["clamped_swiglu", "combine", "expert_products", "experts_of_one", "route"]
 
 _SORTED = 1024  # pairs that a program reads at a time
 _COLUMNS = 1024  # of one program of sum_weighed
@@ -31,7 +32,7 @@ def route(
     rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
     sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)
-    return RoutedRows(weights, pairs, rows, starts)
+    return RoutedRows(weights, pairs, rows, chosen, starts)
 
 
 def expert_products(
@@ -58,11 +59,26 @@ def expert_products(
     return products(x, weight, routed, gathered=gathered)
 
 
-def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
+def clamped_swiglu(
+    gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
+) -> torch.Tensor:
+    """See kernels.moe."""
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    y = gate_up.new_empty((rows, width))
+    gate_clamped[(rows, triton.cdiv(width, _COLUMNS))](
+        gate_up, biases, routed.pairs, routed.experts, y, clamp.alpha, clamp.limit, width, _COLUMNS
+    )
+    return y
+
+
+def combine(
+    y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
+) -> torch.Tensor:
     """See kernels.moe."""
     tokens, width = len(routed.weights), y.shape[1]
     out = y.new_empty((tokens, width))
     sum_weighed[(tokens, triton.cdiv(width, _COLUMNS))](
-        y, routed.rows, routed.weights, out, width, routed.per_token, _COLUMNS
-    )
+        y, routed.rows, routed.weights, biases, routed.experts, out, width, routed.per_token,
+        _COLUMNS,
+    )  # fmt: skip
     return out

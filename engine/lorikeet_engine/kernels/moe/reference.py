@@ -9,6 +9,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8 import reference as fp8
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe.clamp import Clamp
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
@@ -31,6 +32,7 @@ def route(
         weights=weights.contiguous(),
         pairs=pairs.int(),
         rows=rows.int().view(-1, per_token),
+        experts=experts.int().view(-1, per_token),
         starts=F.pad(ends, (1, 0)).int(),
     )
 
@@ -59,7 +61,21 @@ def expert_products(
     return y
 
 
-def combine(y: torch.Tensor, routed: RoutedRows) -> torch.Tensor:
+def clamped_swiglu(
+    gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
+) -> torch.Tensor:
     """See kernels.moe."""
-    weighed = y[routed.rows].float() * routed.weights[..., None]  # [tokens, per_token, width]
-    return weighed.sum(1).to(y.dtype)
+    expert = routed.experts.flatten()[routed.pairs]
+    gates, values = (gate_up.float() + biases[expert].float()).chunk(2, dim=-1)
+    gates, values = gates.clamp(max=clamp.limit), values.clamp(-clamp.limit, clamp.limit)
+    return ((values + 1) * gates * torch.sigmoid(clamp.alpha * gates)).to(gate_up.dtype)
+
+
+def combine(
+    y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See kernels.moe."""
+    outputs = y[routed.rows].float()  # [tokens, per_token, width]
+    if biases is not None:
+        outputs += biases[routed.experts].float()
+    return (outputs * routed.weights[..., None]).sum(1).to(y.dtype)

@@ -116,6 +116,8 @@ def sum_weighed(
     y: tl.tensor,
     rows: tl.tensor,
     weights: tl.tensor,
+    biases: tl.tensor,
+    experts: tl.tensor,
     out: tl.tensor,
     width: tl.constexpr,
     per_token: tl.constexpr,
@@ -123,8 +125,8 @@ def sum_weighed(
 ) -> None:
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
-    y: outputs of the experts, see kernels.moe.combine. out: the sums [tokens, width].
-    rows, weights, per_token: see RoutedRows.
+    y, biases: see kernels.moe.combine. out: the sums [tokens, width].
+    rows, weights, experts, per_token: see RoutedRows.
     width: columns of y.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -134,5 +136,9 @@ def sum_weighed(
     for j in tl.static_range(per_token):
         row = tl.load(rows + token * per_token + j).to(tl.int64)
         share = tl.load(weights + token * per_token + j)
-        total += share * tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        output = tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        if biases is not None:
+            expert = tl.load(experts + token * per_token + j).to(tl.int64)
+            output += tl.load(biases + expert * width + columns, mask=inside, other=0.0)
+        total += share * output
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -19,7 +19,7 @@ from lorikeet.replica.grammars.xml_arguments import xml_arguments
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's settings for JSON spaced like tool-call arguments in chat templates."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANY_PARAMETERS = {"parameters": {"type": "object"}}
+ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _PLAIN_TEXT = {
     CallStyle.JSON: r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?",
     CallStyle.PYTHON: r"\s*([^\s;\[](?s:.*)|;\s*([^\s\[](?s:.*))?)?",
@@ -41,7 +41,7 @@ def call_grammar(
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
-    arguments = {name: _parameters(functions[name]) for name in use.forced or functions}
+    arguments = {name: parameters_schema(functions[name]) for name in use.forced or functions}
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
     start = "calls"
     if alternative is not None and not use.forced:
@@ -68,7 +68,7 @@ def text_grammar(
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
     arguments = {
-        name: _parameters(function if function.get("strict") else _ANY_PARAMETERS)
+        name: parameters_schema(function if function.get("strict") else ANY_PARAMETERS)
         for name, function in functions.items()
     }
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
@@ -156,9 +156,14 @@ def _call_of_pairs(
     return [f"{call}: {literal(begin)} {call}_arguments {literal(end)}", *rules]
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+def parameters_schema(
+    function: Mapping[str, Any], spacing: Mapping[str, Any] = _COMPACT
+) -> dict[str, Any]:
     """Return the schema of a function's arguments object, translated for grammars. Raises
     InvalidInput if the schema allows no object or is nested too deeply.
+
+    function: the function, of a tool.
+    spacing: llguidance's settings of whitespace in the object.
     """
     parameters = function.get("parameters") or _NO_PARAMETERS
     types = parameters.get("type", "object")
@@ -172,7 +177,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidInput(
             f"the parameters of {function['name']}: nested too deeply", param="tools"
         ) from error
-    return {**held, "type": "object", "x-guidance": {**LAYOUT, **_COMPACT}}
+    return {**held, "type": "object", "x-guidance": {**LAYOUT, **spacing}}
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:

@@ -1,0 +1,50 @@
+"""Clamped SwiGLU, by which gpt-oss gates its experts: constants, and the kernel in Triton."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """Constants of kernels.moe.clamped_swiglu.
+
+    alpha: factor of gates in the sigmoid.
+    limit: largest gate, and largest magnitude of the values that are gated.
+    """
+
+    alpha: float
+    limit: float
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_clamped(
+    gate_up: tl.tensor,
+    biases: tl.tensor,
+    pairs: tl.tensor,
+    experts: tl.tensor,
+    y: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute a block of columns of one row.
+
+    gate_up, biases: see kernels.moe.clamped_swiglu; y: its result.
+    pairs, experts: see RoutedRows. alpha, limit: see Clamp. width: columns of y.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    expert = tl.load(experts + tl.load(pairs + row)).to(tl.int64)
+    at, of_expert = gate_up + row * 2 * width + column, biases + expert * 2 * width + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gate += tl.load(of_expert, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(of_expert + width, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    value = tl.minimum(tl.maximum(value, -limit), limit)
+    out = (value + 1.0) * gate * tl.sigmoid(alpha * gate)
+    tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
