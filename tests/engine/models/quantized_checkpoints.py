@@ -37,7 +37,13 @@ W4A16 = {
     "kv_cache_scheme": None,
 }
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-INT4 = {"awq": AWQ, "gptq": GPTQ, "gptq_shared": GPTQ, "w4a16": W4A16}
+INT4 = {
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq_shared": GPTQ,
+    "w4a16": W4A16,
+    "w4a16_ordered": W4A16,
+}
 BLOCK = (16, 32)
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -223,7 +229,8 @@ def pack_quantized(path, q, zeros, scales):
 def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False, **config):
     """Write a checkpoint of random 4-bit integers, and one of the floats that they stand for.
 
-    kind: awq, gptq, gptq_v2 or w4a16; or gptq_shared, in which linears share an order of inputs.
+    kind: awq, gptq, gptq_v2 or w4a16; gptq_shared, in which linears share an order of inputs; or
+        w4a16_ordered, with groups of inputs as compressed-tensors 0.18 stored them.
     exact: whether the floats are not rounded to the scales' dtype.
     """
     generator = torch.Generator().manual_seed(4)
@@ -236,7 +243,7 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
         zeros = torch.randint(16, (groups, d_out), generator=generator)
         scales = (torch.rand(groups, d_out, generator=generator) / 20).to(dtype)
         group_of = torch.arange(d_in) // group
-        if "gptq" in kind:  # desc_act
+        if "gptq" in kind or kind == "w4a16_ordered":  # desc_act
             drawing = torch.Generator().manual_seed(d_in) if kind == "gptq_shared" else generator
             group_of = group_of[torch.randperm(d_in, generator=drawing)]
         kept = torch.float32 if exact else dtype
@@ -246,6 +253,9 @@ def write_int4(folder, target, kind, group=32, dtype=torch.float16, exact=False,
             tensors |= awq(path, q, zeros, scales)
         elif kind == "w4a16":
             tensors |= pack_quantized(path, q, zeros, scales)
+        elif kind == "w4a16_ordered":
+            tensors |= pack_quantized(path, q, zeros, scales)
+            tensors[f"{path}.weight_g_idx"] = group_of.to(torch.int32)
         else:
             tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind != "gptq_v2"))
     config = {"group_size": group} | config

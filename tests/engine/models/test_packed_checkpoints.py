@@ -106,7 +106,7 @@ def test_a_rehearsal_knows_the_bytes_of_packed_weights(wide_checkpoints, tmp_pat
     config, nbytes = rehearse_load(folder, torch.bfloat16, packed=True)
     with Checkpoint(folder, CPU, torch.bfloat16, config.quantized_linears, packed=True) as read:
         weight = read.read_fused([f"{DOWN}.weight"], [Cut.whole(64, 128)], 0)
-    ordered = 4 * 128 * ("gptq" in kind)
+    ordered = 4 * 128 * ("gptq" in kind or "ordered" in kind)
     assert weight.nbytes == read.nbytes == 64 * 128 // 2 + 64 * 4 * (2 + 1) + ordered
     assert nbytes < rehearse_load(folder, torch.bfloat16)[1]
 
@@ -194,6 +194,16 @@ def test_integers_of_compressed_tensors_without_zero_points_have_8(wide_checkpoi
     assert_equal(logits(folder, packed(folder)), want)
     rounded = {name: floats[name].bfloat16().float() for name in names}
     assert torch.equal(logits(folder), logits(saved(plain, tmp_path / "r", floats | rounded)))
+
+
+def test_an_order_of_inputs_that_was_never_set_is_none(wide_checkpoints, tmp_path):
+    folder, floats = written(wide_checkpoints, tmp_path, "w4a16")
+    tensors = load_file(folder / SINGLE)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        unset = torch.full((8 * tensors[name].shape[1],), -1, dtype=torch.int32)
+        tensors[name.replace("packed", "g_idx")] = unset
+    save_file(tensors, folder / SINGLE)
+    assert_equal(logits(folder, packed(folder)), logits(floats))
 
 
 @pytest.mark.parametrize(

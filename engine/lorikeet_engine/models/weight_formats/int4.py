@@ -132,7 +132,9 @@ def _pack_quantized(path: str, d_out: int, d_in: int, groups: int, parts: PartRe
         zeros = _nibbles(packed.t()).t()
     group_of = _neighbours(d_in, groups, scales.device)
     if order in parts:  # written until compressed-tensors 0.18, for actorder=group
-        group_of = _group_of(order, d_in, groups, parts)
+        stored = parts.part(order, "I32", d_in)
+        if stored.is_meta or not bool((stored == -1).any()):  # -1: initialised, never set
+            group_of = _group_of(order, d_in, groups, parts)
     return _Integers(q, scales, zeros, group_of)
 
 
