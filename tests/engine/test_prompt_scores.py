@@ -10,8 +10,10 @@ import transformers
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import InvalidRequest, NotFinite
+from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
 from lorikeet_engine.scheduling import step_budget
+from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine import hash_model
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.blobs import Shelf
@@ -107,7 +109,7 @@ def check(reference, name, ids, scores, alternatives):
 def test_prompts_are_scored_as_peft_scores_them(engine, reference, request):
     answers, asked = Answers(engine), {}
     for i in range(9):
-        name, ids = NAMES[i % 3], prompt(9 + 7 * i)
+        name, ids = NAMES[i % 3], prompt(9 + 9 * i)
         wanted = None if i == 4 else (0, 3, 20)[i % 3 - i // 3]
         way = {"prompt_logprobs": wanted, "logprobs": 1 if i % 2 else None, "max_tokens": 30}
         call = greedy(f"{i}", ids, adapter=reference.refs[name], n=1 + i % 2, **way)
@@ -140,9 +142,13 @@ def test_a_scored_prompt_is_computed_despite_the_cache_and_cached_afterwards(
     check(reference, None, ids, answers.scores["scored", 0], 1)
 
 
-def test_tokens_scored_before_a_preemption_are_not_scored_again(tmp_path):
-    """A preempted prompt finds its own pages again, up to the last scored token."""
-    engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, max_batch_tokens=256)
+@pytest.mark.parametrize("states", [False, True])
+def test_tokens_scored_before_a_preemption_are_not_scored_again(tmp_path, monkeypatch, states):
+    """A preempted prompt finds its own pages and state again, up to the last scored token."""
+    monkeypatch.setattr(KVCache, "state_piece", hash_model.PAGE)  # states behind every page
+    monkeypatch.setattr(batch_builder, "CHUNK", hash_model.PAGE)
+    sizes = {"kv_pages": 200, "max_batch_tokens": 256}
+    engine, model = hash_model.build(tmp_path, Shelf(tmp_path), states=states, **sizes)
     answers, ids = Answers(engine), tuple(range(3, 43))
     answers.submit(Request("r", (ids,), SamplingParams(4, ignore_eos=True, prompt_logprobs=0)))
     for _ in range(2):

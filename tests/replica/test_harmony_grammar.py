@@ -93,7 +93,7 @@ def test_gpt_oss_is_found_by_its_template_and_tokens(
 
 def test_a_format_holds_the_final_message_alone(model: Model) -> None:
     call = replace(CHAT, format=JSON)
-    for kind in ("", " <|constrain|>json", "<|constrain|>json"):
+    for kind in ("", " json", " <|constrain|>json", "<|constrain|>json"):
         final = f"<|channel|>final{kind}<|message|>"
         assert model.allows(call, final + '{"zone": "utc"}')
         assert model.allows(call, THINKS * 2 + final + '{\n  "zone":"utc"\n}')

@@ -1,7 +1,9 @@
 """Encoding of prompts: chat templates and tokenizing."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,10 @@ _HERE = "[the answer goes on here]"
 
 Besides the mark, only a client's own last message could contain this text.
 """
+_WITHIN_MARK = "\ufdd0"
+"""Character at which a prompt is split before it is encoded: a noncharacter of Unicode, within the
+text of a special token that a message spells.
+"""
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -95,6 +101,8 @@ class PromptEncoder:
         self._wants_parts = False
         self._wants_parts = self._shows_only_parts()
         self._system_only_first = self._takes_system_only_first()
+        special = (self.backend.id_to_token(token) for token in self.vocabulary.special)
+        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         renders_tools = self._renders_tools()
         self.syntax = self._syntax(renders_tools=renders_tools)
         self.takes_tools = renders_tools and self.syntax is not None
@@ -159,7 +167,27 @@ class PromptEncoder:
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * self._max_context:
             self._check_length(text, param)
-        return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        parts = text.split(_WITHIN_MARK) if self.syntax is HARMONY else [text]
+        encoded = [
+            self.backend.encode(each, add_special_tokens=add_special_tokens) for each in parts
+        ]
+        return tuple(chain.from_iterable(each.ids for each in encoded))
+
+    def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return JSON values in which the texts of special tokens are split, so that these are
+        encoded in letters.
+        """
+        found = self._marks.search(json.dumps(values, ensure_ascii=False))
+        return values if found is None else self._split_marks(values)
+
+    def _split_marks(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marks.sub(lambda mark: mark[0][0] + _WITHIN_MARK + mark[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._split_marks(key): self._split_marks(each) for key, each in value.items()}
+        if isinstance(value, Sequence):
+            return [self._split_marks(each) for each in value]
+        return value
 
     def _check_length(self, text: str, param: str) -> None:
         """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
@@ -258,7 +286,7 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]] = call.messages
         if self.syntax is HARMONY:
             known, messages = harmony_variables(known), harmony_messages(messages)
-            tools = harmony_tools(tools)
+            messages, tools = self._spelled(messages), self._spelled(harmony_tools(tools))
         how = {"add_generation_prompt": call.generation_prompt}
         if self._system_only_first:
             messages = _with_one_system(messages)

@@ -17,18 +17,24 @@ from tests.engine.peft_adapters import save_adapter
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(params=["llama", "qwen3_5_text"])
+def family(request):
+    return request.param
+
+
 @pytest.fixture
-def ref(tiny_checkpoints, shelf, tmp_path):
-    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "r4", r=4)
+def ref(family, tiny_checkpoints, shelf, tmp_path):
+    targets = ["q_proj", "v_proj", "in_proj_qkv"]
+    folder = save_adapter(tiny_checkpoints[family], tmp_path / "r4", r=4, target_modules=targets)
     return shelf.add(folder, "r4")
 
 
 @pytest.fixture
-def make(tiny_checkpoints, shelf, tmp_path, close_later):
-    """Answers of engines over Llama's tiny checkpoint, closed at the end."""
+def make(family, tiny_checkpoints, shelf, tmp_path, close_later):
+    """Answers of engines over the family's tiny checkpoint, closed at the end."""
 
     def make(**settings):
-        engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", **settings)
+        engine = build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings)
         return Answers(close_later(engine))
 
     return make
@@ -39,11 +45,12 @@ def on(scheduling, request):
 
 
 def nothing_is_held(engine):
-    live, scheduler = engine.status().live, engine._scheduler
+    status, scheduler = engine.status(), engine._scheduler
+    live, states = status.live, status.states.running if status.states else 0
     leases = sum(adapter.leases for adapter in engine.adapters())
     backlog = [counter.backlog for counter in scheduler._tenants._counters.values()]
     still_open = [counter.open for counter in scheduler._tenants._counters.values()]
-    held = (live.running, live.waiting, live.kv_pages_used, leases)
+    held = (live.running, live.waiting, live.kv_pages_used, states, leases)
     return not any((*held, *backlog, *still_open))
 
 
@@ -210,7 +217,7 @@ def timings_of(answers, request):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_first_and_the_last_tokens_carry_timings(make, overlap):
     answers = make(overlap=overlap)
-    timings, took_s = timings_of(answers, greedy("r", prompt(2 * PAGE + 3)))
+    timings, took_s = timings_of(answers, greedy("r", prompt(4 * PAGE + 3)))
     assert [one is not None for one in timings] == [True] + 10 * [False] + [True]
     first, last = timings[0], timings[-1]
     assert (first.cached_tokens, first.preemptions, first.load_s) == (0, 0, 0.0)
@@ -219,8 +226,8 @@ def test_the_first_and_the_last_tokens_carry_timings(make, overlap):
     total_s = last.queued_s + last.prefill_s + last.decode_s
     assert 0.5 * took_s < total_s <= took_s
     assert last.steps == 12
-    again, _ = timings_of(answers, greedy("r", prompt(2 * PAGE + 3)))
-    assert again[0].cached_tokens == 2 * PAGE
+    again, _ = timings_of(answers, greedy("r", prompt(4 * PAGE + 3)))
+    assert again[0].cached_tokens == 4 * PAGE
 
 
 def test_the_only_output_of_a_choice_carries_timings(make):

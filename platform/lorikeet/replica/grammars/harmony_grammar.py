@@ -77,8 +77,7 @@ def _answers(call: Call, vocabulary: Vocabulary) -> list[str] | None:
     rules, kinds = list[str](), list[str]()
     if call.format is not None and not forced:
         kinds.append("final")
-        is_json = call.format.kind is FormatKind.JSON_SCHEMA and CONSTRAIN in vocabulary.added
-        kind = f'(" "? {mark[CONSTRAIN]} "json")?' if is_json else ""
+        kind = mark.json_kind if call.format.kind is FormatKind.JSON_SCHEMA else ""
         rules += [
             f'final: {mark[CHANNEL]} "final" {kind} {mark[MESSAGE]} format',
             f"format: {format_rule(call.format)}",
@@ -99,12 +98,9 @@ def _calls(use: ToolUse, mark: "_Marks", *, any_arguments: bool) -> list[str]:
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
     names = use.forced or tuple(functions)
-    json_kinds = '" json"'
-    if CONSTRAIN in mark:
-        json_kinds += f' | " "? {mark[CONSTRAIN]} "json"'
     rules = [
         f"call: {' | '.join(f'call_{index}' for index in range(len(names)))}",
-        f"kind: ({json_kinds})? {mark[MESSAGE]}",
+        f"kind: {mark.json_kind} {mark[MESSAGE]}",
     ]
     for index, name in enumerate(names):
         function = functions[name]
@@ -130,5 +126,11 @@ class _Marks:
     def __getitem__(self, mark: str) -> str:
         return f"<[{self._added[mark]}]>"
 
-    def __contains__(self, mark: str) -> bool:
-        return mark in self._added
+    @property
+    def json_kind(self) -> str:
+        """Expression of Lark rules that matches the type JSON of a message, which may be left
+        out.
+        """
+        if CONSTRAIN not in self._added:
+            return '" json"?'
+        return f'(" json" | " "? {self[CONSTRAIN]} "json")?'
