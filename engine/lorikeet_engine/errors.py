@@ -159,7 +159,9 @@ class AdapterLoadFailed(AdapterError):
 
 
 class AdapterMissing(AdapterLoadFailed):
-    """Adapter whose blob the store does not have: lost, or of a pushed version that has ended."""
+    """Adapter whose blob the store lacks: it was lost, or its version was pushed for a limited time
+    that is over.
+    """
 
 
 class AdapterDamaged(AdapterError):

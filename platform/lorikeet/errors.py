@@ -302,14 +302,14 @@ class StoreError(LorikeetError):
 
 
 class StoreRefused(StoreError):
-    """Refusal by a store that answers; retries fail until an operator has repaired the cause."""
+    """Refusal by a store that can be reached; retries fail until an operator repairs the cause."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry_after_s=REPAIR_S)
 
 
 class NoCatalog(StoreRefused):
-    """Store that answers and holds no catalog."""
+    """Store that can be reached, but holds no catalog."""
 
 
 class ObjectNotFound(StoreError):

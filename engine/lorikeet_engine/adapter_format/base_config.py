@@ -50,7 +50,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def is_vision_language(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a vision-language model whose text part is served."""
+    """Whether a config.json is of one of the vision-language models that are served, as models of
+    text.
+    """
     return raw.get("model_type") in VISION_LANGUAGE
 
 

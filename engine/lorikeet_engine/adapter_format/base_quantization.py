@@ -10,7 +10,7 @@ from lorikeet_engine.errors import ModelError
 
 _FIELD = "quantization_config"
 _METHODS = (
-    "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), or awq, gptq or "
+    "fp8, compressed-tensors or modelopt (FP8), bitsandbytes (NF4), mxfp4, or awq, gptq or "
     "compressed-tensors of 4 bits"
 )
 
@@ -22,12 +22,13 @@ class Quantization(StrEnum):
     NF4 = "nf4"
     AWQ = "awq"
     GPTQ = "gptq"
+    MXFP4 = "mxfp4"  # of gpt-oss's experts alone
     W4A16 = "w4a16"  # compressed-tensors' integers of 4 bits
 
     @property
     def has_4_bits(self) -> bool:
         """Whether linears have 4 bits, which weight_dtype=packed keeps."""
-        return self is not Quantization.FP8
+        return self not in (Quantization.FP8, Quantization.MXFP4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
             return QuantizedLinears(Quantization.NF4)
         case "fp8":
             return _fp8(config)
+        case "mxfp4":
+            return QuantizedLinears(Quantization.MXFP4)
         case "modelopt" | "compressed-tensors" if _has_kv_scales_alone(config):
             return None
         case "modelopt":

@@ -1,6 +1,6 @@
 """Reads the weights in a trainer's folder: one safetensors file, or shards with an index.
 
-Pickles are found by name, and never opened.
+Pickles are recognised by their file names, to be refused with a remedy, and never opened.
 """
 
 import re

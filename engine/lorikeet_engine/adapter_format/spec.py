@@ -1,7 +1,7 @@
 """Validates a blob against a base model, and locates its matrices."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -192,6 +192,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=f"__metadata__.{METADATA_KEY}",
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
+    _check_experts_are_adaptable(header.tensors, shape)
     _check_family(config, shape)
     _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
@@ -348,6 +349,24 @@ def _check_experts(
             raise AdapterRejected(
                 f"{module}: lora_{side} is for {count} experts and the base model has {experts}: "
                 "the adapter was trained for another base model",
+                field=module,
+            )
+
+
+def _check_experts_are_adaptable(tensors: Iterable[str], shape: BaseShape) -> None:
+    """Raise AdapterRejected for weights of experts, if the base model's cannot be adapted.
+
+    tensors: names of the adapter's tensors.
+    """
+    family = FAMILIES[shape.family]
+    if family.experts is None or any(linear.of_experts for linear in family.linears):
+        return
+    for name in tensors:
+        module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        if is_of_experts(module):
+            raise AdapterRejected(
+                f"{module}: adapters of {family.name}'s experts cannot be served: train attention, "
+                "the router, embeddings or lm_head",
                 field=module,
             )
 

@@ -29,7 +29,7 @@ Memory = int | MemoryShare
 
 
 def resolve(memory: Memory, free: int) -> int:
-    """Convert a memory size to bytes; a share is at least 1 byte.
+    """Convert a memory size to bytes; a MemoryShare becomes at least 1 byte.
 
     free: bytes of memory that are free.
     """

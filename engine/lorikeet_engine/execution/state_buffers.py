@@ -60,7 +60,7 @@ class StateBuffers:
 
     @staticmethod
     def fit(rows: StateRows) -> bool:
-        """Whether a step has at most as many sequences of several tokens as a pass can have."""
+        """Whether the static tensors have room for the step's sequences of several tokens."""
         return rows.prefills is None or len(rows.prefills.slots) <= StateBuffers.prompts
 
     def fill(self, rows: StateRows) -> None:

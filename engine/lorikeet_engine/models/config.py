@@ -160,8 +160,11 @@ def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
     if dense_layers:
         raise refusal("mlp_only_layers", dense_layers, "an empty list: experts in every layer")
     stored = quantized_linears(raw)
-    if stored is not None and stored.format is not Quantization.FP8:
-        raise refusal("quantization_config", stored.format, "experts of floats or of FP8")
+    keys = FAMILIES[shape.family].experts
+    known = Quantization.MXFP4 if keys and keys.clamped else Quantization.FP8
+    if stored is not None and stored.format is not known:
+        want = f"experts of floats or of {known.name}"
+        raise refusal("quantization_config", stored.format, want)
     chosen = integer(raw, "num_experts_per_tok")
     if chosen > shape.experts:
         raise refusal("num_experts_per_tok", chosen, f"at most the {shape.experts} experts")

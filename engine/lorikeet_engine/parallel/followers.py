@@ -253,7 +253,7 @@ def _state_of(pid: int) -> _State:
     """Read from /proc whether a child process is alive, stopped or ending.
 
     Other signs are less reliable. A heartbeat stops while torch is imported or kernels compile. The
-    end of the pipe comes only after the process has returned its memory, at 0.1 s for each GB.
+    pipe from the process is closed only after the process has freed its memory, 0.1 s for each GB.
     """
     try:
         facts = Path(f"/proc/{pid}/stat").read_text()

@@ -73,12 +73,12 @@ class GrammarWorker(Generic[Result]):
         self._closed = False
 
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
-        """Return the future of a grammar's result, which is already done if the result is cached.
+        """Return a future of a grammar's result; the future is done if the result is cached.
 
-        The future cannot be cancelled. Keep it as long as the result is in use: its memory counts,
-        for the tenant that asked first, until the last reference to it is dropped. Raises
-        EngineOverloaded if too many of the tenant's grammars wait or are in use, and EngineClosed
-        after `close`.
+        The future cannot be cancelled. Keep it as long as the result is in use: until the last
+        reference to the future is dropped, the grammar counts towards the limits of the tenant that
+        asked first. Raises EngineOverloaded if too many of the tenant's grammars wait or are in
+        use, and EngineClosed after `close`.
         """
         with self._changed:
             if self._closed:

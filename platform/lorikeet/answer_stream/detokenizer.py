@@ -233,7 +233,10 @@ class Detokenizer:
         return str(text)
 
     def _flush_undecodable(self) -> str:
-        """Decode a run of tokens that never became complete characters, except its last tokens."""
+        """Return the text of waiting tokens whose bytes do not become whole characters.
+
+        The last tokens go on waiting, since they may be the first part of a character.
+        """
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
         before, both = (
             str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))

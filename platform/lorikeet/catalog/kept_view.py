@@ -49,7 +49,10 @@ class KeptView:
         self.path = folder / f"catalog-{hashlib.sha256(url.encode()).hexdigest()[:16]}.view"
 
     def write(self, state: CatalogState) -> None:
-        """Write a state that the store has just confirmed. Raises OSError."""
+        """Write to the file a state that the store has just confirmed to be the newest.
+
+        Raises OSError.
+        """
         records = [_to_record(partition) for partition in state.partitions]
         sizes = [(digest, len(data)) for digest, data in records]
         head = {"schema": _SCHEMA, "time": state.time, "partitions": sizes}

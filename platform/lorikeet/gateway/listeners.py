@@ -48,7 +48,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a probe or a request for a tenants' path; answer any other request with 404."""
+        """Pass on probes and requests for paths that tenants may use; answer others with 404."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -53,7 +53,7 @@ class AdapterTiers:
                 self._held[adapter.digest][report.replica] = adapter.residency
 
     def tier(self, digest: str, replica: str) -> Residency:
-        """Return the tier nearest to the GPU at which the replica has the adapter."""
+        """Return the replica's tier that has the adapter and is nearest to its GPU, else REMOTE."""
         return self._held.get(digest, {}).get(replica, Residency.REMOTE)
 
     def meets(self, version: PinnedVersion, pin: PinRecord) -> bool:

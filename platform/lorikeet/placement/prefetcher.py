@@ -26,7 +26,8 @@ class PrefetchList:
     """Prefetches that all replicas of a base model should make.
 
     prefetches: prefetches by replica; replicas without prefetches are absent.
-    sole_copies: fraction of adapters in use that no other replica has on GPU or host, by replica.
+    sole_copies: for each replica, the fraction of all adapters in use that the replica alone has on
+        GPU or host.
     """
 
     prefetches: Mapping[str, tuple[PrefetchTarget, ...]]

@@ -19,8 +19,8 @@ class StatusUpdate:
         recognised.
     live: current live stats.
     moved: new tiers of moved adapters by digest.
-    begins_snapshot, ends_snapshot: bounds of a snapshot. The updates between them, inclusive, name
-        each adapter nearer than remote at least once.
+    begins_snapshot, ends_snapshot: whether this is the first or the last update of a snapshot. All
+        updates of a snapshot together name each adapter nearer than remote at least once.
     costs: measured costs; None if not sent with this update.
     max_context: maximum number of tokens of prompt plus output; None if not sent with this update.
     """

@@ -118,7 +118,7 @@ class Arena:
         return True
 
     def uses(self, adapter: int, now_s: float) -> float:
-        """Return recent uses of an adapter, loaded or not."""
+        """Return an adapter's uses, loaded or not; a use counts less the longer it is ago."""
         return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:

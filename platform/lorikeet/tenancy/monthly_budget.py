@@ -75,8 +75,7 @@ class MonthlyBudget:
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """Forget the tokens counted by `settle` that a finished read of recorded usage has
-        included.
+        """Forget the tokens of `settle` that recorded usage includes since its last read.
 
         began: time at which the read began, on the clock of `settle`.
         """

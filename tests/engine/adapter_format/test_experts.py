@@ -25,6 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.conftest import MOE
 from tests.engine.moe_adapters import (
+    BOTH,
     PARAMETERS,
     peft_deltas,
     save_again,
@@ -379,3 +380,31 @@ def _rename(path: Path, old: str, new: str) -> None:
         metadata = file.metadata()
     tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata)
+
+
+GPT_OSS_FORMS = {
+    "both": {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 4},
+    "gate_up": {"target_modules": [], "target_parameters": BOTH[:1], "r": 3},
+    "down": {"target_modules": ["o_proj"], "target_parameters": BOTH[1:], "r": 5},
+}
+
+
+@pytest.mark.parametrize("form", [*GPT_OSS_FORMS, "numbered"])
+def test_adapters_of_gpt_oss_experts_are_refused_by_name(
+    form: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    if form == "numbered":
+        folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "a", rank=3)
+    else:
+        folder = save_adapter(tiny_checkpoints["gpt_oss"], tmp_path / "a", 1, **GPT_OSS_FORMS[form])
+    with pytest.raises(AdapterRejected, match="adapters of gpt-oss's experts") as error:
+        specified(tiny_checkpoints["gpt_oss"], folder)
+    assert "mlp.experts" in error.value.field
+
+
+def test_adapters_of_gpt_oss_attention_and_router_change_what_peft_changes(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"target_modules": "all-linear", "target_parameters": ["mlp.router.weight"]}
+    folder = save_adapter(tiny_checkpoints["gpt_oss"], tmp_path / "a", 1, r=3, **options)
+    assert_as_peft(tiny_checkpoints["gpt_oss"], folder)

@@ -352,7 +352,7 @@ def _is_block_diagonal(b: SavedTensor, rank: int, count: int) -> bool:
 def _of_numbered(
     module: str, members: Mapping[int, str], pairs: Mapping[str, Pair], config: LoraConfig
 ) -> dict[str, ExpertTensor]:
-    """Stack the A and B that numbered experts have for one linear.
+    """Stack one linear's A, and its B, of all experts of a layer that have numbers in their names.
 
     module: name of the linear in blobs.
     members: for each expert's number, its module in `pairs`.

@@ -346,8 +346,8 @@ def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
 def _reserve_sms_of_lt(count: int, _device: torch.device) -> Iterator[None]:
     """Keep `count` multiprocessors free of cuBLASLt's matrix products during the block.
 
-    cuBLASLt does not obey cublasSetSmCountTarget. The setting holds for the whole process, in which
-    only one thread launches matrix products.
+    cuBLASLt does not obey cublasSetSmCountTarget. Its own setting holds for the whole process, in
+    which only one thread launches matrix products.
     """
     torch._C._set_sm_carveout_experimental(count)
     try:

@@ -125,7 +125,7 @@ def sum_weighed(
 ) -> None:
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
-    y, biases: see kernels.moe.combine; out: its result.
+    y, biases: see kernels.moe.combine. out: the sums [tokens, width].
     rows, weights, experts, per_token: see RoutedRows.
     width: columns of y.
     """

@@ -42,7 +42,8 @@ def _penalise(
 
     logits, rows, slots: operands of kernels.penalties.penalise.
     seen, biases, penalties: see PenaltyState.
-    changed: the copied rows. block: number of tokens of a block.
+    changed: output, the rows of logits after penalties and biases. block: number of tokens of a
+        block.
     """
     index = tl.program_id(0).to(tl.int64)
     row, slot = tl.load(rows + index), tl.load(slots + index)

@@ -185,8 +185,8 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sort key of the last of the top_k tokens, and the column before which tokens with
-    this key are kept.
+    """Return the sort key of the last of the top_k tokens, and the end of the columns whose tokens
+    are kept if they have this key.
 
     row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.

@@ -6,6 +6,7 @@ from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.weight_formats.fp8 import Fp8
 from lorikeet_engine.models.weight_formats.int4 import Int4
+from lorikeet_engine.models.weight_formats.mxfp4 import Mxfp4
 from lorikeet_engine.models.weight_formats.nf4 import Nf4
 from lorikeet_engine.models.weight_formats.protocol import WeightFormat
 
@@ -34,5 +35,7 @@ def _format(stored: QuantizedLinears) -> WeightFormat:
             return Fp8(stored)
         case Quantization.NF4:
             return Nf4()
+        case Quantization.MXFP4:
+            return Mxfp4()
         case _:
             return Int4(stored)

@@ -39,7 +39,8 @@ class PartReader(Protocol):
 
 
 class WeightFormat(Protocol):
-    """Format in which a checkpoint stores quantised linears. Implemented by Nf4, Int4 and Fp8.
+    """Format in which a checkpoint stores quantised linears. Implemented by Nf4, Int4, Mxfp4
+    and Fp8.
 
     marks: suffixes by which a linear of this format is recognised: the checkpoint has a tensor
         whose name is the linear's path plus one of the suffixes.

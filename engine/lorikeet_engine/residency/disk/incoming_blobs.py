@@ -129,7 +129,7 @@ class IncomingBlobs:
         ).start()
 
     def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
-        """Return the image of a blob that was packed while it was being written, else None.
+        """Return a blob's image if it was packed while the blob was being written, else None.
 
         Waits until the packing of the blob has ended. An image packed from any other file than the
         verified one is dropped.

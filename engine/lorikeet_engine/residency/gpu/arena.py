@@ -125,7 +125,7 @@ class DeviceArena:
     def __init__(self, weights: LoraWeights, device: torch.device) -> None:
         """Start with an empty arena.
 
-        weights: the arena and the table, as tensors on the device.
+        weights: on the device, the adapters' weights and the table of where each adapter's lie.
         """
         self.weights = weights
         self._copying: torch.cuda.Stream | None = None

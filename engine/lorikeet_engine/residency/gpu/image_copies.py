@@ -132,9 +132,11 @@ class PacedCopy:
 
 
 def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
-    """Begin to compute the checksum of an image in the arena.
+    """Launch the computation of the checksum of an adapter's image in the arena.
 
-    blocks: views of the image's pieces.
+    The result's `wait` returns the checksum.
+
+    blocks: the image's tensors in the arena.
     """
     return Download(reduce(add, map(word_sum, blocks)))
 

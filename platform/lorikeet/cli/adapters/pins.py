@@ -52,7 +52,7 @@ def pin(
     pinned: PinTarget,
     replicas: Annotated[str, typer.Option(metavar="N|all", help="Number of replicas.")] = "all",
     tier: Annotated[
-        Tier, typer.Option(help="The tier on which it is kept at least; gpu is the highest.")
+        Tier, typer.Option(help="The lowest tier that adapters are kept on; gpu is the highest.")
     ] = Tier.GPU,
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="The reason, shown by `lorikeet pins`.")] = "",

@@ -70,7 +70,7 @@ class _Figure(NamedTuple):
         return self.shared / self.alone - 1
 
     def cells(self) -> tuple[str, str, str]:
-        """Return the cells of a table's row."""
+        """Return the times alone and shared in ms and the growth in %, as text for a table."""
         alone, shared = (NOTHING if s is None else f"{s * 1e3:,.1f}" for s in self)
         return alone, shared, NOTHING if self.growth is None else f"{self.growth:+.0%}"
 

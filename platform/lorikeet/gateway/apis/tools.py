@@ -15,8 +15,9 @@ from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
 MAX_SCHEMAS_LENGTH = 2**20
-"""Maximum length, in characters, of the JSON text of all tools together, and of a response format's
-schema.
+"""Maximum length of the JSON text of all tools together, in characters.
+
+The schema of a response format has a limit of its own, of the same length.
 """
 
 FUNCTIONS_ALONE = "functions are the only tools here"

@@ -151,11 +151,12 @@ class _Translation:
         whose negation would otherwise match fewer values.
     let_go: removed keywords that nothing could replace, with the JSON path of their schema.
     ignored: the removed formats.
-    hoisted: by the JSON pointer to a subschema that is copied into `$defs`, the `$ref` of its copy.
+    hoisted: JSON pointer to a subschema that is copied into `$defs` → `$ref` of the copy.
     originals: the reverse of `hoisted`.
-    targets: by `$ref`, the translation of its target; None while the target is being translated.
+    targets: `$ref` → translation of its target; None while the target is being translated.
     repeats: number of schemas that may still be translated a second time, for copies and targets.
-    orderable: number of items that may still be listed in orders that replace uniqueItems.
+    orderable: number of items that further lists of an array's possible orders may have together;
+        such a list replaces uniqueItems.
     """
 
     root: Mapping[str, Any]

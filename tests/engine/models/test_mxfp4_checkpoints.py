@@ -1,0 +1,136 @@
+"""Experts in MXFP4 of gpt-oss's checkpoints have exactly the values of the format's definition."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.experts import Experts
+from lorikeet_engine.models.llama import load_model
+from lorikeet_engine.parallel.shard import Shard
+from tests.engine.conftest import GPT_OSS, save_all
+from tests.engine.models.test_models import Run, assert_equal, prompt_of, reference
+
+LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+SIZES = {"intermediate_size": 96, "num_local_experts": 3, "num_experts_per_tok": 2}
+
+
+def values_of(blocks, scales):
+    """Values [experts, d_in, d_out] by the definition, a number at a time."""
+    experts, d_out, groups, _ = blocks.shape
+    out = torch.empty(experts, groups * 32, d_out, dtype=torch.float64)
+    for (expert, row, group, at), byte in zip(
+        torch.cartesian_prod(*map(torch.arange, blocks.shape)).tolist(),
+        blocks.flatten().tolist(),
+        strict=True,
+    ):
+        scale = 2.0 ** (int(scales[expert, row, group]) - 127)
+        for half, code in enumerate((byte & 15, byte >> 4)):
+            level = LEVELS[code & 7] * (-1 if code & 8 else 1)
+            out[expert, group * 32 + 2 * at + half, row] = level * scale
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint of MXFP4, and one of the floats that it stands for."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    floats = save_all({"floats": GPT_OSS["gpt_oss"] | SIZES}, folder)["floats"]
+    tensors, random = load_file(floats / "model.safetensors"), torch.Generator().manual_seed(4)
+    packed, exact = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, d_in, d_out = weight.shape
+            shape = experts, d_out, d_in // 32
+            blocks = torch.randint(256, (*shape, 16), generator=random, dtype=torch.uint8)
+            scales = torch.randint(120, 125, shape, generator=random, dtype=torch.uint8)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            exact[name] = values_of(blocks, scales).float()
+            theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            assert torch.equal(exact[name], theirs)
+    config = json.loads((floats / "config.json").read_text())
+    write(folder / "packed", packed, config | {"quantization_config": CONFIG})
+    write(folder / "exact", exact, config)
+    return folder / "packed", folder / "exact"
+
+
+def write(folder, tensors, config):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edited(folder, out, change, **keys):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    config = json.loads((folder / "config.json").read_text())
+    write(out, tensors, config | keys)
+    return out
+
+
+def load(folder, rounding=None):
+    return load_model(folder, torch.device("cpu"), torch.float32, rounding=rounding)
+
+
+def test_the_model_computes_what_transformers_computes_with_the_exact_values(folders, paged_tokens):
+    packed, exact = folders
+    prompt = prompt_of(70)
+    run = Run(packed, paged_tokens())
+    run.step({"a": prompt})
+    assert_equal(run.of("a"), reference(exact, prompt))
+
+
+def test_ranks_keep_their_parts_of_the_values(folders):
+    packed, exact = folders
+    config = ModelConfig.from_folder(packed)
+    arguments = packed, torch.device("cpu"), torch.float32, config.quantized_linears
+    kept = []
+    for index in range(2):
+        with Checkpoint(*arguments, shard=Shard(index, 2)) as checkpoint:
+            kept.append(Experts(config, checkpoint, 0))
+    tensors, path = load_file(exact / "model.safetensors"), "model.layers.0.mlp.experts"
+    gates, values = (tensors[f"{path}.gate_up_proj"][..., at::2].mT for at in range(2))
+    for index, each in enumerate(kept):
+        own = slice(48 * index, 48 * (index + 1))
+        assert torch.equal(each.gate_up, torch.cat([gates[:, own], values[:, own]], dim=1))
+        assert torch.equal(each.down, tensors[f"{path}.down_proj"].mT[..., own])
+    assert kept[1].down_bias is None, "it is added once"
+
+
+@pytest.mark.parametrize("scale", [0, 1, 127, 250])
+def test_the_smallest_and_largest_scales_are_exact(folders, tmp_path, scale):
+    name = "model.layers.1.mlp.experts.down_proj"
+    folder = edited(folders[0], tmp_path / "m", lambda t: t[f"{name}_scales"].fill_(scale))
+    stored = load_file(folder / "model.safetensors")
+    want = values_of(stored[f"{name}_blocks"], stored[f"{name}_scales"]).mT
+    assert torch.equal(load(folder)._layers[1].mlp.experts.down.double(), want)
+
+
+def test_a_scale_of_255_is_no_number(folders, tmp_path):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    folder = edited(folders[0], tmp_path / "m", lambda t: t[f"{name}_scales"].fill_(255))
+    assert load(folder)._layers[0].mlp.experts.gate_up.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_scales", "down_proj_blocks"])
+def test_a_tensor_of_another_layout_is_refused_by_its_name(folders, tmp_path, name):
+    path = f"model.layers.1.mlp.experts.{name}"
+    folder = edited(folders[0], tmp_path / "m", lambda t: t.update({path: t[path].mT.contiguous()}))
+    with pytest.raises(ModelError, match=path) as error:
+        load(folder)
+    assert error.value.field == path
+
+
+@pytest.mark.parametrize("stored", [{"quant_method": "fp8"}, {"quant_method": "quark"}])
+def test_other_formats_of_experts_are_refused_by_name(folders, tmp_path, stored):
+    folder = edited(folders[0], tmp_path / "m", lambda _: None, quantization_config=stored)
+    with pytest.raises(ModelError, match=r"mxfp4|MXFP4") as error:
+        load(folder)
+    assert error.value.field.startswith("quantization_config")
