@@ -28,8 +28,8 @@ _KINDS = (
         r"^_(add_rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
     ),
     ("experts", r"^(_products|_gate_up|_down|choose|sort_by_expert|sum_weighed)|[gG]rouped"),
-    ("attention", r"^_decode$|^_merge$|flashinfer|fmha"),
-    ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_multiply"),
+    ("attention", r"^_(decode|merge|add_sinks)$|flashinfer|fmha"),
+    ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_(multiply|decode_weight)"),
     (
         "sampling",
         r"^_(sum_chunks|draw|penalise|forbid|find_likeliest|set_given|set_rank)"

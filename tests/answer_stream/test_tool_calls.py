@@ -17,6 +17,7 @@ from lorikeet.answer_stream.tool_syntax import (
     GRANITE,
     HERMES,
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     OLMO,
     PHI,
@@ -56,6 +57,14 @@ WRITTEN = {
         f"</tool_call><tool_call>{NOW}</tool_call>\n",
     ),
     "mistral": (MISTRAL, f"Let me look.[TOOL_CALLS] [{PARIS}, {NOW}]"),
+    "ministral": (
+        MINISTRAL,
+        'Let me look.\n[TOOL_CALLS]weather[ARGS]{"place": "Paris {}]"}[TOOL_CALLS]time[ARGS]{}',
+    ),
+    "ministral, spaced": (
+        MINISTRAL,
+        'Let me look.[TOOL_CALLS] weather[ARGS] {"place": "Paris {}]"}\n[TOOL_CALLS]time[ARGS]{}\n',
+    ),
     "granite": (GRANITE, f"Let me look.<|tool_call|>[{PARIS}, {NOW}]"),
     "phi": (
         PHI,
@@ -140,6 +149,13 @@ def test_calls_are_parsed_however_the_text_is_cut(written, size):
         (HERMES, "<tool_call>[1, 2]</tool_call>"),
         (MISTRAL, "[TOOL_CALLS] [1"),
         (MISTRAL, f"{PARIS}"),
+        (MINISTRAL, "[TOOL_CALLS]time{}"),
+        (MINISTRAL, "[TOOL_CALLS]time[ARGS]"),
+        (MINISTRAL, "[TOOL_CALLS]time[ARGS][]"),
+        (MINISTRAL, "[TOOL_CALLS]unknown[ARGS]{}"),
+        (MINISTRAL, f"[TOOL_CALLS] [{NOW}]"),
+        (MINISTRAL, "time[ARGS]{}"),
+        (MINISTRAL, '[TOOL_CALLS]time[ARGS]{"at": NaN}'),
         (LLAMA, f"I would call {PARIS_LLAMA}"),
         (LLAMA, '{"city": "Paris"}'),
         (LLAMA, "{not JSON}"),
@@ -182,7 +198,8 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
         ("{{ 'Call with <|tool_call|> followed by a JSON list.' }}", GRANITE),
         ("{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}", PHI),
         ("{{ 'Call as functools[...], a JSON list.' }}", FUNCTOOLS),
-        ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", None),
+        ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", MINISTRAL),
+        ("{{ '[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),
         ("{{ '<function_calls>' + name + '(' + arguments + ')' }}", OLMO),
@@ -213,7 +230,10 @@ def forced(syntax, *calls):
         ]
         said = syntax.between.join(f"{name}({given})" for name, given in pairs)
         return syntax.before + said + syntax.after
-    written = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
+    if syntax.style is CallStyle.NAMED:
+        written = [name + syntax.arguments + json.dumps(given) for name, given in calls]
+    else:
+        written = [json.dumps({"name": name, syntax.arguments: given}) for name, given in calls]
     return syntax.before + syntax.between.join(written) + syntax.after
 
 
@@ -243,6 +263,7 @@ def allows(demo, grammar):
 HELD = {
     "hermes": HERMES,
     "mistral": MISTRAL,
+    "ministral": MINISTRAL,
     "granite": GRANITE,
     "llama": LLAMA,
     "olmo": OLMO,
@@ -251,6 +272,9 @@ HELD = {
     "qwen's xml": QWEN_XML,
     "seed's xml": SEED,
 }
+
+
+STREAMED = {name: HELD[name] for name in ("hermes", "mistral", "ministral", "granite", "llama")}
 
 
 @pytest.mark.parametrize("syntax", HELD.values(), ids=HELD)
@@ -312,9 +336,7 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize(
-    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
-)
+@pytest.mark.parametrize("syntax", STREAMED.values(), ids=STREAMED)
 def test_forced_calls_are_streamed(syntax, size):
     assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 
@@ -327,9 +349,7 @@ def test_forced_calls_in_xml_are_streamed(syntax, size):
     assert parser.called
 
 
-@pytest.mark.parametrize(
-    "syntax", [HERMES, MISTRAL, GRANITE, LLAMA], ids=["hermes", "mistral", "granite", "llama"]
-)
+@pytest.mark.parametrize("syntax", STREAMED.values(), ids=STREAMED)
 def test_a_cut_among_forced_calls_shows_whether_all_are_complete(syntax):
     text = forced(syntax, *BOTH)
     for end in range(len(text) + 1):

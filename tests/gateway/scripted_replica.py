@@ -4,6 +4,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.errors import InvalidInput
@@ -32,12 +34,17 @@ class ScriptedReplica:
         template: str | None = None,
         max_context: int = 4096,
         model: Path | None = None,
+        marks: Sequence[str] = (),
     ) -> None:
+        """marks: special tokens to add to the demo's tokenizer."""
         if model is None:
             model = folder / "model"
             model.mkdir()
             for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(DEMO / name, model / name)
+            tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+            tokenizer.add_special_tokens(list(marks))
+            tokenizer.save(str(model / "tokenizer.json"))
         if template is not None:
             (model / "chat_template.jinja").write_text(template)
         self.max_context = max_context
@@ -71,7 +78,8 @@ class ScriptedReplica:
                 self.check(grammar, tokens)
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
             known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
-            answer = Answer(call, prompts, *known, checked=bool(encoded.checked))
+            checked, tags = bool(encoded.checked), encoder.think_tags
+            answer = Answer(call, prompts, *known, checked=checked, tags=tags)
             yield AnswerHeader("replica-7", None, None, ignored=encoded.ignored)
             if call.sampling.prompt_logprobs is not None:
                 for index, ids in enumerate(prompts):

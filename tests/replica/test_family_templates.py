@@ -18,6 +18,7 @@ from lorikeet.answer_stream.tool_syntax import (
     GRANITE,
     HERMES,
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     OLMO,
     PHI,
@@ -60,6 +61,12 @@ SHOWN = {
         "{% for m in messages if m.tool_calls %}[TOOL_CALLS] [{% endfor %}",
         MISTRAL,
         f"[TOOL_CALLS] [{CALL[:-1]}, " + '"id": "a1b2c3d4e"}]',
+    ),
+    "Ministral 3": ToolTemplate(
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+        "{% for m in messages if m.tool_calls %}[TOOL_CALLS]name[ARGS]{% endfor %}",
+        MINISTRAL,
+        '[TOOL_CALLS]look[ARGS]{"at": "it"}',
     ),
     "Qwen 2.5 and 3": ToolTemplate(
         EACH_TOOL + "{{ 'Call within <tool_call></tool_call>.' if tools }}",
@@ -131,8 +138,8 @@ SHOWN = {
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
-    "newer Mistral": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][ARGS]"
-    "{% endfor %}",
+    "Mistral Small 3.2": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][CALL_ID]"
+    "[ARGS]{% endfor %}",
     # the tools stand in the system message, under a name that OpenAI's API has not
     "Phi-4-mini's own": "{% for m in messages if m.tools %}<|tool|>{{ m.tools }}{% endfor %}",
     # calls of earlier turns are all that it shows, under a name that OpenAI's API has not

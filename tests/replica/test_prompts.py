@@ -10,7 +10,12 @@ import pytest
 from tokenizers import Encoding
 
 from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
-from lorikeet.errors import ContextLengthExceeded, InvalidInput, UnsupportedParameter
+from lorikeet.errors import (
+    ContextLengthExceeded,
+    InvalidInput,
+    InvalidSetting,
+    UnsupportedParameter,
+)
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.format_grammar import schema_grammar
@@ -54,6 +59,16 @@ def test_content_that_spells_a_special_token_is_read_as_that_token() -> None:
     tokens = [demo.backend.id_to_token(token) for token in ids]
     assert tokens[:2] == ["<|bos|>", "<|user|>"]
     assert tokens.count("<|user|>") == tokens.count("<|eos|>") == 2
+
+
+def test_a_folder_with_tekken_json_alone_is_refused_with_what_saves_a_fast_tokenizer(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidSetting, match=r"no tokenizer\.json.*AutoTokenizer"):
+        PromptEncoder(tmp_path, 4096)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(InvalidSetting, match=r"mistral-common.*PreTrainedTokenizerFast"):
+        PromptEncoder(tmp_path, 4096)
 
 
 def test_a_template_that_shows_no_tools_refuses_them_by_name(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking
+from lorikeet.answer_stream.reasoning import MISTRAL_TAGS, THINK_TAGS, Thinking
 from lorikeet.answer_stream.tool_call_bodies import calls_of
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, QWEN_XML, ToolSyntax
+from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
@@ -33,6 +33,18 @@ TEMPLATES = Path(__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
 QWEN3_5 = (TEMPLATES / "qwen3.5.jinja").read_text()
 QWEN3_6 = (TEMPLATES / "qwen3.6.jinja").read_text()
+MINISTRAL_3 = (TEMPLATES / "ministral3.jinja").read_text()
+FIRST_MINISTRAL_3 = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    "{{ raise_exception('[THINK] and [/THINK] in parts') if messages | length > 99 }}"
+)
+"""Like the template that Ministral 3 was published with: it reads no `reasoning_content`."""
 R1 = (TEMPLATES / "deepseek-r1-distill.jinja").read_text()
 USER = {"role": "user", "content": "Is it <think>?"}
 NO_THINKING = {"enable_thinking": False}
@@ -93,6 +105,34 @@ def test_qwens_past_calls_are_written_as_its_syntax_has_them(tmp_path: Path, tem
         {"weather": {"properties": {"place": {"type": "string"}, "all": {"type": "boolean"}}}},
     )
     assert read == ("weather", given)
+
+
+@pytest.mark.parametrize("template", [MINISTRAL_3, FIRST_MINISTRAL_3], ids=["newest", "first"])
+def test_ministrals_past_thinking_and_calls_are_written_as_it_wrote_them(
+    tmp_path: Path, template: str
+) -> None:
+    ministral = encoder(tmp_path, template)
+    assert ministral.syntax is MINISTRAL or template is FIRST_MINISTRAL_3
+    assert ministral.think_tags == MISTRAL_TAGS
+    call = {"id": "c00000001", "type": "function", "function": {"name": "time", "arguments": {}}}
+    past = (
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "c00000001"},
+        {"role": "assistant", "content": "Noon.", "reasoning_content": "So."},
+        USER,
+    )
+    asked = replace(CHAT, messages=past)
+    assert (
+        "[THINK]Hm.[/THINK][TOOL_CALLS]time[ARGS]{}<|eos|>[TOOL_RESULTS]noon[/TOOL_RESULTS]"
+        "[THINK]So.[/THINK]Noon.<|eos|>[INST]Is it <think>?[/INST]"
+    ) in text_of(ministral, asked)
+    assert thinking(ministral, asked) is Thinking.POSSIBLE
+    begun = replace(asked, messages=past[:4], generation_prompt=False, continue_final=True)
+    assert text_of(ministral, begun).endswith("[THINK]So.[/THINK]Noon.")
+    said = {"role": "assistant", "content": "[THINK]So"}
+    begun = replace(begun, messages=(USER, said))
+    assert thinking(ministral, begun) is Thinking.BEGUN
 
 
 def test_system_messages_go_first_together_for_a_template_that_takes_them_there_alone(
@@ -165,13 +205,23 @@ class Thinker:
     encoder: PromptEncoder
     grammars: ModelGrammars
 
+    @property
+    def opened(self) -> str:
+        """The tag that an answer has before its thinking."""
+        return self.encoder.think_tags.opens if self.thinking is Thinking.POSSIBLE else ""
+
+    @property
+    def closes(self) -> str:
+        return self.encoder.think_tags.closes
+
     def ids(self, text: str) -> list[int]:
         ids: list[int] = self.encoder.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def matcher(self, call: Call) -> TextMatcher:
         encoder = self.encoder
-        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, self.thinking)
+        known = encoder.syntax, encoder.vocabulary, self.thinking, encoder.think_tags
+        grammar = answer_grammar(call, *known)
         assert grammar is not None
         return self.grammars.compile(grammar)
 
@@ -188,7 +238,8 @@ class Thinker:
     def read(self, call: Call, tokens: list[int]) -> dict[str, Any]:
         """The message that a client gets of an answer."""
         vocabulary = self.encoder.vocabulary
-        answer = Answer(call, [(1,)], vocabulary, self.syntax, self.thinking)
+        known, tags = (vocabulary, self.syntax, self.thinking), self.encoder.think_tags
+        answer = Answer(call, [(1,)], *known, tags=tags)
         for token in tokens:
             assert not answer.take([Tokens("r1", 0, (token,))])
         body = answer.take([Tokens("r1", 0, (), FinishReason.STOP)])[-1]
@@ -198,16 +249,19 @@ class Thinker:
 
 
 @pytest.fixture(
-    params=itertools.product([Thinking.POSSIBLE, Thinking.BEGUN], MARKS, [HERMES, LLAMA]),
+    params=itertools.product(
+        [Thinking.POSSIBLE, Thinking.BEGUN], MARKS, [HERMES, LLAMA, MINISTRAL]
+    ),
     ids=lambda param: f"{param[0].value}, {param[1]}, {param[2].before.strip() or 'llama'}",
 )
 def thinker(request: pytest.FixtureRequest, tmp_path: Path) -> Thinker:
     thinking, marks, syntax = request.param
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("<other>", normalized=False)])
-    for mark in (*THINK_TAGS, *syntax.tokens):
+    tags = MISTRAL_TAGS if syntax is MINISTRAL else THINK_TAGS
+    for mark in (*tags, *syntax.tokens):
         MARKS[marks](tokenizer, mark)
-    encoder(tmp_path, "{{ '</think>' }}")
+    encoder(tmp_path, f"{{{{ '{tags.closes}' }}}}")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     shutil.copy(DEMO / "config.json", tmp_path)
     own = PromptEncoder(tmp_path, 4096)
@@ -244,13 +298,13 @@ THOUGHTS = ("", "\nHm, {[\n", "<other> <tool_call> no", '{"name": "time"}', "a\n
 
 
 def test_any_thinking_may_come_before_an_answer(thinker: Thinker) -> None:
-    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    opened, closes = thinker.opened, thinker.closes
     for call, answer in answers(thinker.syntax):
         for thought in THOUGHTS:
             if not thinker.encoder.vocabulary.special.isdisjoint(thinker.ids(thought)):
                 continue  # special tokens are no thoughts
             for line_ends in ("", "\n", "\n\n"):
-                text = f"{opened}{thought}</think>{line_ends}{answer}"
+                text = f"{opened}{thought}{closes}{line_ends}{answer}"
                 assert thinker.allows(call, text), text
 
 
@@ -260,43 +314,46 @@ def test_an_answer_may_begin_at_once_unless_thinking_has_begun(thinker: Thinker)
 
 
 def test_thinking_must_end_and_an_answer_must_follow(thinker: Thinker) -> None:
-    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    opened, closes = thinker.opened, thinker.closes
     for call, answer in answers(thinker.syntax):
         assert not thinker.allows(call, f"{opened}hm {answer}")
         if says_anything(call):
             continue
-        assert not thinker.allows(call, f"{opened}hm</think>")
-        assert not thinker.allows(call, f"{opened}hm</think>hm {answer} hm")
-        assert not thinker.allows(call, f"{opened}hm</think>hm</think>{answer} hm")
-        assert not thinker.allows(call, f"{opened}hm</think>{answer[:-1]}")
+        assert not thinker.allows(call, f"{opened}hm{closes}")
+        assert not thinker.allows(call, f"{opened}hm{closes}hm {answer} hm")
+        assert not thinker.allows(call, f"{opened}hm{closes}hm{closes}{answer} hm")
+        assert not thinker.allows(call, f"{opened}hm{closes}{answer[:-1]}")
 
 
 def test_tags_spelled_in_letters_are_tags(thinker: Thinker) -> None:
-    opened = ("<thi", "nk>") if thinker.thinking is Thinking.POSSIBLE else ()
+    opened, closes = thinker.opened, thinker.closes
     for call, answer in answers(thinker.syntax):
-        assert thinker.allows(call, *opened, "hm </thi", "nk>", answer)
+        parts = opened[:4], opened[4:], f"hm {closes[:4]}", closes[4:]
+        assert thinker.allows(call, *parts, answer)
         if not says_anything(call):
-            assert not thinker.allows(call, *opened, "hm </thi", "nk>hm", answer, "hm")
+            assert not thinker.allows(call, *parts, "hm", answer, "hm")
 
 
 def test_strict_calls_are_held_to_their_schemas_behind_thinking_alone(thinker: Thinker) -> None:
     call = replace(CHAT, tools=USE)
     bad = written(thinker.syntax, ("time", {"zone": "utc"}))
-    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    opened, closes = thinker.opened, thinker.closes
     if thinker.encoder.vocabulary.special.isdisjoint(thinker.ids(bad)):
         good = written(thinker.syntax, ("time", {}))
-        assert thinker.allows(call, f"{opened}{bad}</think>{good}")
-    assert not thinker.allows(call, f"{opened}hm</think>{bad}")
-    assert not thinker.allows(call, f"{opened}hm</think>\n\n{bad}")
+        assert thinker.allows(call, f"{opened}{bad}{closes}{good}")
+    assert not thinker.allows(call, f"{opened}hm{closes}{bad}")
+    assert not thinker.allows(call, f"{opened}hm{closes}\n\n{bad}")
 
 
 def test_tags_that_are_tokens_are_no_words_of_an_answer_beside_strict_tools(
     thinker: Thinker,
 ) -> None:
     """Else what such a tag begins could be thinking to a reader and an answer to the grammar."""
-    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
-    are_tokens = len(thinker.ids("</think>")) == 1
-    text = f"{opened}hm</think>It is</think> noon."
+    opened, closes = thinker.opened, thinker.closes
+    token, *more = thinker.ids(closes)
+    # llguidance takes an added token that is not special for text, unless it is like <this>
+    are_tokens = not more and (token in thinker.encoder.vocabulary.special or closes[0] == "<")
+    text = f"{opened}hm{closes}It is{closes} noon."
     assert thinker.allows(replace(CHAT, tools=USE), text) != are_tokens
 
 
@@ -327,14 +384,15 @@ def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[
     closing = {thinker.ids(character)[0] for character in '"}]\n'}
     begin = thinker.syntax.before or '{"'
     said: list[int] = []
-    plan = thinker.ids(dice.choice(["<think>", begin]))
+    opens, closes = thinker.encoder.think_tags
+    plan = thinker.ids(dice.choice([opens, begin]))
     while len(said) < 250:
         allowed = possible(thinker.grammars, matcher, thinker.encoder.backend.get_vocab_size())
         if not allowed or (matcher.may_end and dice.random() < 0.05):
             return said
         if not plan and dice.random() < 0.1:
             plan = thinker.ids(
-                dice.choice(["</think>", begin, f"</think>\n{begin}", f"</think>{begin}"])
+                dice.choice([closes, begin, f"{closes}\n{begin}", f"{closes}{begin}"])
             )
         if plan and plan[0] in allowed:
             token = plan.pop(0)

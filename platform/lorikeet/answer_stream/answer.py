@@ -23,7 +23,7 @@ from lorikeet.answer_stream.openai_format import (
 )
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
 from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
-from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking, ThinkTags
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.tool_syntax import HARMONY, ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
@@ -67,6 +67,7 @@ class Answer:
     echoes: the prompts in the forms in which the answer repeats them; None: computed by the
         constructor, which is slow for long prompts.
     checked: the finished answer is to be checked against JSON schemas.
+    tags: the model's tags of thinking.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Answer:
         echoes: PromptEchoes | None = None,
         *,
         checked: bool = False,
+        tags: ThinkTags = THINK_TAGS,
     ) -> None:
         self._call = call
         self._prompts = prompts
@@ -89,7 +91,7 @@ class Answer:
         self._choices: list[ChoiceStream | HarmonyChoice] = [
             HarmonyChoice(call, prompt, vocabulary, stop)
             if in_messages
-            else open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, echoes)
+            else open_choice(call, index, prompt, vocabulary, syntax, thinking, stop, echoes, tags)
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]

@@ -9,7 +9,7 @@ from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes
-from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
+from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking, ThinkTags
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Call
@@ -170,6 +170,7 @@ def open_choice(
     thinking: Thinking,
     stop: StopStrings,
     echoes: PromptEchoes,
+    tags: ThinkTags = THINK_TAGS,
 ) -> ChoiceStream:
     """Create the ChoiceStream of one choice of a call.
 
@@ -180,16 +181,17 @@ def open_choice(
         prompt.
     stop: stop strings of the call.
     echoes: the prompts in the forms in which the answer repeats them.
+    tags: the model's tags of thinking.
     """
     shown: list[str] = []
     reasoning = None
     if thinking is not Thinking.NEVER:
-        reasoning = ReasoningParser(thinking)
-        shown += THINK_TAGS
+        reasoning = ReasoningParser(thinking, tags)
+        shown += tags
     parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None = None
     if call.tools is not None and syntax is not None:
         match syntax.style if call.tools.forced else None:
-            case CallStyle.JSON:
+            case CallStyle.JSON | CallStyle.NAMED:
                 parser = ForcedCallParser(syntax)
             case CallStyle.XML:
                 parser = ForcedXmlParser(syntax, call.tools)

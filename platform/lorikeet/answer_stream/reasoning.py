@@ -6,11 +6,20 @@ tag shows that its model thinks. Some templates write the opening tag themselves
 the caller wants no thinking.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import NamedTuple
 
-OPENS, CLOSES = "<think>", "</think>"
-THINK_TAGS = (OPENS, CLOSES)
+
+class ThinkTags(NamedTuple):
+    """Tags between which a model writes its thinking."""
+
+    opens: str
+    closes: str
+
+
+THINK_TAGS = ThinkTags("<think>", "</think>")
+MISTRAL_TAGS = ThinkTags("[THINK]", "[/THINK]")
 
 
 class Thinking(Enum):
@@ -26,23 +35,29 @@ class Thinking(Enum):
     BEGUN = "begun"
 
 
-def thinking_behind(prompt: str) -> Thinking:
+def tags_of(templates: Iterable[str]) -> ThinkTags | None:
+    """Return the tags of thinking that a model's chat templates show; None if they show none."""
+    text = "".join(templates)
+    return next((tags for tags in (THINK_TAGS, MISTRAL_TAGS) if tags.closes in text), None)
+
+
+def thinking_behind(prompt: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
     """Return the state of the thinking at the end of a prompt.
 
     prompt: text of the prompt's end.
     """
     end = prompt.rstrip()
-    if end.endswith(OPENS):
+    if end.endswith(tags.opens):
         return Thinking.BEGUN
-    return Thinking.NEVER if end.endswith(CLOSES) else Thinking.POSSIBLE
+    return Thinking.NEVER if end.endswith(tags.closes) else Thinking.POSSIBLE
 
 
-def thinking_within(said: str) -> Thinking:
+def thinking_within(said: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
     """Return the state of the thinking after the given beginning of an answer.
 
     said: the beginning of the answer.
     """
-    if said.rfind(OPENS) > said.rfind(CLOSES):
+    if said.rfind(tags.opens) > said.rfind(tags.closes):
         return Thinking.BEGUN
     return Thinking.NEVER if said.strip() else Thinking.POSSIBLE
 
@@ -58,8 +73,9 @@ class ReasoningParser:
     closed_at: value of `removed` right after the closing tag; None until that tag.
     """
 
-    def __init__(self, thinking: Thinking) -> None:
+    def __init__(self, thinking: Thinking, tags: ThinkTags = THINK_TAGS) -> None:
         assert thinking is not Thinking.NEVER
+        self._opens, self._closes = tags
         begun = thinking is Thinking.BEGUN
         self._look: Callable[[bool], str] = self._in_thought if begun else self._before_thought
         self._spaces: list[str] = []  # whitespace before a possible opening tag
@@ -91,12 +107,12 @@ class ReasoningParser:
         begun = self._rest.lstrip()
         self._spaces.append(self._rest[: len(self._rest) - len(begun)])
         self._rest = begun
-        if begun.startswith(OPENS):
+        if begun.startswith(self._opens):
             self.removed += sum(map(len, self._spaces))
-            self._remove(len(OPENS))
+            self._remove(len(self._opens))
             self.thinks = True
             self._look = self._in_thought
-        elif last or not OPENS.startswith(begun):
+        elif last or not self._opens.startswith(begun):
             self._rest = "".join((*self._spaces, begun))
             self._look = self._in_answer
         else:
@@ -104,15 +120,15 @@ class ReasoningParser:
         return self._look(last)
 
     def _in_thought(self, last: bool) -> str:
-        at = self._rest.find(CLOSES)
+        at = self._rest.find(self._closes)
         if at >= 0:
             self._think(at)
-            self._remove(len(CLOSES))
+            self._remove(len(self._closes))
             self.thinks = False
             self.closed_at = self.removed
             self._look = self._behind_thought
             return self._look(last)
-        tag = 0 if last else _partial_length(CLOSES, self._rest)
+        tag = 0 if last else _partial_length(self._closes, self._rest)
         self._think(len(self._rest) - tag)
         return ""
 

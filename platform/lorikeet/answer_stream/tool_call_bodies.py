@@ -59,11 +59,36 @@ class JsonEnd:
         return None
 
 
+class NamedEnd(JsonEnd):
+    """Finder of the end of a function's name, a mark, and a JSON object.
+
+    The first text that it gets has the whole mark.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self._mark: str | None = mark
+
+    def find(self, text: str) -> int | None:
+        """Return the number of new characters up to the end of the body; None if the body does not
+        end in these characters.
+
+        text: new characters, which follow those passed to this method before.
+        """
+        begin = 0
+        if self._mark is not None:
+            begin, self._mark = text.index(self._mark) + len(self._mark), None
+        end = super().find(text[begin:])
+        return None if end is None else begin + end
+
+
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
     """Return the pattern that the beginning of a body of tool calls must match."""
     match syntax.style:
         case CallStyle.JSON:
             return regex.compile(r"[{[]" if syntax.opens else r"\{")
+        case CallStyle.NAMED:
+            return regex.compile(rf"{_NAME}{regex.escape(syntax.arguments)}\s{{0,8}}\{{")
         case CallStyle.PYTHON:
             return regex.compile(_NAME + r"\(" if syntax.opens else rf"\[\s{{0,8}}{_NAME}\(")
         case CallStyle.GEMMA:
@@ -75,12 +100,15 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 def body_end(syntax: ToolSyntax) -> BodyEnd:
     """Return a finder of the end of a body of tool calls.
 
-    In the JSON style a body ends before the closing mark. In other styles a body may hold several
-    calls and includes the closing mark. A body ends early at text that cannot belong to a call.
+    In the JSON and NAMED styles a body ends before the closing mark. In other styles a body may
+    hold several calls and includes the closing mark. A body ends early at text that cannot belong
+    to a call.
     """
     match syntax.style:
         case CallStyle.JSON:
             return JsonEnd()
+        case CallStyle.NAMED:
+            return NamedEnd(syntax.arguments)
         case CallStyle.PYTHON:
             return PythonEnd(syntax.closes)
         case CallStyle.GEMMA:
@@ -101,6 +129,11 @@ def calls_of(
     try:
         if syntax.style is CallStyle.JSON:
             return _json_calls(json.loads(body), syntax.arguments)
+        if syntax.style is CallStyle.NAMED:
+            name, _, arguments = body.partition(syntax.arguments)
+            return _json_calls(
+                {"name": name, syntax.arguments: json.loads(arguments)}, syntax.arguments
+            )
         if syntax.style is CallStyle.XML:
             return [xml_call(body, syntax, parameters)]
         return Reader(body.removesuffix(syntax.closes), syntax.style).calls()

@@ -226,7 +226,11 @@ class ForcedCallParser:
     parsed = 0
 
     def __init__(self, syntax: ToolSyntax) -> None:
-        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": (?=\{{)')
+        self._head = regex.compile(
+            rf"{regex.escape(syntax.opens)}([^\[]*){regex.escape(syntax.arguments)}(?=\{{)"
+            if syntax.style is CallStyle.NAMED
+            else rf'\{{"name": "([^"]*)", "{syntax.arguments}": (?=\{{)'
+        )
         self._held = ""
         self._arguments: JsonEnd | None = None  # finder of the open call's end
         self._calls = 0
@@ -239,15 +243,16 @@ class ForcedCallParser:
         while self._held:
             if self._arguments is not None:
                 deltas.append(self._next_arguments(self._arguments))
-            elif head := self._head.search(self._held):
+            elif (head := self._head.search(self._held, partial=True)) is None:
+                self._held = ""
+            elif head.partial:
+                self._held = self._held[head.start() :]
+                break
+            else:
                 self._held = self._held[head.end() :]
                 self._arguments = JsonEnd()
                 deltas.append(ToolCallPart(self._calls, "", call_id(), head[1]))
                 self._calls += 1
-            else:
-                begin = self._held.rfind("{")  # possible begin of a head
-                self._held = self._held[begin:] if begin >= 0 else ""
-                break
         return ParsedDelta("", deltas)
 
     @property

@@ -8,12 +8,14 @@ class CallStyle(Enum):
     """Syntax in which a model family writes one tool call.
 
     JSON: an object, or an array of objects.
+    NAMED: the function's name, a mark, and an object of the arguments.
     PYTHON: name(key=value, …) with literals of Python or JSON.
     GEMMA: call:name{key:value, …} with <escape> around strings.
     XML: <function=name> with a <parameter=key> for each value, which is bare text.
     """
 
     JSON = "json"
+    NAMED = "named"
     PYTHON = "python"
     GEMMA = "gemma"
     XML = "xml"
@@ -27,7 +29,8 @@ class ToolSyntax:
     opens, closes: marks required around calls, for parsers. Without an opening mark, an answer that
         makes calls must begin with the calls.
     style: syntax of one call.
-    arguments: key of a JSON call's arguments; the key of its function is always "name".
+    arguments: key of a JSON call's arguments; the key of its function is always "name". In the
+        style NAMED, the mark before the arguments.
     pad: text on both sides of each value of an XML call.
     """
 
@@ -43,8 +46,8 @@ class ToolSyntax:
     @property
     def tokens(self) -> tuple[str, ...]:
         """Marks around tool calls that must be decoded as text even if they are special tokens."""
-        quote = "<escape>" if self.style is CallStyle.GEMMA else ""
-        return tuple(text for text in (self.opens, self.closes, quote) if text)
+        within = {CallStyle.GEMMA: "<escape>", CallStyle.NAMED: self.arguments}.get(self.style)
+        return tuple(text for text in (self.opens, self.closes, within) if text)
 
     @property
     def can_be_held(self) -> bool:
@@ -67,6 +70,15 @@ MISTRAL = ToolSyntax(
     opens="[TOOL_CALLS]",
 )
 """Tool calls of Mistral: all calls in one list."""
+MINISTRAL = ToolSyntax(
+    before="[TOOL_CALLS]",
+    between="[TOOL_CALLS]",
+    after="",
+    opens="[TOOL_CALLS]",
+    style=CallStyle.NAMED,
+    arguments="[ARGS]",
+)
+"""Tool calls of Ministral 3, Devstral 2 and Magistral 1.2: `name[ARGS]{…}` behind each mark."""
 GRANITE = ToolSyntax(
     before="<|tool_call|>[",
     between=", ",
@@ -168,8 +180,10 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return SEED if "<seed:tool_call>" in template else QWEN_XML
     if "<tool_call>" in template:
         return HERMES
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
+    if "[TOOL_CALLS]" in template:
+        if "[CALL_ID]" in template:
+            return None
+        return MINISTRAL if "[ARGS]" in template else MISTRAL
     if "<|/tool_call|>" in template:
         return PHI
     if "functools[" in template:

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.harmony import REQUIRED_MARKS
 from lorikeet.answer_stream.reasoning import (
-    CLOSES,
+    MISTRAL_TAGS,
+    THINK_TAGS,
     Thinking,
+    tags_of,
     thinking_behind,
     thinking_within,
 )
@@ -80,9 +82,15 @@ class PromptEncoder:
         max_context: the engine's longest sequence, tokens.
         """
         if not (model / "tokenizer.json").exists():
+            how = "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            if (model / "tekken.json").exists():  # which AutoTokenizer would only copy
+                how = (
+                    "with mistral-common installed, "
+                    "PreTrainedTokenizerFast.from_pretrained(…).save_pretrained(…)"
+                )
             raise InvalidSetting(
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
-                "tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+                f"tokenizer there ({how})"
             )
         # Imported here: it takes a second, and gateways and the controller do not need it. Not
         # AutoTokenizer, which imports torch as well: tokenizer.json has all that is needed.
@@ -106,8 +114,10 @@ class PromptEncoder:
         renders_tools = self._renders_tools()
         self.syntax = self._syntax(renders_tools=renders_tools)
         self.takes_tools = renders_tools and self.syntax is not None
-        thinks = any(CLOSES in template for template in templates)
-        self._thinks = thinks and self.syntax is not HARMONY
+        tags = tags_of(templates)
+        self._thinks = tags is not None and self.syntax is not HARMONY
+        self.think_tags = tags or THINK_TAGS
+        self._thoughts_in_text = tags is MISTRAL_TAGS and self._drops_reasoning()
         self._max_context = max_context
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
@@ -135,9 +145,10 @@ class PromptEncoder:
         if not self._thinks or call.endpoint is Endpoint.COMPLETIONS:
             return Thinking.NEVER
         if call.continue_final:
-            return thinking_within(call.messages[-1]["content"])
+            return thinking_within(call.messages[-1]["content"], self.think_tags)
         end = list(prompts[0][-_END_TOKENS:])
-        return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
+        said = self.backend.decode(end, skip_special_tokens=False)
+        return thinking_behind(said, self.think_tags)
 
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return names of fields that this replica ignores in a call.
@@ -223,7 +234,8 @@ class PromptEncoder:
     def _takes_system_only_first(self) -> bool:
         """Return True if the template refuses or drops a system message behind other messages.
 
-        Templates of Qwen 3.5 refuse it, gpt-oss' drops it; coding agents send such messages.
+        Templates of Qwen 3.5 refuse it, and Ministral 3's behind an answer; gpt-oss' drops it.
+        Coding agents send such messages.
         """
         first, later = ({"role": "system", "content": said} for said in ("Be brief.", "Be kind."))
         try:
@@ -232,7 +244,18 @@ class PromptEncoder:
         except InvalidInput:
             return False
         try:
-            return later["content"] not in self._render([first, *_HELLO, later])
+            between = [*_HELLO, {"role": "assistant", "content": "Hi"}, later, *_HELLO]
+            return later["content"] not in self._render([first, *between])
+        except InvalidInput:
+            return True
+
+    def _drops_reasoning(self) -> bool:
+        """Return True if the template does not show the thinking of earlier answers that is a
+        field of their messages.
+        """
+        said = {"role": "assistant", "content": "Hi", "reasoning_content": "A greeting."}
+        try:
+            return said["reasoning_content"] not in self._render([*_HELLO, said, *_HELLO])
         except InvalidInput:
             return True
 
@@ -290,6 +313,8 @@ class PromptEncoder:
         how = {"add_generation_prompt": call.generation_prompt}
         if self._system_only_first:
             messages = _with_one_system(messages)
+        if self._thoughts_in_text:
+            messages = [_with_thought_in_text(message) for message in messages]
         if not call.continue_final:
             return self._render(messages, tools, **how, **known)
         return self._render_begun(messages, tools, **how, **known)
@@ -375,6 +400,17 @@ def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
     texts = [message["content"] for message in messages if message["role"] == "system"]
     others = (message for message in messages if message["role"] != "system")
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
+def _with_thought_in_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content begins with its thinking, if it has any.
+
+    Templates of Mistral's first models that think show it there alone.
+    """
+    if not (thought := message.get("reasoning_content")):
+        return message
+    opens, closes = MISTRAL_TAGS
+    return {**message, "content": f"{opens}{thought}{closes}{message['content']}"}
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

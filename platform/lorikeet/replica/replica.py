@@ -123,7 +123,9 @@ class Replica:
                 encoder = self._encoder
                 known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
                 checked = bool(encoded.checked)
-                answer = Answer(call, request.prompts, *known, checked=checked)
+                answer = Answer(
+                    call, request.prompts, *known, checked=checked, tags=encoder.think_tags
+                )
                 sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)

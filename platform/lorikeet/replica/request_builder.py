@@ -15,7 +15,7 @@ from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.harmony import place_behind
 from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.answer_stream.reasoning import CLOSES, Thinking
+from lorikeet.answer_stream.reasoning import Thinking, ThinkTags
 from lorikeet.answer_stream.tool_syntax import HARMONY
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
@@ -212,7 +212,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     prompt_logprobs = count_prompt_logprobs(call, prompts)
     limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
     thinking = encoder.thinking(call, prompts)
-    check_begun_answer(call, thinking)
+    check_begun_answer(call, thinking, encoder.think_tags)
     sampling = replace(
         call.sampling,
         max_tokens=limit if call.max_tokens is None else min(max(call.max_tokens, 1), limit),
@@ -248,7 +248,8 @@ def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> En
     if grammar is None:
         return encoded
     if encoded.thinking is not Thinking.NEVER:
-        grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary, encoded.thinking)
+        known = encoder.syntax, encoder.vocabulary, encoded.thinking, encoder.think_tags
+        grammar = answer_grammar(call, *known)
     sampling = replace(encoded.request.sampling, grammar=grammar)
     return replace(
         encoded,
@@ -259,16 +260,17 @@ def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> En
     )
 
 
-def check_begun_answer(call: Call, thinking: Thinking) -> None:
+def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
     """Raise InvalidInput if an answer that continues a message must have a format.
 
     A grammar describes whole answers, and would begin anew behind the message.
 
     thinking: state of the model's thinking at the end of the prompt.
+    tags: the model's tags of thinking.
     """
     if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
         return
-    if call.messages[-1]["content"].rpartition(CLOSES)[2].strip():
+    if call.messages[-1]["content"].rpartition(tags.closes)[2].strip():
         param = call.format.param
         raise InvalidInput(
             f"{param}: an answer that continues the assistant's last message cannot be held to a "

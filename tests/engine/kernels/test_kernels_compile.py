@@ -530,4 +530,4 @@ def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_mem
 @pytest.mark.parametrize("stored", ["groups", "whole", "nf4"])
 def test_decoding_of_4_bits(compiled: set[str], stored: str) -> None:
     w4a16_fused.decode(packed_weight(stored, 6144, 4096), 0, empty(1024, 4096))
-    assert compiled == {"_decode"}
+    assert compiled == {"_decode_weight"}

@@ -118,7 +118,7 @@ def decode(weight: PackedWeight, first: int, out: torch.Tensor) -> None:
     """
     block_out, block = _DECODED_TILE
     block = gcd(block, weight.group // 2)
-    _decode[(weight.d_in // (2 * block), triton.cdiv(len(out), block_out))](
+    _decode_weight[(weight.d_in // (2 * block), triton.cdiv(len(out), block_out))](
         weight.codes, weight.scales, weight.zeros, weight.levels, out,
         first, len(out), weight.d_out, weight.d_in, weight.group,
         _TRITON[weight.rounded], MIDDLE, block_out, block,
@@ -257,7 +257,7 @@ def _multiply(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decode(
+def _decode_weight(
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,

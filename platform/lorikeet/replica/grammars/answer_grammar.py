@@ -2,9 +2,10 @@
 
 import json
 import re
+from collections.abc import Collection
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.reasoning import CLOSES, OPENS, THINK_TAGS, Thinking
+from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking, ThinkTags
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.protocol.messages import Call
 from lorikeet.replica.grammars.format_grammar import format_grammar, format_rule
@@ -18,6 +19,7 @@ def answer_grammar(
     syntax: ToolSyntax | None,
     vocabulary: Vocabulary,
     thinking: Thinking = Thinking.NEVER,
+    tags: ThinkTags = THINK_TAGS,
 ) -> str | None:
     """Return the grammar of a call's answer; None if the answer is unconstrained.
 
@@ -25,34 +27,41 @@ def answer_grammar(
     vocabulary: tokens of the model's tokenizer.
     thinking: whether the model may think, or has begun to; the grammar allows thinking before
         the answer.
+    tags: the model's tags of thinking.
     """
-    grammar = _without_thinking(call, syntax, vocabulary, thinking)
+    excluded = () if thinking is Thinking.NEVER else tags
+    grammar = _without_thinking(call, syntax, vocabulary, excluded)
     if grammar is None or thinking is Thinking.NEVER:
         return grammar
-    return _behind_thinking(grammar, thinking, vocabulary)
+    return _behind_thinking(grammar, thinking, tags, vocabulary)
 
 
 def _without_thinking(
-    call: Call, syntax: ToolSyntax | None, vocabulary: Vocabulary, thinking: Thinking
+    call: Call, syntax: ToolSyntax | None, vocabulary: Vocabulary, excluded: Collection[str]
 ) -> str | None:
+    """Return the grammar of an answer as it is behind thinking.
+
+    excluded: tags of thinking; empty if the model does not think.
+    """
     if (use := call.tools) is not None:
         assert syntax is not None
         if use.forced or call.format is not None:
             return call_grammar(use, syntax, vocabulary, call.format)
-        excluded = () if thinking is Thinking.NEVER else THINK_TAGS
         return text_grammar(use, syntax, vocabulary, excluded) if use.strict else None
-    if call.format is None or thinking is Thinking.NEVER:
+    if call.format is None or not excluded:
         return format_grammar(call.format) if call.format is not None else None
     return f"start: {format_rule(call.format)}"
 
 
-def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) -> str:
+def _behind_thinking(
+    answer: str, thinking: Thinking, tags: ThinkTags, vocabulary: Vocabulary
+) -> str:
     """Return a grammar of thinking, which is any text, followed by an answer.
 
     The closing tag ends the thinking. The answer follows after at most two line ends. If thinking
     is only possible and not yet begun, the answer may also begin at once.
     """
-    opens, closes = (vocabulary.added.get(tag) for tag in (OPENS, CLOSES))
+    opens, closes = (vocabulary.added.get(tag) for tag in tags)
     # added tokens that clients see as text, but that grammars do not match as text
     words = sorted({*vocabulary.added.values()} - vocabulary.special - {closes})
     begun = "thought LINE_ENDS? answer"
@@ -65,10 +74,10 @@ def _behind_thinking(answer: str, thinking: Thinking, vocabulary: Vocabulary) ->
         _START.sub("answer:", answer, count=1),
         f"thought: {inside}{closing}",
         # parsers read the tag in letters like its token
-        f"closing[lazy]: THOUGHT {json.dumps(CLOSES)}",
+        f"closing[lazy]: THOUGHT {json.dumps(tags.closes)}",
         "THOUGHT: /(?s:.*)/",
         r"LINE_ENDS: /\n{1,2}/",
     ]
     if thinking is Thinking.POSSIBLE:
-        rules.append(f"opening[lazy]: {json.dumps(OPENS)}")
+        rules.append(f"opening[lazy]: {json.dumps(tags.opens)}")
     return "\n".join(rules)

@@ -124,9 +124,11 @@ def _call(
             except InvalidInput as error:
                 raise InvalidInput(f"the tool {name}: {error.message}", param="tools") from error
             continue
-        head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
+        begin, end = f'{{"name": "{name}", "{syntax.arguments}": ', "}"
+        if syntax.style is CallStyle.NAMED:
+            begin, end = name + syntax.arguments, ""
         rules += [
-            f'{call}: {head} {call}_arguments "}}"',
+            f"{call}: {literal(begin)} {call}_arguments {literal(end)}",
             f"{call}_arguments: %json {json.dumps(schema)}",
         ]
     return rules
