@@ -65,7 +65,8 @@ class Checkpoint:
 
         Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
         already quantised would be rounded to NF4, or if linears would stay packed that are not in
-        AWQ, GPTQ, W4A16 or NF4; and config.json's quantization_config if no linear is stored in that format.
+        AWQ, GPTQ, W4A16 or NF4; and config.json's quantization_config if no linear is stored in
+        that format.
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
