@@ -461,8 +461,19 @@ def test_too_little_memory_for_floats_of_4_bits_suggests_to_pack_them(
 
 def test_floats_that_are_to_stay_packed_are_found_with_their_fix(patient: Patient) -> None:
     (fault,) = faults(patient.examined("base models", **variable("WEIGHT_DTYPE", "packed")))
-    assert "the checkpoint's linears are floats, not of 4 bits" in fault.message
+    assert "the checkpoint's linears are floats, which cannot stay packed" in fault.message
     assert fault.fix == "LORIKEET_WEIGHT_DTYPE=auto for it, or another folder"
+
+
+def test_groups_that_no_linear_can_have_suggest_another_copy(patient: Patient) -> None:
+    in_awq(patient.model)
+    path = patient.model / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = AWQ | {"group_size": 48}
+    path.write_text(json.dumps(config))
+    (fault,) = faults(patient.examined("base models"))
+    assert "cannot be cut into groups of 48 inputs" in fault.message
+    assert fault.fix.startswith("choose a copy that is not quantised")
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}

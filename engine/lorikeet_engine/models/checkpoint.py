@@ -64,8 +64,9 @@ class Checkpoint:
         """Read the headers of a checkpoint's safetensors files.
 
         Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
-        already quantised would be rounded to NF4, or if linears that are not of 4 bits would stay
-        packed; and config.json's quantization_config if no linear is stored in that format.
+        already quantised would be rounded to NF4, or if linears would stay packed that are not in
+        AWQ, GPTQ, W4A16 or NF4; and config.json's quantization_config if no linear is stored in
+        that format.
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
@@ -75,8 +76,8 @@ class Checkpoint:
         if packed and (quantized is None or not quantized.format.has_4_bits):
             raise ModelError(
                 "weight_dtype=packed: the checkpoint's linears are "
-                f"{quantized.format if quantized else 'floats'}, not of 4 bits: want auto, or a "
-                "copy in AWQ, GPTQ, W4A16 or NF4",
+                f"{quantized.format if quantized else 'floats'}, which cannot stay packed: want "
+                "auto, or a checkpoint in AWQ, GPTQ, W4A16 or NF4",
                 field="weight_dtype",
             )
         if quantized is not None and rounding is Quantization.NF4:

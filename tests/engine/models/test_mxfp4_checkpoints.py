@@ -11,7 +11,7 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.experts import Experts
-from lorikeet_engine.models.llama import load_model
+from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
 from tests.engine.conftest import GPT_OSS, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, reference
@@ -134,3 +134,8 @@ def test_other_formats_of_experts_are_refused_by_name(folders, tmp_path, stored)
     with pytest.raises(ModelError, match=r"mxfp4|MXFP4") as error:
         load(folder)
     assert error.value.field.startswith("quantization_config")
+
+
+def test_experts_in_mxfp4_cannot_stay_packed(folders):
+    with pytest.raises(ModelError, match="are mxfp4, which cannot stay packed: want auto"):
+        rehearse_load(folders[0], torch.float32, packed=True)

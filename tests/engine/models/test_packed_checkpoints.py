@@ -149,7 +149,7 @@ def test_a_checkpoint_without_4_bits_cannot_stay_packed(tiny_checkpoints, tmp_pa
     folder = tiny_checkpoints["llama"]
     if kind != "floats":
         folder, _ = write_fp8(folder, tmp_path, kind)
-    with pytest.raises(ModelError, match="not of 4 bits: want auto") as refused:
+    with pytest.raises(ModelError, match="which cannot stay packed: want auto") as refused:
         rehearse_load(folder, torch.float32, packed=True)
     assert refused.value.field == "weight_dtype"
 

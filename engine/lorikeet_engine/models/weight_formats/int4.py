@@ -90,7 +90,7 @@ class Int4:
             raise ModelError(
                 f"{weight} [{d_out}, {d_in}] cannot be cut into groups of {group} inputs and "
                 f"integers of {_PER_INTEGER} weights: want a copy that is not quantised",
-                field=weight,
+                field="quantization_config",
             )
         groups = d_in // group
         match self.stored.format:
