@@ -523,8 +523,8 @@ def test_a_mixture_of_experts_that_is_not_quantised_as_fp8(patient: Patient) -> 
     more = {"model_type": "mixtral", "quantization_config": nf4}
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
     (fault,) = faults(patient.examined("base models"))
-    assert "want experts of floats or of FP8" in fault.message
-    assert fault.fix == "choose a copy that is not quantised, or in FP8"
+    assert "quantization_config='nf4': want experts of floats or of FP8" in fault.message
+    assert fault.fix == "choose a copy that is not quantised, or in another format"
 
 
 @pytest.mark.parametrize("rounding", ["nf4", "fp8"])

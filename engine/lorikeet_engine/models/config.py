@@ -164,7 +164,7 @@ def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
     known = Quantization.MXFP4 if keys and keys.clamped else Quantization.FP8
     if stored is not None and stored.format is not known:
         want = f"experts of floats or of {known.name}"
-        raise refusal("quantization_config", stored.format, want)
+        raise refusal("quantization_config", stored.format.value, want)
     chosen = integer(raw, "num_experts_per_tok")
     if chosen > shape.experts:
         raise refusal("num_experts_per_tok", chosen, f"at most the {shape.experts} experts")

@@ -22,7 +22,7 @@ _OTHER_COPY = (
 )
 _FIXES = {
     "max_context": "lower LORIKEET_MAX_CONTEXT, or unset it",
-    "quantization_config": "choose a copy that is not quantised, or in FP8",  # of experts
+    "quantization_config": "choose a copy that is not quantised, or in another format",
     _TENSOR_PARALLEL: "LORIKEET_TENSOR_PARALLEL=1 for it, or another number of GPUs",
     "tie_word_embeddings": 'write "tie_word_embeddings": false into config.json',
     "weight_dtype": "LORIKEET_WEIGHT_DTYPE=auto for it, or another folder",
