@@ -14,12 +14,13 @@ on the order in which programs run.
 `one_token`: a single token's experts in Triton, without sorting.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe.clamp import Clamp
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = [
@@ -33,6 +34,18 @@ __all__ = [
 ]
 
 _operators = by_device(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """Constants of clamped_swiglu.
+
+    alpha: factor of gates in the sigmoid.
+    limit: largest gate, and largest magnitude of the values that are gated.
+    """
+
+    alpha: float
+    limit: float
 
 
 def route(

@@ -1,21 +1,7 @@
-"""Clamped SwiGLU, by which gpt-oss gates its experts: constants, and the kernel in Triton."""
-
-from dataclasses import dataclass
+"""Clamped SwiGLU, by which gpt-oss gates its experts, in Triton."""
 
 import triton
 import triton.language as tl
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """Constants of kernels.moe.clamped_swiglu.
-
-    alpha: factor of gates in the sigmoid.
-    limit: largest gate, and largest magnitude of the values that are gated.
-    """
-
-    alpha: float
-    limit: float
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,7 +19,7 @@ def gate_clamped(
     """Compute a block of columns of one row.
 
     gate_up, biases: see kernels.moe.clamped_swiglu; y: its result.
-    pairs, experts: see RoutedRows. alpha, limit: see Clamp. width: columns of y.
+    pairs, experts: see RoutedRows. alpha, limit: see kernels.moe.Clamp. width: columns of y.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

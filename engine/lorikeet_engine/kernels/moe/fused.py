@@ -9,8 +9,8 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import quantize_rows
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import grouped_fp8
-from lorikeet_engine.kernels.moe.clamp import Clamp, gate_clamped
+from lorikeet_engine.kernels.moe import Clamp, grouped_fp8
+from lorikeet_engine.kernels.moe.clamp import gate_clamped
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.one_token import experts_of_one
 from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed

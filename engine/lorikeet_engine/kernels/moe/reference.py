@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8 import reference as fp8
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe.clamp import Clamp
+from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
