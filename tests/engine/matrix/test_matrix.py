@@ -33,9 +33,9 @@ SHARED_ADAPTERS = MOE_ADAPTERS | {
     | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
 }
-# Attention and the router.
+# Attention, the router and experts.
 GPT_OSS_ADAPTERS = {
-    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": ["mlp.router.weight"]},
+    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": ["mlp.router.weight", *BOTH]},
     "some_linears": ADAPTERS["some_linears"]
     | {
         "target_modules": ["v_proj", "o_proj"],

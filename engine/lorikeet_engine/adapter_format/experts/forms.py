@@ -33,11 +33,16 @@ from lorikeet_engine.adapter_format.experts.names import (
     PARAMETER,
     UP,
     WRAPPED,
+    experts_kind,
     is_of_experts,
 )
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
-from lorikeet_engine.adapter_format.peft_release import EXPERTS_OUT_IN, training_release
+from lorikeet_engine.adapter_format.peft_release import (
+    EXPERTS_IN_QUESTION,
+    EXPERTS_OUT_IN,
+    training_release,
+)
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.spec import check_rank
 from lorikeet_engine.adapter_format.targets import targets_parameter
@@ -82,7 +87,7 @@ def name_parameters(
     pairs: Mapping[str, Pair],
     raw: Mapping[str, Any],
     warn: Callable[[str], object] = lambda _: None,
-) -> dict[str, Pair]:
+) -> tuple[dict[str, Pair], str]:
     """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
     A wrapper, named mlp.experts or mlp.experts.base_layer, wraps gate_up_proj or down_proj. If a
@@ -91,6 +96,9 @@ def name_parameters(
     Pairs that PEFT before 0.19.1 wrote are transposed: A is then [rank · experts, d_in], ordered by
     ranks, and B [d_out, experts · rank], by experts.
 
+    Also returns the kind of base model (experts_kind) as whose the pairs were read, if their shapes
+    do not show their orientation; else an empty text.
+
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
     warn: called with a sentence if the folder does not show which release of PEFT wrote a pair.
@@ -98,7 +106,7 @@ def name_parameters(
     Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
     named: dict[str, Pair] = {}
-    hidden = _hidden_size(pairs)
+    hidden, read_for = _hidden_size(pairs), ""
     for saved, pair in pairs.items():
         match = WRAPPED.fullmatch(saved)
         if match is None:
@@ -108,9 +116,14 @@ def name_parameters(
         other = pairs.get(match[1] if match[2] else f"{match[1]}.base_layer")
         parameter, is_old = _wrapped_parameter(match[1], pair, other, raw)
         if is_old is None:
-            is_old = _is_old(parameter, pair, hidden, raw, warn)
+            is_old = _shown_old(parameter, pair, hidden)
+        if is_old is None:
+            of_gpt_oss = _names_gpt_oss(raw)
+            read_for = experts_kind(clamped=of_gpt_oss)
+            judge = _is_swapped if of_gpt_oss else _is_old
+            is_old = judge(parameter, pair, raw, warn)
         named[f"{match[1]}.{parameter}"] = _transposed(pair) if is_old else pair
-    return named
+    return named, read_for
 
 
 def _transposed(pair: Pair) -> Pair:
@@ -128,26 +141,34 @@ def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
     return None
 
 
-def _is_old(
-    parameter: str,
-    pair: Pair,
-    hidden: int | None,
-    raw: Mapping[str, Any],
-    warn: Callable[[str], object],
-) -> bool:
-    """Whether PEFT before 0.19.1 wrote a pair, if a layer's experts have only this pair.
+def _widths(parameter: str, pair: Pair) -> tuple[int, int]:
+    """Return the width that is the hidden size if a pair is not transposed, and if it is.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
-    hidden: the base model's hidden size, which the shapes are compared with. If it is None, or does
-        not decide, the release that wrote the config decides.
+    """
+    new, old = pair["A"].shape[-1], pair["B"].shape[0]
+    return (old, new) if parameter == DOWN else (new, old)
+
+
+def _shown_old(parameter: str, pair: Pair, hidden: int | None) -> bool | None:
+    """Whether a pair is transposed, by the base model's hidden size; None if it does not decide.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
+    hidden: the base model's hidden size, if it is known.
+    """
+    new, old = _widths(parameter, pair)
+    return hidden == old if hidden in (new, old) and new != old else None
+
+
+def _is_old(
+    parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
+) -> bool:
+    """Whether PEFT before 0.19.1 wrote a pair, if shapes do not show it.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     raw: PEFT's config.
     warn: called with a sentence if the config does not show the release.
     """
-    new, old = pair["A"].shape[-1], pair["B"].shape[0]  # the width that would be hidden
-    if parameter == DOWN:
-        new, old = old, new
-    if hidden in (new, old) and new != old:
-        return hidden == old
     release = training_release(raw)
     if release is None:
         warn(
@@ -157,6 +178,36 @@ def _is_old(
         )
         return False
     return release < EXPERTS_OUT_IN
+
+
+def _is_swapped(
+    parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
+) -> bool:
+    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so transposed.
+
+    That depends on the release of transformers as well: 0.19.0 does with transformers 5, and later
+    releases do with transformers 4.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
+    raw: PEFT's config.
+    warn: called with a sentence if neither shapes nor the config show it.
+    """
+    if parameter == GATE_UP:  # gates and values: wider than the hidden size
+        new, old = _widths(parameter, pair)
+        return new > old
+    release = training_release(raw)
+    if release is None or release >= EXPERTS_IN_QUESTION:
+        warn(
+            "PEFT from 0.19 on saves down_proj of gpt-oss's experts the other way round with one "
+            "of transformers 4 and 5, and weights of down_proj alone do not show which: read as "
+            "with transformers 5; train with transformers 5, or gate_up_proj as well"
+        )
+    return release == EXPERTS_IN_QUESTION
+
+
+def _names_gpt_oss(raw: Mapping[str, Any]) -> bool:
+    base = raw.get("base_model_name_or_path")
+    return isinstance(base, str) and "gpt-oss" in base.lower().replace("_", "-")
 
 
 def _wrapped_parameter(

@@ -17,6 +17,14 @@ _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
 _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
+def experts_kind(*, clamped: bool) -> str:
+    """Return the kind of base model, of the two whose experts' parameters have other orientations.
+
+    clamped: whether the base model is gpt-oss.
+    """
+    return "gpt-oss" if clamped else "another base model"
+
+
 def is_of_experts(module: str) -> bool:
     """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
     return _EXPERTS.fullmatch(module) is not None
