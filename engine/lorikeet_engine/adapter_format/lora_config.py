@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lorikeet_engine.adapter_format.experts.names import experts_kind
+from lorikeet_engine.adapter_format.experts.unsloth import LAYOUT_KEY
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, LayerKind
 from lorikeet_engine.adapter_format.header import parse_json_object
@@ -45,6 +46,7 @@ _UNDERSTOOD = frozenset(
         "finetuning_type",
         "init_lora_weights",
         "trainable_token_indices",
+        LAYOUT_KEY,
     }
 )
 # Options that change only the training, and notes of trainers, which PEFT ignores.

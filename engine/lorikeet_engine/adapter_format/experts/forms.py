@@ -10,7 +10,8 @@ up_proj has no A if it shares gate_proj's. Trainers save these forms:
                  PEFT before 0.19.1 took the parameters as [experts, in, out], as transformers 5
                  does not store them: there A is [experts · rank, d_out], B [d_in, rank · experts],
                  and the delta of each expert (B A)ᵀ
-    numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own
+    numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own; Unsloth's
+                 mlp.experts.gate_up_projs.7 of gpt-oss in four bits has both linears
     stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
 
 Mixtral's old names w1, w3 and w2 stand for gate_proj, up_proj and down_proj. If PEFT has converted
@@ -36,6 +37,7 @@ from lorikeet_engine.adapter_format.experts.names import (
     experts_kind,
     is_of_experts,
 )
+from lorikeet_engine.adapter_format.experts.unsloth import is_grouped_by_expert
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.peft_release import (
@@ -109,6 +111,8 @@ def name_parameters(
     hidden, read_for = _hidden_size(pairs), ""
     for saved, pair in pairs.items():
         match = WRAPPED.fullmatch(saved)
+        if match or PARAMETER.fullmatch(saved):
+            pair = {**pair, "A": replace(pair["A"], by_experts=True)}
         if match is None:
             is_parameter = targets_parameter(raw, f"{saved}.weight")
             named[f"{saved}.weight" if is_parameter else saved] = pair
@@ -122,6 +126,8 @@ def name_parameters(
             read_for = experts_kind(clamped=of_gpt_oss)
             judge = _is_swapped if of_gpt_oss else _is_old
             is_old = judge(parameter, pair, raw, warn)
+        grouped = is_grouped_by_expert(parameter, raw)
+        pair = {**pair, "B": replace(pair["B"], by_experts=grouped)}
         named[f"{match[1]}.{parameter}"] = _transposed(pair) if is_old else pair
     return named, read_for
 
@@ -291,8 +297,10 @@ def stack_experts(
         _add(modules, parts)
         origins |= dict.fromkeys(parts, module)
     for module, members in numbered.items():
-        _add(modules, {module: _of_numbered(module, members, pairs, config)})
-        origins[module] = members[0]
+        stacked = _of_numbered(module, members, pairs, config)
+        parts = _halves(module, stacked) if module.endswith(f".{GATE_UP}") else {module: stacked}
+        _add(modules, parts)
+        origins |= dict.fromkeys(parts, members[0])
     return modules, _config_of(modules, origins, config)
 
 
@@ -347,8 +355,8 @@ def _of_parameter(
         return {module: _cut(pair, rank, count, slice(0, d_out), every)}
     half = d_out // 2
     gate_ranks = up_ranks = every
-    # Only releases that save by experts convert numbered adapters.
-    if split := not pair["B"].transposed and _is_block_diagonal(pair["B"], rank, count):
+    # Only releases that save B by ranks convert numbered adapters.
+    if split := not pair["B"].by_experts and _is_block_diagonal(pair["B"], rank, count):
         gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
     gate = _cut(pair, rank, count, slice(0, half), gate_ranks)
     up = _cut(pair, rank, count, slice(half, d_out), up_ranks)
@@ -360,25 +368,23 @@ def _cut(
 ) -> dict[str, ExpertTensor]:
     """Cut one linear's A and B, for all experts, out of the matrices of a wrapped parameter.
 
-    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter. If they were
-        transposed: A [rank · experts, d_in] and B [d_out, experts · rank].
+    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter; each is ordered
+        by experts or by ranks, as its by_experts says.
     count: number of experts.
     outputs: rows of B that belong to the linear.
     ranks: ranks of A and B that belong to the linear.
     """
     d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
 
-    by_experts = not pair["A"].transposed
-
     def of_a(words: np.ndarray) -> np.ndarray:
-        if by_experts:
+        if pair["A"].by_experts:
             return words.reshape(count, rank, d_in)[:, ranks]
         return words.reshape(rank, count, d_in)[ranks].transpose(1, 0, 2)
 
     def of_b(words: np.ndarray) -> np.ndarray:
-        if by_experts:
-            return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
-        return words.reshape(d_out, count, rank)[outputs, :, ranks].transpose(1, 0, 2)
+        if pair["B"].by_experts:
+            return words.reshape(d_out, count, rank)[outputs, :, ranks].transpose(1, 0, 2)
+        return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
 
     b_shape = (count, outputs.stop - outputs.start, kept)
     return {
@@ -433,6 +439,26 @@ def _of_numbered(
         shape = (len(sources), *sources[0].shape)
         tensors[side] = ExpertTensor(sources, shape, lambda words: words)
     return tensors
+
+
+def _halves(
+    module: str, stacked: Mapping[str, ExpertTensor]
+) -> dict[str, dict[str, ExpertTensor]]:
+    """Split gate_up_proj of all experts into gate_proj and up_proj, which share A, by module.
+
+    module: name of gate_up_proj.
+    stacked: A and B of gate_up_proj.
+    """
+    experts, (count, d_out, rank) = module.removesuffix(GATE_UP), stacked["B"].shape
+    half = d_out // 2
+
+    def tensor(rows: slice) -> ExpertTensor:
+        shape = (count, rows.stop - rows.start, rank)
+        sources = stacked["B"].sources
+        return ExpertTensor(sources, shape, lambda words: words.reshape(d_out, rank)[rows])
+
+    gate, up = tensor(slice(0, half)), tensor(slice(half, d_out))
+    return {f"{experts}{GATE}": {"A": stacked["A"], "B": gate}, f"{experts}{UP}": {"B": up}}
 
 
 def _differ(module: str, other: str, what: str) -> AdapterRejected:

@@ -1,7 +1,8 @@
 """Names of the linears of experts, in trainers' files and in blobs.
 
 Mixtral's old names are block_sparse_moe for mlp, and w1, w3 and w2 for gate_proj, up_proj and
-down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once.
+down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once. Unsloth
+has lists of linears, gate_up_projs and down_projs, for gpt-oss in four bits.
 """
 
 import re
@@ -11,6 +12,7 @@ GATE, UP, GATE_UP, DOWN = "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 _NUMBER = "0|[1-9][0-9]{0,4}"
 WRAPPED = re.compile(r"(.*\.experts)(\.base_layer)?")
 NUMBERED = re.compile(rf"(.*\.experts)\.({_NUMBER})\.(\w+)")
+LISTED = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})s\.({_NUMBER})")
 PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
@@ -27,7 +29,7 @@ def experts_kind(*, clamped: bool) -> str:
 
 def is_of_experts(module: str) -> bool:
     """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
-    return _EXPERTS.fullmatch(module) is not None
+    return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
 
 
 def experts_of(module: str) -> str:
@@ -41,11 +43,11 @@ def experts_of(module: str) -> str:
 
 
 def modern(module: str) -> str:
-    """Replace Mixtral's old names in a module's name by the current ones.
+    """Replace Mixtral's and Unsloth's names in a module's name by the current ones.
 
-    The old names are block_sparse_moe, w1, w3 and w2.
+    Mixtral's old names are block_sparse_moe, w1, w3 and w2; Unsloth's have the expert's number last.
     """
-    module = module.replace(_OLD_BLOCK, _BLOCK)
+    module = LISTED.sub(r"\1.\3.\2", module.replace(_OLD_BLOCK, _BLOCK))
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
 
@@ -82,15 +84,18 @@ class ConfiguredNames:
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
+        listed = [match for match in map(LISTED.fullmatch, of_experts) if match]
         last_parts = {module.rpartition(".")[2] for module in of_experts}
-        highest = max((int(match[2]) for match in numbered), default=0)
+        numbers = [int(match[2]) for match in numbered] or [int(match[3]) for match in listed]
+        highest = max(numbers, default=0)
         blocks = [block for block in (_OLD_BLOCK, _BLOCK) if any(block in m for m in given)]
         self._blocks = blocks or ([_OLD_BLOCK, _BLOCK] if old_linears else [_BLOCK])
         self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
         if not of_experts:
             self._has_old_linears = old_linears
         self._is_numbered = bool(numbered) or not (of_experts or parameters)
-        self._count = min(highest, len(numbered)) + 1
+        self._is_listed = bool(listed)
+        self._count = min(highest, len(numbers)) + 1
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
@@ -105,7 +110,10 @@ class ConfiguredNames:
         if match is None:
             return {path, f"{path}.weight"}
         experts, linear = match.groups()
-        names = {f"{experts}.{DOWN if linear == DOWN else GATE_UP}"}
+        parameter = DOWN if linear == DOWN else GATE_UP
+        names = {f"{experts}.{parameter}"}
+        if self._is_listed:
+            return names | {f"{experts}.{parameter}s.{number}" for number in range(self._count)}
         if self._has_old_linears:
             linear = next(old for old, name in _OLD_LINEARS.items() if name == linear)
         if self._is_numbered:
