@@ -47,8 +47,8 @@ class SavedTensor(TensorSpan):
 
     dtype: F32, F16, BF16, F64, F8_E4M3 or F8_E5M2.
     transposed: whether the file holds the matrix in column-major order, as its transpose.
-    by_experts: for a matrix of all experts, whether the LoRA ranks of one expert are neighbours, and
-        not those of one rank.
+    by_experts: for a matrix of all experts, whether its LoRA ranks are ordered by experts, and not
+        by ranks.
     """
 
     file: Path

@@ -124,8 +124,10 @@ def name_parameters(
         if is_old is None:
             of_gpt_oss = _names_gpt_oss(raw)
             read_for = experts_kind(clamped=of_gpt_oss)
-            judge = _is_swapped if of_gpt_oss else _is_old
-            is_old = judge(parameter, pair, raw, warn)
+            if of_gpt_oss:
+                is_old = _is_swapped(parameter, pair, raw, warn)
+            else:
+                is_old = _is_old(parameter, raw, warn)
         grouped = is_grouped_by_expert(parameter, raw)
         pair = {**pair, "B": replace(pair["B"], by_experts=grouped)}
         named[f"{match[1]}.{parameter}"] = _transposed(pair) if is_old else pair
@@ -166,9 +168,7 @@ def _shown_old(parameter: str, pair: Pair, hidden: int | None) -> bool | None:
     return hidden == old if hidden in (new, old) and new != old else None
 
 
-def _is_old(
-    parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
-) -> bool:
+def _is_old(parameter: str, raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
     """Whether PEFT before 0.19.1 wrote a pair, if shapes do not show it.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
@@ -441,9 +441,7 @@ def _of_numbered(
     return tensors
 
 
-def _halves(
-    module: str, stacked: Mapping[str, ExpertTensor]
-) -> dict[str, dict[str, ExpertTensor]]:
+def _halves(module: str, stacked: Mapping[str, ExpertTensor]) -> dict[str, dict[str, ExpertTensor]]:
     """Split gate_up_proj of all experts into gate_proj and up_proj, which share A, by module.
 
     module: name of gate_up_proj.

@@ -45,7 +45,8 @@ def experts_of(module: str) -> str:
 def modern(module: str) -> str:
     """Replace Mixtral's and Unsloth's names in a module's name by the current ones.
 
-    Mixtral's old names are block_sparse_moe, w1, w3 and w2; Unsloth's have the expert's number last.
+    Mixtral's old names are block_sparse_moe, w1, w3 and w2. Unsloth's names of gpt-oss's experts
+    have the expert's number last.
     """
     module = LISTED.sub(r"\1.\3.\2", module.replace(_OLD_BLOCK, _BLOCK))
     before, dot, last = module.rpartition(".")

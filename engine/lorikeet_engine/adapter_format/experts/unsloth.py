@@ -33,7 +33,7 @@ def is_grouped_by_expert(parameter: str, raw: Mapping[str, Any]) -> bool:
             return _is_by_experts(parameters[parameter].get(LAYOUT_KEY))
         if source.get(LAYOUT_KEY) is not None:
             return _is_by_experts(source[LAYOUT_KEY])
-    if note.get("unsloth_fixed"):
+    if note.get("unsloth_fixed") and raw.get("target_parameters"):
         raise AdapterRejected(
             f"Unsloth before 2026.9.6 trained {parameter} of experts, and orders its lora_B "
             "otherwise than PEFT unless UNSLOTH_MOE_LORA_MERGED was 1: load and save the adapter "
