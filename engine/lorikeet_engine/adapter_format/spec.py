@@ -362,8 +362,8 @@ def _check_reading(
 ) -> None:
     """Raise AdapterRejected if experts' matrices were read as another kind of base model's.
 
-    PEFT stores the matrices of a parameter of gpt-oss's experts the other way round than those of
-    other base models. A wrong reading passes only where the base model's linear is square.
+    PEFT's releases do not turn the matrices of gpt-oss's parameters where they turn those of other
+    base models. Only a wrong reading of a square parameter has the right widths.
 
     dims: (d_in, d_out) of the module's matrices.
     linear: index of the module in the shape's modules.
@@ -372,7 +372,8 @@ def _check_reading(
     if not config.experts_read_for or experts is None or not shape.modules[linear].of_experts:
         return
     of_base = experts_kind(clamped=experts.clamped)
-    if of_base != config.experts_read_for and (dims != want or want[0] == want[1]):
+    parts = len(shape.groups[shape.modules[linear].group])  # of the parameter
+    if of_base != config.experts_read_for and (dims != want or want[0] == parts * want[1]):
         name = FAMILIES[shape.family].name
         raise AdapterRejected(
             f"{module}: PEFT's weights do not show which side is the input, and were read for "

@@ -9,7 +9,10 @@ up_proj has no A if it shares gate_proj's. Trainers save these forms:
                  A [experts · rank, d_in] is ordered by experts, B [d_out, rank · experts] by ranks.
                  PEFT before 0.19.1 took the parameters as [experts, in, out], as transformers 5
                  does not store them: there A is [experts · rank, d_out], B [d_in, rank · experts],
-                 and the delta of each expert (B A)ᵀ
+                 and the delta of each expert (B A)ᵀ. gpt-oss's parameters are [experts, in, out],
+                 and other releases turn them (_is_swapped). Its gate_up_proj has gates and values
+                 alternately; B is cut into halves all the same, and spec.read_spec, which knows the
+                 base model, marks such halves
     numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own; Unsloth's
                  mlp.experts.gate_up_projs.7 of gpt-oss in four bits has both linears
     stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
@@ -28,8 +31,10 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.experts.names import (
     DOWN,
+    DOWNS,
     GATE,
     GATE_UP,
+    GATE_UPS,
     NUMBERED,
     PARAMETER,
     UP,
@@ -198,15 +203,15 @@ def _is_swapped(
     raw: PEFT's config.
     warn: called with a sentence if neither shapes nor the config show it.
     """
-    if parameter == GATE_UP:  # gates and values: wider than the hidden size
-        new, old = _widths(parameter, pair)
+    new, old = _widths(parameter, pair)
+    if parameter == GATE_UP and new != old:  # gates and values: wider than the hidden size
         return new > old
     release = training_release(raw)
     if release is None or release >= EXPERTS_IN_QUESTION:
         warn(
-            "PEFT from 0.19 on saves down_proj of gpt-oss's experts the other way round with one "
-            "of transformers 4 and 5, and weights of down_proj alone do not show which: read as "
-            "with transformers 5; train with transformers 5, or gate_up_proj as well"
+            f"PEFT since 0.19 saves {parameter} of gpt-oss's experts the other way round with one "
+            f"of transformers 4 and 5, and weights of {parameter} alone do not show which: read as "
+            "with transformers 5; train with transformers 5, or both parameters"
         )
     return release == EXPERTS_IN_QUESTION
 
@@ -298,7 +303,10 @@ def stack_experts(
         origins |= dict.fromkeys(parts, module)
     for module, members in numbered.items():
         stacked = _of_numbered(module, members, pairs, config)
-        parts = _halves(module, stacked) if module.endswith(f".{GATE_UP}") else {module: stacked}
+        if module.endswith(f".{GATE_UPS}"):
+            parts = _halves(module.removesuffix(GATE_UPS), stacked)
+        else:
+            parts = {module.replace(f".{DOWNS}", f".{DOWN}"): stacked}
         _add(modules, parts)
         origins |= dict.fromkeys(parts, members[0])
     return modules, _config_of(modules, origins, config)
@@ -441,13 +449,15 @@ def _of_numbered(
     return tensors
 
 
-def _halves(module: str, stacked: Mapping[str, ExpertTensor]) -> dict[str, dict[str, ExpertTensor]]:
+def _halves(
+    experts: str, stacked: Mapping[str, ExpertTensor]
+) -> dict[str, dict[str, ExpertTensor]]:
     """Split gate_up_proj of all experts into gate_proj and up_proj, which share A, by module.
 
-    module: name of gate_up_proj.
+    experts: module that contains the experts, and a dot.
     stacked: A and B of gate_up_proj.
     """
-    experts, (count, d_out, rank) = module.removesuffix(GATE_UP), stacked["B"].shape
+    count, d_out, rank = stacked["B"].shape
     half = d_out // 2
 
     def tensor(rows: slice) -> ExpertTensor:

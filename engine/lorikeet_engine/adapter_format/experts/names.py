@@ -12,9 +12,11 @@ GATE, UP, GATE_UP, DOWN = "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 _NUMBER = "0|[1-9][0-9]{0,4}"
 WRAPPED = re.compile(r"(.*\.experts)(\.base_layer)?")
 NUMBERED = re.compile(rf"(.*\.experts)\.({_NUMBER})\.(\w+)")
-LISTED = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})s\.({_NUMBER})")
+GATE_UPS, DOWNS = f"{GATE_UP}s", f"{DOWN}s"
+LISTED = re.compile(rf"(.*\.experts)\.({GATE_UPS}|{DOWNS})\.({_NUMBER})")
 PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
+_LINEARS = {GATE_UP: GATE, GATE_UPS: GATE, DOWNS: DOWN}
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
 _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
@@ -30,6 +32,12 @@ def experts_kind(*, clamped: bool) -> str:
 def is_of_experts(module: str) -> bool:
     """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
     return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
+
+
+def is_listed(module: str) -> bool:
+    """Whether a module, given by its canonical name, is of one of Unsloth's lists of experts."""
+    match = NUMBERED.fullmatch(module)
+    return match is not None and match[3] in (GATE_UPS, DOWNS)
 
 
 def experts_of(module: str) -> str:
@@ -56,13 +64,13 @@ def modern(module: str) -> str:
 def linear_of(module: str) -> str:
     """Return the linear that a module of experts adapts, in the naming of blobs.
 
-    module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj counts as
-        gate_proj. Any other module is returned unchanged.
+    module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj and
+        gate_up_projs count as gate_proj. Any other module is returned unchanged.
     """
     match = _EXPERTS.fullmatch(module)
     if match is None:
         return module
-    return f"{match[1]}.{GATE if match[2] == GATE_UP else match[2]}"
+    return f"{match[1]}.{_LINEARS.get(match[2], match[2])}"
 
 
 class ConfiguredNames:
