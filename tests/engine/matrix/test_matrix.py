@@ -39,6 +39,7 @@ GPT_OSS_ADAPTERS = {
     "some_linears": ADAPTERS["some_linears"]
     | {
         "target_modules": ["v_proj", "o_proj"],
+        "target_parameters": BOTH,
         "rank_pattern": {r"layers\.1\.self_attn\.o_proj": 12},
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},

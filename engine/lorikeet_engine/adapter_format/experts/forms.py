@@ -100,8 +100,8 @@ def name_parameters(
     A wrapper, named mlp.experts or mlp.experts.base_layer, wraps gate_up_proj or down_proj. If a
     layer has wrappers of both, their shapes tell which is which; if it has only one, the config's
     target_parameters tell. A linear whose weight is targeted as a parameter gets the weight's name.
-    Pairs that PEFT before 0.19.1 wrote are transposed: A is then [rank · experts, d_in], ordered by
-    ranks, and B [d_out, experts · rank], by experts.
+    Pairs of a parameter that PEFT took the other way round are transposed: A is then [rank ·
+    experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
 
     Also returns the kind of base model (experts_kind) as whose the pairs were read, if their shapes
     do not show their orientation; else an empty text.
