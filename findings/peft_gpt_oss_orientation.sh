@@ -17,7 +17,7 @@ trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
 venv/bin/pip install --quiet torch==2.13.0
-venv/bin/pip install --quiet transformers==5.24.0 peft==0.21.2 accelerate==1.15.0
+venv/bin/pip install --quiet transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 requests==2.32.5
 for release in 0.18.1 0.19.0 0.19.1 0.21.2; do
     venv/bin/pip install --quiet --no-deps --target "peft-$release" "peft==$release"
 done
