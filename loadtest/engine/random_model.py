@@ -300,7 +300,10 @@ class RandomCheckpoint(Checkpoint):
         return StackedWeight((weight, self.read_parts(names[first:], cuts[first:])))
 
     def _packed(self, name: str, cut: Cut) -> PackedWeight:
-        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 to 9."""
+        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 and 8.
+
+        The mean of its numbers is 0: otherwise a sum over all inputs would hide all else.
+        """
         stored, (d_out, d_in) = self._packed_format, cut.kept_shape
         assert stored is not None
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
@@ -312,7 +315,7 @@ class RandomCheckpoint(Checkpoint):
             return pack(q, there, None, levels=levels, rounded=torch.bfloat16)
         shape = d_out, d_in // stored.group
         scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
-        return pack(q, scales.to(self.device), self._integers(7, 10, *shape))
+        return pack(q, scales.to(self.device), self._integers(7, 9, *shape))
 
     def _integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(
