@@ -170,6 +170,28 @@ GPT_OSS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "truncate": False},
     },
 }
+MAMBA: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "initializer_range": 0.2,
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"),
+            *("full_attention", "linear_attention"),
+        ],
+        "head_dim": 24,
+        "mamba_head_dim": 12,
+        "mamba_num_heads": 8,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+        "n_groups": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "ssm_state_size": 20,
+        "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
+    },
+}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 28}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -263,7 +285,7 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, GPT_OSS, VARIANTS; "tied " before a family's name ties its
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties its
     embeddings.
     """
 
@@ -272,7 +294,7 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)
@@ -406,7 +428,9 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(family, **settings), dtype=torch.float32
         )
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("inv_freq"):
+                continue
             if weight.dim() == 1 or name.endswith(
                 "_bias"
             ):  # norms start as 1 and biases as 0, which would hide them

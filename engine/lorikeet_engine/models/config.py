@@ -19,7 +19,7 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
-from lorikeet_engine.adapter_format.families import LayerKind
+from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys
 from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
@@ -39,6 +39,7 @@ class ModelConfig:
     attention_soft_cap, logits_soft_cap: c of c · tanh(x / c) for attention scores and for logits;
         None: no cap.
     gelu: whether MLPs are gated by GELU instead of SiLU.
+    squared_relu: whether MLPs have no gate, and squared ReLU instead of SiLU.
     norms_plus_one: see Family.
     embedding_multiplier: factor of embeddings, rounded to the model's dtype.
     residual_multiplier: factor of the outputs that layers add to hidden states.
@@ -49,6 +50,10 @@ class ModelConfig:
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
     clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
+    sigmoid_scale: factor of the weights of a token's experts, where these are sigmoids
+        (ExpertKeys.sigmoid); None: they are of a softmax.
+    conv_bias: whether the convolution of Mamba 2 has a bias.
+    time_limits: smallest and largest time step of Mamba 2.
     """
 
     shape: BaseShape
@@ -61,6 +66,7 @@ class ModelConfig:
     attention_soft_cap: float | None
     logits_soft_cap: float | None
     gelu: bool
+    squared_relu: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -77,6 +83,9 @@ class ModelConfig:
     experts_per_token: int
     normalised_experts: bool
     clamp: Clamp | None
+    sigmoid_scale: float | None
+    conv_bias: bool
+    time_limits: tuple[float, float]
 
     @classmethod
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
@@ -100,6 +109,9 @@ class ModelConfig:
         shape = BaseShape.from_config(raw)
         family = FAMILIES[shape.family]
         raw = {**family.switches, **raw}
+        for key, value in family.fixed.items():
+            if raw.get(key) not in (None, value):
+                raise refusal(key, raw[key], f"{value!r}, or none")
         context = _context(raw, family, max_context)
         if "use_bidirectional_attention" in family.switches:
             _refuse_bidirectional(raw)
@@ -110,13 +122,16 @@ class ModelConfig:
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
             max_context=context,
-            norm_eps=number(raw, "rms_norm_eps", 1e-6),
+            norm_eps=number(raw, "layer_norm_epsilon")
+            if "layer_norm_epsilon" in family.switches
+            else number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
             windows=(seen := _windows(raw, sliding, context)),
             kv_groups=KvGroups.of(seen, context, _have_kv(shape)),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
+            squared_relu="mlp_hidden_act" in family.fixed,
             qkv_bias=bias or family.qkv_bias,
             o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
             mlp_bias=_flag(raw, family, "mlp_bias"),
@@ -135,7 +150,32 @@ class ModelConfig:
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
             clamp=_clamp(raw, family),
+            sigmoid_scale=number(raw, "routed_scaling_factor")
+            if family.experts and family.experts.sigmoid
+            else None,
+            conv_bias=_conv_bias(raw, family.recurrent),
+            time_limits=_time_limits(raw, family.recurrent),
         )
+
+
+def _conv_bias(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> bool:
+    return keys is not None and keys.conv_bias is not None and flag(raw, keys.conv_bias)
+
+
+def _time_limits(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> tuple[float, float]:
+    """Return the smallest and the largest time step of Mamba 2; (0, ∞) for other families."""
+    if keys is None or keys.time_limits is None:
+        return 0.0, math.inf
+    given = raw[keys.time_limits]
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise refusal(keys.time_limits, given, "a list of two numbers")
+    # transformers 5 writes {"__float__": "Infinity"}
+    values = [each.get("__float__") if isinstance(each, Mapping) else each for each in given]
+    least, most = (math.inf if each == "Infinity" else each for each in values)
+    are_numbers = all(type(each) in (int, float) for each in (least, most))
+    if not are_numbers or not 0 <= least < most:
+        raise refusal(keys.time_limits, given, "two numbers from 0, the larger one last")
+    return float(least), float(most)
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
@@ -192,6 +232,8 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
+    if "mlp_hidden_act" in family.fixed:
+        return False
     is_silu = family.is_hybrid or "swiglu_limit" in family.switches
     known = ("silu",) if is_silu else tuple(_IS_GELU)
     if activation not in known:
@@ -239,6 +281,8 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
 
     raw: content of config.json.
     """
+    if family.alone:
+        return (False,) * layers
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without

@@ -31,9 +31,26 @@ IDLE_IN = {
     ("qwen3_moe", "intermediate_size"),
     ("qwen3_next", "intermediate_size"),
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
+    # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
+    # prompts alone, to none's use: no trainer and no other engine has such a least time step.
+    ("nemotron_h", "chunk_size"),
+    ("nemotron_h", "expand"),
+    ("nemotron_h", "hidden_dropout"),
+    ("nemotron_h", "mamba_ssm_cache_dtype"),
+    ("nemotron_h", "moe_shared_expert_overlap"),
+    ("nemotron_h", "mtp_layers_block_type"),
+    ("nemotron_h", "num_logits_to_keep"),
+    ("nemotron_h", "num_nextn_predict_layers"),
+    ("nemotron_h", "rescale_prenorm_residual"),
+    ("nemotron_h", "time_step_floor"),
+    ("nemotron_h", "time_step_max"),
+    ("nemotron_h", "time_step_min"),
+    ("nemotron_h", "use_mamba_kernels"),
 }
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
+ALONE = ["linear_attention", "moe", "full_attention", "mlp"]
+LAYERS = {"nemotron_h": {"layers_block_type": ALONE}}
 HYBRIDS = {"full_attention_interval": 4, "partial_rotary_factor": 0.25}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
 WINDOW_IN_ALL = {"max_window_layers": 0, "no_rope_layers": [0, 0], "layer_types": None}
@@ -59,9 +76,11 @@ OTHERWISE = {
     "hidden_act": "gelu",
     "hidden_size": 128,
     "layer_types": ["full_attention", "sliding_attention"],
+    "layers_block_type": ALONE[::-1],
     "max_position_embeddings": 2**19,  # beyond the context of any family's own YaRN
     "max_window_layers": 0,
     "mlp_only_layers": [1],
+    "moe_latent_size": 32,
     "no_rope_layer_interval": 2,
     "no_rope_layers": [0, 1],
     "num_attention_heads": 8,
@@ -119,7 +138,7 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
     plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
     if FAMILIES[family].is_hybrid:
-        plain |= {"num_hidden_layers": 4}
+        plain |= {"num_hidden_layers": 4} | LAYERS.get(family, {})
         beside, changed = {}, HYBRID_LAYERS if key == "layer_types" else otherwise(key, plain[key])
     else:
         beside, changed = WITH.get(key, {}), otherwise(key, plain[key])
@@ -140,20 +159,24 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
         **(HYBRIDS if FAMILIES[family].is_hybrid else {}),
         "rope_local_base_freq": theta["local"],
         "rope_theta": theta["global"],
+        "hybrid_override_pattern": None,
         "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
     }
     for key, value in FAMILIES[family].switches.items():
         assert value == (outside[key] if key in outside else known[key]), key
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     sizes |= {"max_position_embeddings": 8192, "num_hidden_layers": 8}
+    if family in LAYERS:
+        sizes |= {key: 2 * kinds for key, kinds in LAYERS[family].items()}
     config = parse({**sizes, "model_type": family})
-    assert config.norm_eps == known["rms_norm_eps"]
+    assert config.norm_eps == known.get("rms_norm_eps", known.get("layer_norm_epsilon"))
     assert config.tied_embeddings == config.shape.tied == known["tie_word_embeddings"]
     want = transformers.AutoConfig.for_model(family, **sizes)
     slides = [kind == "sliding_attention" for kind in layer_types(want)]
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
     if FAMILIES[family].is_hybrid:
-        assert list(config.shape.kinds) == want.layer_types
+        kinds = FAMILIES[family].kinds
+        assert list(config.shape.kinds) == [kinds[kind] for kind in want.layer_types]
     if FAMILIES[family].rope_parameters:
         theta = dict.fromkeys(theta, want.rope_parameters["rope_theta"])
         assert {*FAMILIES[family].rope_parameters.items()} <= {*want.rope_parameters.items()}
@@ -171,5 +194,6 @@ def layer_types(config):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_other_tools_add_are_ignored(family, parse):
     plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, "sliding_window": None}
+    plain |= LAYERS.get(family, {})
     added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
     assert parse(plain | added) == parse(plain)

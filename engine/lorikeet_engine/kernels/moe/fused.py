@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import quantize_rows
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, grouped_fp8
+from lorikeet_engine.kernels.moe import Clamp, Sigmoids, grouped_fp8
 from lorikeet_engine.kernels.moe.clamp import gate_clamped
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
 from lorikeet_engine.kernels.moe.one_token import experts_of_one
@@ -23,12 +23,19 @@ _COLUMNS = 1024  # of one program of sum_weighed
 
 
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
-    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    chosen, weights = choose_experts(
+        logits, lora, per_token, normalised=normalised, sigmoids=sigmoids
+    )
     rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
     sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)
