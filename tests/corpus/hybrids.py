@@ -261,7 +261,7 @@ def _vision_alone(draft: Draft) -> None:
 
 _NET = "model.layers.0.linear_attn"
 _DRAFT_HEAD = {f"mtp.layers.0.self_attn.q_proj.lora_{side}.weight": (4, 64) for side in "AB"}
-_NO_LINEAR = "of a delta net cannot be adapted; train its linears alone"
+_NO_LINEAR = "of a delta net or Mamba 2 cannot be adapted; train its linears alone"
 _QKV_APART = Feature("q, k and v apart", Axis.TRAINING, _as_three)
 _PLAIN = Feature("all-linear", Axis.TRAINING, _plain)
 _EVERY_LINEAR = _peft("every linear by name", target_modules=EVERY_LINEAR)

@@ -59,6 +59,18 @@ class LayerKind(StrEnum):
         return self in (LayerKind.DELTA_NET, LayerKind.MAMBA)
 
     @property
+    def words(self) -> str:
+        """Name of such a layer, or of what mixes its tokens, for error messages."""
+        return {
+            LayerKind.ATTENTION: "attention",
+            LayerKind.DELTA_NET: "a gated delta net",
+            LayerKind.MAMBA: "a Mamba 2 mixer",
+            LayerKind.MLP: "an MLP",
+            LayerKind.EXPERTS: "a mixture of experts",
+            LayerKind.LATENT_EXPERTS: "a mixture of experts with latent projections",
+        }[self]
+
+    @property
     def mixes(self) -> bool:
         """Whether layers of this kind mix a sequence's tokens."""
         return self is LayerKind.ATTENTION or self.has_state
@@ -217,6 +229,7 @@ class Family:
     kinds: kinds of layers by their names in that list; empty: all layers have attention.
     alone: whether each layer consists of a norm and one part: attention, Mamba 2 or an MLP. Other
         families' layers have an MLP behind each of the former.
+    embeddings: name of the embeddings' module in the trainers' model.
     recurrent: keys for delta nets or Mamba 2; None: no layer has either.
     fixed: keys of config.json of which one value alone can be served, with this value.
     scales_in_module: whether, in every release of transformers, the embedding module itself
@@ -240,6 +253,7 @@ class Family:
     kinds_key: str = "layer_types"
     kinds: Mapping[str, LayerKind] = field(default_factory=dict)
     alone: bool = False
+    embeddings: str = "embed_tokens"
     recurrent: RecurrentKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -247,6 +261,11 @@ class Family:
     def is_hybrid(self) -> bool:
         """Whether the family's decoder layers are of several kinds (LayerKind)."""
         return bool(self.kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds that the linears of the family are of."""
+        return tuple(dict.fromkeys(kind for linear in self.linears for kind in linear.kinds))
 
     @property
     def usually_has_qkv_bias(self) -> bool:

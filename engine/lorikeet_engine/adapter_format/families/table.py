@@ -476,6 +476,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds_key="layers_block_type",
         kinds={**_MAMBA_KINDS, "mlp": LayerKind.MLP, "moe": LayerKind.EXPERTS},
         alone=True,
+        embeddings="embeddings",
         recurrent=RecurrentKeys(
             "n_groups",
             "ssm_state_size",
