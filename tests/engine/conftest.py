@@ -191,7 +191,7 @@ MAMBA: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
     },
 }
-MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 28}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 26}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,

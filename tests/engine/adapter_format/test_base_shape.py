@@ -21,6 +21,7 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         vocab_size=32,
         head_dim=12,
         pad_token_id=None,
+        **({"moe_latent_size": 20} if FAMILIES[family].alone else {}),
     )
     shape = BaseShape.from_config(config.to_dict())
     decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers

@@ -34,6 +34,8 @@ OTHER_SHAPES = {
     "shared_intermediate": 16,
     "kinds": (LayerKind.ATTENTION,) * 2,
     "recurrent": RecurrentShape(2, 8, 4, 8, 4),
+    "dense_intermediate": 16,
+    "latent": 8,
 }
 
 
