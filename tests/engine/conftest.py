@@ -196,6 +196,7 @@ EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
+    "mamba_num_heads": 16,
 }
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -294,7 +295,9 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[
+            name.removeprefix("tied ")
+        ]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)

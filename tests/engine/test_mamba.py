@@ -49,9 +49,7 @@ def every_linear():
     run without these kernels.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            peft.tuners.tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None
-        )
+        patch.setattr(peft.tuners.tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
         yield
 
 

@@ -55,7 +55,7 @@ class RecurrentShape:
 
     @property
     def convolved(self) -> int:
-        """Number of channels of the convolution: all elements of queries (or C), keys and values."""
+        """Number of channels of the convolution: elements of all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -133,7 +133,9 @@ class BaseShape:
             recurrent=_recurrent(config, of_state)
             if of_state and any(kind.has_state for kind in kinds)
             else None,
-            dense_intermediate=integer(config, "intermediate_size") if LayerKind.MLP in kinds else 0,
+            dense_intermediate=integer(config, "intermediate_size")
+            if LayerKind.MLP in kinds
+            else 0,
             latent=integer(config, Width.LATENT) if LayerKind.LATENT_EXPERTS in kinds else 0,
         )
 

@@ -231,8 +231,7 @@ def _expected(
                 found[kind] = replace(
                     found[kind],
                     layers=tuple(
-                        {each: saved.of([n], each) for each in family.layer_kinds}
-                        for n in numbers
+                        {each: saved.of([n], each) for each in family.layer_kinds} for n in numbers
                     ),
                     beyond=tuple(saved.of([n]) for n in beyond),
                 )
@@ -262,9 +261,7 @@ class _SavedNames:
             every kind have.
         """
         linears = [
-            each
-            for each in self.family.linears
-            if (kind in each.kinds if kind else not each.kinds)
+            each for each in self.family.linears if (kind in each.kinds if kind else not each.kinds)
         ]
         forms = {each: self._forms(each) for each in linears}
         found = set[str]()

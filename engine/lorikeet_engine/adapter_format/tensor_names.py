@@ -50,9 +50,7 @@ _PART = re.compile(r"((?:.*\.)?linear_attn\.in_proj_)([qkv])")
 PARTS = ("q", "k", "v")
 """Endings of the matrices that trainers may adapt apart, in the order in which in_proj_qkv stacks
 them."""
-_NO_LINEAR = re.compile(
-    r"\.(?:linear_attn|mamba|mixer)\.(?:conv1d|A_log|D|dt_bias|norm)(?:\.|$)"
-)
+_NO_LINEAR = re.compile(r"\.(?:linear_attn|mamba|mixer)\.(?:conv1d|A_log|D|dt_bias|norm)(?:\.|$)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "only embed_tokens can have such weights",
@@ -85,8 +83,8 @@ def split_saved_name(name: str) -> tuple[str, str]:
     """
     if _NO_LINEAR.search(name):
         raise AdapterRejected(
-            f"tensor {name}: conv1d, A_log, D, dt_bias and norm of a delta net or Mamba 2 cannot be "
-            "adapted; train its linears alone",
+            f"tensor {name}: conv1d, A_log, D, dt_bias and norm of a delta net or Mamba 2 cannot "
+            "be adapted; train its linears alone",
             field=name,
         )
     match = _SAVED.fullmatch(_WRAPPERS.sub("", name))

@@ -170,12 +170,11 @@ def _time_limits(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> tuple[fl
     if not isinstance(given, list | tuple) or len(given) != 2:
         raise refusal(keys.time_limits, given, "a list of two numbers")
     # transformers 5 writes {"__float__": "Infinity"}
-    values = [each.get("__float__") if isinstance(each, Mapping) else each for each in given]
-    least, most = (math.inf if each == "Infinity" else each for each in values)
-    are_numbers = all(type(each) in (int, float) for each in (least, most))
-    if not are_numbers or not 0 <= least < most:
+    numbers = [math.inf if each == {"__float__": "Infinity"} else each for each in given]
+    if any(type(each) not in (int, float) for each in numbers) or not 0 <= numbers[0] < numbers[1]:
         raise refusal(keys.time_limits, given, "two numbers from 0, the larger one last")
-    return float(least), float(most)
+    least, most = map(float, numbers)
+    return least, most
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:

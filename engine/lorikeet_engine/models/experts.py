@@ -78,7 +78,11 @@ class Experts:
         self.gate_up_bias: torch.Tensor | None = None
         self.down_bias: torch.Tensor | None = None
         self.sigmoids: Sigmoids | None = None
-        width, hidden, index = shape.intermediate, shape.latent or shape.hidden, checkpoint.shard.index
+        width, hidden, index = (
+            shape.intermediate,
+            shape.latent or shape.hidden,
+            checkpoint.shard.index,
+        )
         own, every = range(index * width, (index + 1) * width), range(hidden)
         router = shape.linears[shape.groups["router"][0]].path(layer)
         path = f"{router.rpartition('.')[0]}.experts"

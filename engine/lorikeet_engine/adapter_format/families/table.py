@@ -137,9 +137,7 @@ _MAMBA = tuple(
             "mamba_in",
             Parallel.COLUMN,
         ),
-        Linear(
-            "mixer.out_proj", Width.DELTA_VALUES, (Width.HIDDEN,), "mamba_out", Parallel.ROW
-        ),
+        Linear("mixer.out_proj", Width.DELTA_VALUES, (Width.HIDDEN,), "mamba_out", Parallel.ROW),
     )
 )
 _LATENT = LayerKind.LATENT_EXPERTS

@@ -42,8 +42,9 @@ class Operands(NamedTuple):
 
     def of(self, tokens: slice | torch.Tensor) -> "Operands":
         """Return the operands of some of the tokens."""
-        beta = None if self.beta is None else self.beta[tokens]
-        return Operands(*(each[tokens] for each in self[:4]), beta)
+        q, k, v, g, beta = self
+        beta = None if beta is None else beta[tokens]
+        return Operands(q[tokens], k[tokens], v[tokens], g[tokens], beta)
 
 
 def decode_convolution(
@@ -260,9 +261,7 @@ def _saved(prefills: Prefills) -> Iterator[tuple[int, int]]:
     return ((first, slot) for (_, first), slot in rows if slot >= 0)
 
 
-def _operands(
-    qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads
-) -> Operands:
+def _operands(qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads) -> Operands:
     """Compute the recurrence's operands from those of prefill_delta_rule."""
     q, k, v = torch.split(wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(-1, heads.key_heads, heads.key_dim)) for each in (q, k))

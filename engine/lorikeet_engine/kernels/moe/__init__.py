@@ -79,9 +79,7 @@ def route(
     lora: LoRA delta that is added to the logits; None: no adapter
     """
     operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(
-        logits, per_token, lora, normalised=normalised, sigmoids=sigmoids
-    )
+    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
     return routed
 
 
