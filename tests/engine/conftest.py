@@ -191,7 +191,7 @@ MAMBA: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
     },
 }
-MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 26}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 36}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -286,8 +286,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties its
-    embeddings.
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties
+    its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:

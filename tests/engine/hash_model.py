@@ -27,8 +27,8 @@ from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.kv_groups import KvGroups
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.draws import SamplingRow

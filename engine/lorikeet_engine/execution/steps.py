@@ -19,8 +19,8 @@ from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import Grammars

@@ -3,8 +3,6 @@
 kernels/delta_net defines the convolution and the delta rule.
 """
 
-import torch
-
 from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,

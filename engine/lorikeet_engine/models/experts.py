@@ -184,8 +184,8 @@ class Experts:
 class SharedExpert:
     """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · mlp(x).
 
-    `weigh` is a linear layer with one output, whose sigmoid is the weight of the expert's output. In
-    some families there is none, and the weight is 1.
+    `weigh` is a linear layer with one output, whose sigmoid is the weight of the expert's output.
+    None: the weight is 1.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -215,9 +215,9 @@ class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Each rank computes its part of every expert. Experts may read and write vectors narrower
-    than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes hidden states
-    of the experts' sum; every rank has both whole.
+    experts. Each rank computes its part of every expert. Experts may read and write vectors that
+    are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
+    hidden states of the experts' sum; every rank has both whole.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ def by_transformers(drawn: Inputs, heads: Heads, state, length):
     return y[0], last[0]
 
 
-def assert_equal(got, want, eps=torch.finfo(torch.float32).eps):
+def assert_equal(got, want):
+    eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(got, want, rtol=0, atol=100 * eps * want.abs().max().item())
 
 

@@ -279,7 +279,7 @@ def test_gates_of_heads(kind, heads, dim, sigmoid, adapters, tokens):
 @pytest.mark.parametrize(("groups", "width"), [(4, 24), (1, 1500)])
 def test_groups_are_gated_and_then_normed(kind, groups, width, adapters, tokens):
     x, wider = random(kind, tokens, groups, width), random(kind, tokens, groups, 2 * width)
-    gate, lora, summed = wider[..., width:], None, wider.float()
+    lora, summed = None, wider.float()
     if adapters:
         lora, summed = adapted(kind, wider)
         lora = LoraDelta(lora.rows.view_as(wider)[..., width:], lora.tokens)
