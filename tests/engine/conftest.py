@@ -191,7 +191,10 @@ MAMBA: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
     },
 }
-MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {"moe_latent_size": 36}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "moe"],
+    "moe_latent_size": 28,
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,

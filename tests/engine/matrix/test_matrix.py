@@ -51,7 +51,7 @@ MAMBA_ADAPTERS = {
     "some_linears": ADAPTERS["some_linears"]
     | {
         "target_modules": ["v_proj", "shared_experts.down_proj", "in_proj"],
-        "rank_pattern": {r"layers\.1\.mixer\.shared_experts\.down_proj": 12},
+        "rank_pattern": {r"layers\.[12]\.mixer\.shared_experts\.down_proj": 12},
     },
     "head": ADAPTERS["head"]
     | {
@@ -74,8 +74,8 @@ SOME = {
     "nf4_weights": (*FAMILIES, "qwen3_5_text"),
     "packed_awq": tuple(FAMILIES),
     "packed_act_order": tuple(FAMILIES),
-    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, *MAMBA),
-    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, *MAMBA),
+    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
+    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
     "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
