@@ -1,6 +1,7 @@
 """Base model of given shapes with random weights: as fast as a trained model, and without files."""
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
+from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight, pack
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -207,11 +210,14 @@ GPT_OSS_20B: Mapping[str, Any] = {
         "truncate": False,
         "original_max_position_embeddings": 4096,
     },
+    "quantization_config": {"quant_method": "mxfp4"},
 }
+"""Shapes whose experts stay in 4 bits with weight_dtype=packed, and are floats otherwise."""
 GPT_OSS_120B: Mapping[str, Any] = GPT_OSS_20B | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+_E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
@@ -335,6 +341,23 @@ class RandomCheckpoint(Checkpoint):
     def __contains__(self, _name: str) -> bool:
         """Return False: no tensor holds several linears, or scales of keys and values."""
         return False
+
+
+def random_mxfp4(
+    experts: int, d_out: int, d_in: int, deviation: float, random: torch.Generator
+) -> Mxfp4Experts:
+    """Draw weights of experts in MXFP4, whose scales are all one, without ever making floats.
+
+    deviation: standard deviation of the weights, to the next power of two.
+    """
+    groups, device = -(-d_in // (BLOCK * BLOCKS)), random.device
+    words = torch.empty(experts, groups, d_out, BLOCK, dtype=torch.int16, device=device)
+    words.random_(-(1 << 15), 1 << 15, generator=random)
+    exponents = torch.zeros(groups * BLOCKS, dtype=torch.uint8, device=device)
+    scale = 127 + round(math.log2(deviation / _E2M1_DEVIATION))
+    exponents[: d_in // BLOCK] = SCALE_OFFSET + scale  # blocks beyond d_in are 0
+    of_group = exponents.view(torch.int32)[None, :, None]
+    return Mxfp4Experts(words, of_group.expand(experts, -1, d_out).contiguous(), d_in)
 
 
 def random_model(

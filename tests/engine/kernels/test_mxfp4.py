@@ -162,7 +162,9 @@ def test_the_ptx_that_decodes_computes_what_triton_computes():
         others = 0xFFFF & ~sum(1 << place for place in places)
         for noise in (0, others):
             low, high = words | noise, words.flip(0) | noise
-            for lane, got in enumerate(run_ptx(grouped_mxfp4._DECODE.value, low | high << 16)[block]):
+            for lane, got in enumerate(
+                run_ptx(grouped_mxfp4._DECODE.value, low | high << 16)[block]
+            ):
                 want = codes if lane == 0 else codes.flip(0)
                 assert torch.equal(got, (want >> 3 << 15) | (want & 7) << 6)
 

@@ -115,4 +115,5 @@ def experts_of_one(
         return one_token_mxfp4.down_of(gated, down, chosen, weights, biases.down)
     assert not isinstance(down, Mxfp4Experts)
     gated = one_token.gate_up_of(x, gate_up, chosen, gelu=gelu, biases=biases)
-    return one_token.down_of(gated, down, chosen, weights, biases and biases.down)
+    of_down = None if biases is None else biases.down
+    return one_token.down_of(gated, down, chosen, weights, of_down)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.moe.grouped import TileConfig, tile_at
-from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, GROUP, Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import GROUP, Mxfp4Experts
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 TILES = (
@@ -201,10 +201,7 @@ def _add_block(
     """
     # Blocks beyond the last read the last inputs; their weights are 0.
     at = at_x + tl.multiple_of(tl.minimum(first, d_in - 32), 32)
-    if real is None:
-        values = tl.load(at)
-    else:
-        values = tl.load(at, mask=real[:, None], other=0.0)
+    values = tl.load(at) if real is None else tl.load(at, mask=real[:, None], other=0.0)
     if upcast:
         values = values.to(tl.float32)
     return tl.dot(weights, values.T, sums, input_precision="ieee")

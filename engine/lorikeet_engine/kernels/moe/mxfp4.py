@@ -61,8 +61,10 @@ class Mxfp4Experts:
         words, scales = self.words[expert].int(), self.scales[expert]
         blocks = []
         for block, places in enumerate(BITS):
-            bits = [(words >> place & 1) << to for place, to in zip(places, BITS[0], strict=True)]
-            codes = sum(bits).short().view(torch.bfloat16).float()
+            bits = torch.zeros_like(words)
+            for place, to in zip(places, BITS[0], strict=True):
+                bits |= (words >> place & 1) << to
+            codes = bits.short().view(torch.bfloat16).float()
             factor = ((scales >> 8 * block & 255) << 23).view(torch.float32)
             blocks.append(codes * factor[..., None])
         values = torch.stack(blocks, 2).transpose(0, 1)  # [d_out, groups, 4, 32]
