@@ -261,7 +261,7 @@ class RandomCheckpoint(Checkpoint):
         rounding: format to which linears are rounded; None: not rounded.
         shard: part of each tensor that this rank reads.
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
-        packed: format of 4 bits in which linears are drawn and stay; None: linears are floats.
+        packed: format of 4 bits in which weights are drawn and stay; None: they are floats.
         """
         self.device = device
         self.shard = shard
@@ -272,7 +272,9 @@ class RandomCheckpoint(Checkpoint):
         self._staging = None
         self._seed = seed
         self._block = block
-        self.packed = packed is not None
+        of_experts = packed is not None and packed.format is Quantization.MXFP4
+        self.packs_linears = packed is not None and not of_experts
+        self.packs_experts = of_experts
         self._packed_format = packed
         self._random = torch.Generator(device)
 
@@ -319,6 +321,17 @@ class RandomCheckpoint(Checkpoint):
         shape = d_out, d_in // stored.group
         scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
         return pack(q, scales.to(self.device), self._integers(7, 10, *shape))
+
+    def read_mxfp4(
+        self, name: str, shape: tuple[int, int, int], rows: Sequence[range], columns: range
+    ) -> Mxfp4Experts:
+        """Draw the kept part of experts' weights."""
+        self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
+        experts, d_in, _ = shape
+        sides = sum(map(len, rows)), len(columns)
+        weight = random_mxfp4(experts, *sides, d_in**-0.5, self._random)
+        self.nbytes += weight.nbytes
+        return weight
 
     def _integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(
@@ -375,7 +388,7 @@ def random_model(
     max_context: limit on a sequence's tokens; None: the config's.
     rounding: format to which linears are rounded, unless the config names one.
     ranks: processes that share the model, of which this is one; None: no other.
-    packed: whether linears stay in the 4 bits of the format that the config names.
+    packed: whether weights stay in the 4 bits of the format that the config names.
     """
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard

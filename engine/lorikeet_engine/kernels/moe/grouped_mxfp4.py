@@ -28,9 +28,8 @@ TILES = (
 
 Not yet tuned on a GPU.
 """
+_WIDE_STAGES = 2
 _CODES = tl.constexpr(0x81C0)  # bits of a code in a word, once it is shifted
-_TWO_CODES = tl.constexpr(0x81C081C0)
-_PAIR = tl.constexpr(0x00800080)  # turns exponent bits into two equal numbers of bfloat16
 # Decodes two words: mxfp4.BITS in Python. Each operation handles two codes; a product with −0 as
 # addend is exact, and is an instruction on Ampere too.
 _DECODE = tl.constexpr("""
@@ -87,7 +86,7 @@ def products(
     _products_mxfp4[(tiles, triton.cdiv(d_out, c.outputs))](
         x, weight.words, weight.scales, routed.pairs, routed.starts, y,
         experts, d_out, d_in, routed.per_token, gathered, decodes_in_float32(x),
-        triton.next_power_of_2(experts), c.rows, c.outputs, c.stages,
+        triton.next_power_of_2(experts), c.rows, c.outputs, stages_for(x, c),
         num_warps=c.warps,
     )  # fmt: skip
     return y
@@ -96,6 +95,11 @@ def products(
 def decodes_in_float32(x: torch.Tensor) -> bool:
     """Return whether products with x are of float32: x is no bfloat16, or Triton interprets."""
     return x.dtype is not torch.bfloat16 or x.device.type == "cpu"
+
+
+def stages_for(x: torch.Tensor, config: TileConfig) -> int:
+    """Return the stages for which a multiprocessor has memory: float32 takes twice as much."""
+    return min(config.stages, _WIDE_STAGES) if decodes_in_float32(x) else config.stages
 
 
 @triton.jit  # type: ignore[untyped-decorator]

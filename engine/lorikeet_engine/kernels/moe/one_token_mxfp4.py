@@ -11,7 +11,7 @@ import triton.language as tl
 from lorikeet_engine.kernels.moe import ClampedBiases
 from lorikeet_engine.kernels.moe.clamp import clamped
 from lorikeet_engine.kernels.moe.grouped import TileConfig
-from lorikeet_engine.kernels.moe.grouped_mxfp4 import decodes_in_float32, multiplied
+from lorikeet_engine.kernels.moe.grouped_mxfp4 import decodes_in_float32, multiplied, stages_for
 from lorikeet_engine.kernels.moe.mxfp4 import GROUP, Mxfp4Experts
 from lorikeet_engine.kernels.moe.one_token import bias_arguments
 from lorikeet_engine.kernels.split_k import arrived
@@ -37,7 +37,7 @@ def gate_up_of(
     y = x.new_empty((chosen.shape[1], d_out // 2))
     _gate_up_mxfp4[(triton.cdiv(d_out, config.outputs), len(y))](
         x, weight.words, weight.scales, chosen, y, *bias_arguments(biases), d_out, d_in,
-        decodes_in_float32(x), config.rows, config.outputs, config.stages,
+        decodes_in_float32(x), config.rows, config.outputs, stages_for(x, config),
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -62,7 +62,8 @@ def down_of(
     y, products = x.new_empty((1, d_out)), x.new_empty((len(x), d_out))
     _down_mxfp4[(triton.cdiv(d_out, config.outputs), len(x))](
         x, weight.words, weight.scales, chosen, shares, biases, products, arrived(x.device), y,
-        d_out, d_in, decodes_in_float32(x), len(x), config.rows, config.outputs, config.stages,
+        d_out, d_in, decodes_in_float32(x), len(x), config.rows, config.outputs,
+        stages_for(x, config),
         num_warps=config.warps,
     )  # fmt: skip
     return y
