@@ -140,7 +140,7 @@ def _products_mxfp4(
     at_x = x + token.to(tl.int64) * d_in
     line = tl.minimum(output, d_out - 1)
     sums = multiplied(
-        at_x, None, words, scales, expert, line, d_out, d_in, upcast,
+        at_x, None, words, scales, expert, line, 0, tl.cdiv(d_in, 128), d_out, d_in, upcast,
         block_rows, block_outputs, stages,
     )  # fmt: skip
     at_y = y + row[None, :].to(tl.int64) * d_out + output[:, None]
@@ -156,6 +156,8 @@ def multiplied(
     scales: tl.tensor,
     expert: tl.tensor,
     line: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
     upcast: tl.constexpr,
@@ -167,17 +169,17 @@ def multiplied(
 
     at_x [rows]: pointers to the rows. real [rows]: rows to read, others are 0; None: all.
     words, scales: see Mxfp4Experts. line [outputs]: the outputs. upcast: see decodes_in_float32.
+    begin, end: the groups of inputs to multiply.
     → [outputs, rows]
     """
-    groups: tl.constexpr = (d_in + 127) // 128
-    first = expert.to(tl.int64) * (groups * d_out)
+    first = (expert.to(tl.int64) * tl.cdiv(d_in, 128) + begin) * d_out
     element = tl.arange(0, 32)
     at_words = words + first * 32 + (line[:, None] * 32 + element[None, :])
     at_scales = scales + first + line
     at_x = at_x[:, None] + element[None, :]
     sums = tl.zeros((block_outputs, block_rows), tl.float32)
     # Stages of the loop, not of the launch: the latter prefetch only the operands of tl.dot.
-    for group in tl.range(0, groups, num_stages=stages):
+    for group in tl.range(begin, end, num_stages=stages):
         packed, exponents = tl.load(at_words), tl.load(at_scales)
         w_0, w_1, w_2, w_3 = decoded(packed, exponents, upcast)
         sums = _add_block(sums, w_0, at_x, real, group * 128, d_in, upcast)
