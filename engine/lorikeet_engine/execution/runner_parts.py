@@ -50,6 +50,7 @@ class RunnerParts:
             config.attention_soft_cap,
             config.sinks,
             config.max_context >= _LONG_CONTEXT,
+            config.attention_scale,
         )
         return cls(model, choose_attention(shape, model.device), weights, settings)
 

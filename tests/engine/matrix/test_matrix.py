@@ -67,7 +67,7 @@ OFTEN = {
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss"),
-    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "two_ranks": ("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral",),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
