@@ -168,6 +168,11 @@ class BaseShape:
         """Whether a layer has the heads `full`."""
         return self.full is not None and self.kind(layer) is LayerKind.ATTENTION
 
+    @property
+    def widest_head(self) -> int:
+        """Elements of a head in the layers with the widest heads."""
+        return max(self.head_dim, self.full.head_dim if self.full is not None else 0)
+
     def heads_of(self, layer: int) -> AttentionHeads:
         """Return the heads of a layer with attention."""
         if self.full is not None and self.is_full(layer):

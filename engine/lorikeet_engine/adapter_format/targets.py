@@ -96,7 +96,7 @@ def check_targets(
         missing[family], kinds[family] = each.missing(given, targeted)
     whole = sorted(family for family, modules in missing.items() if not modules)
     if not whole:
-        module = next(iter(missing.values()))[0]
+        module = min(missing.values(), key=len)[0]
         key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
         raise bad_config(_missing(canonical_module(module), last, layers), key)
     hybrid = all(FAMILIES[family].is_hybrid for family in whole)

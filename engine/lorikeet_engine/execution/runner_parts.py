@@ -42,7 +42,7 @@ class RunnerParts:
         shape = AttentionShape(
             own.heads,
             own.kv_heads,
-            own.head_dim,
+            own.widest_head,
             settings.page_size,
             model.dtype,
             settings.torch_kv_dtype == FP8_KV,
