@@ -198,6 +198,8 @@ EIGHT_HEADS = {
 }
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
+    # two ranks have whole blocks of 32 inputs, as MXFP4 wants
+    "gpt_oss_in_blocks": {**GPT_OSS["gpt_oss"], "intermediate_size": 192},
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {
         "model_type": "llama",

@@ -29,6 +29,8 @@ _SAVED_ROWS = re.compile(
 _WRAPPERS = re.compile(
     r"^(?:_orig_mod\.)?module\.|\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
+# Tinker's name for self_attn of gpt-oss (tinker-cookbook 0.6.1, weights/_merge_gpt_oss.py).
+_TINKER_ATTENTION = re.compile(r"(\blayers\.[0-9]{1,6}\.)attn\.")
 _SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
 _COPY = re.compile(
     r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
@@ -84,7 +86,7 @@ def split_saved_name(name: str) -> tuple[str, str]:
             "train its linears alone",
             field=name,
         )
-    match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
+    match = _SAVED.fullmatch(_TINKER_ATTENTION.sub(r"\1self_attn.", _WRAPPERS.sub("", name)))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 
 

@@ -1,5 +1,7 @@
 """Mixture-of-experts MLP of a layer: a router, and experts of which each token uses a few."""
 
+from functools import partial
+
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, Quantization
@@ -10,6 +12,9 @@ from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import (
+    Clamp,
+    ClampedBiases,
+    ExpertWeight,
     clamped_swiglu,
     combine,
     expert_products,
@@ -35,10 +40,11 @@ class Experts:
     tensor parallelism, each process keeps a part of every expert's width and computes only its part
     of y; the parts must be added up over ranks.
 
-    gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
-    down [experts, hidden, width], in floats or FP8.
-    gate_up_bias [experts, 2 · width], down_bias [experts, hidden]: None if experts have no biases;
-        with tensor parallelism, only the first process has down_bias.
+    gate_up [experts, 2 · width, hidden], in floats, FP8 or MXFP4; width is the shape's
+        `intermediate`.
+    down [experts, hidden, width], in floats, FP8 or MXFP4.
+    biases: None if experts have no biases; with tensor parallelism, only the first process has
+        those of down.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -60,14 +66,19 @@ class Experts:
             _lora_group(shape, group) for group in ("expert_gate_up", "expert_down")
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
-        self.gelu, self.clamp = config.gelu, config.clamp
-        self.gate_up_bias: torch.Tensor | None = None
-        self.down_bias: torch.Tensor | None = None
+        self.gelu = config.gelu
+        self.biases: ClampedBiases | None = None
+        self.gate_up: ExpertWeight
+        self.down: ExpertWeight
         width, hidden, first = shape.intermediate, shape.hidden, checkpoint.shard.index
         own, every = range(first * width, (first + 1) * width), range(hidden)
         path = f"model.layers.{layer}.mlp.experts"
-        if self.clamp is not None:
-            self._read_clamped(checkpoint, path, whole, own)
+        if config.clamp is not None:
+            if checkpoint.packs_experts:
+                self._read_packed(checkpoint, path, whole, own)
+            else:
+                self._read_clamped(checkpoint, path, whole, own)
+            self.biases = _read_biases(checkpoint, path, whole, own, config.clamp)
             return
         gate_up = Cut((whole.intermediate, hidden), own, every)
         self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), whole.experts, gate_up)
@@ -84,33 +95,30 @@ class Experts:
         own: part of each expert's width to keep.
         """
         experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
-        pairs, every = range(2 * own.start, 2 * own.stop), range(experts)  # gates and values
-
-        def gates_first(values: torch.Tensor) -> torch.Tensor:
-            values = values.view(experts, -1, len(own), 2)
-            return values.permute(0, 3, 2, 1).reshape(experts, 2 * len(own), -1)
+        gates_first = partial(_gates_first, experts, len(own))
 
         def of_down(values: torch.Tensor) -> torch.Tensor:
             return values.view(experts, len(own), hidden).transpose(1, 2).contiguous()
 
-        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), pairs)
+        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), _pairs(own))
         self.gate_up = checkpoint.read_arranged(f"{path}.gate_up_proj", [cut], gates_first)
-        cut = Cut((experts, 2 * width), every, pairs)
-        biases = checkpoint.read_arranged(
-            f"{path}.gate_up_proj_bias", [cut], gates_first, rounds=False
-        )
-        assert isinstance(biases, torch.Tensor)
-        self.gate_up_bias = biases.view(experts, -1)
         starts = range(own.start, experts * width, width)
         cuts = [
             Cut((experts, width, hidden), range(start, start + len(own)), range(hidden))
             for start in starts
         ]
         self.down = checkpoint.read_arranged(f"{path}.down_proj", cuts, of_down)
-        if checkpoint.shard.index:
-            checkpoint.leave([f"{path}.down_proj_bias"])
-        else:
-            self.down_bias = checkpoint.read([f"{path}.down_proj_bias"], [experts], hidden)
+
+    def _read_packed(self, checkpoint: Checkpoint, path: str, whole: BaseShape, own: range) -> None:
+        """Read gpt-oss's experts in MXFP4, which stay packed; see _read_clamped."""
+        experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
+        pairs = _pairs(own)
+        gates_first = pairs[::2], pairs[1::2]
+        shape = experts, hidden, 2 * width
+        name = f"{path}.gate_up_proj"
+        self.gate_up = checkpoint.read_mxfp4(name, shape, gates_first, range(hidden))
+        shape = experts, width, hidden
+        self.down = checkpoint.read_mxfp4(f"{path}.down_proj", shape, [range(hidden)], own)
 
     def __call__(
         self,
@@ -128,10 +136,10 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        if rows.is_cuda and len(rows) == 1 and not adapts and self.clamp is None:
+        if rows.is_cuda and len(rows) == 1 and not adapts:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
-                normalised=self.normalised, gelu=self.gelu,
+                normalised=self.normalised, gelu=self.gelu, biases=self.biases,
             )  # fmt: skip
         routed = route(logits, self.per_token, lora, normalised=self.normalised)
         adapted = begin_experts(step, routed)
@@ -139,15 +147,15 @@ class Experts:
         if self.gate_up_group is not None:
             add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
         gated: Inputs
-        if self.clamp is not None and self.gate_up_bias is not None:
-            gated = clamped_swiglu(gate_up, self.gate_up_bias, routed, self.clamp)
+        if self.biases is not None:
+            gated = clamped_swiglu(gate_up, self.biases.gate_up, routed, self.biases.clamp)
         else:
             gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
             gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         if self.down_group is not None:
             add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
-        return combine(down, routed, self.down_bias)
+        return combine(down, routed, None if self.biases is None else self.biases.down)
 
 
 class SharedExpert:
@@ -224,6 +232,39 @@ class RoutedMlp:
         if self.shared is not None:
             self.shared.add_to(mixed, x, lora)
         return summed_product(mixed, None, self.output_weight, self._ranks)
+
+
+def _pairs(own: range) -> range:
+    """Return the columns of gpt-oss's gate_up_proj for a part of an expert's width: each gate
+    before the value that it gates.
+    """
+    return range(2 * own.start, 2 * own.stop)
+
+
+def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor:
+    """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
+
+    width: number of gates of each expert.
+    """
+    values = values.view(experts, -1, width, 2)
+    return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)
+
+
+def _read_biases(
+    checkpoint: Checkpoint, path: str, whole: BaseShape, own: range, clamp: Clamp
+) -> ClampedBiases:
+    """Read the biases of gpt-oss's experts; see Experts._read_clamped."""
+    experts, name = whole.experts, f"{path}.gate_up_proj_bias"
+    cut = Cut((experts, 2 * whole.intermediate), range(experts), _pairs(own))
+    gates_first = partial(_gates_first, experts, len(own))
+    gate_up = checkpoint.read_arranged(name, [cut], gates_first, rounds=False)
+    assert isinstance(gate_up, torch.Tensor)
+    down, name = None, f"{path}.down_proj_bias"
+    if checkpoint.shard.index:
+        checkpoint.leave([name])  # the first process adds the biases to the sum
+    else:
+        down = checkpoint.read([name], [experts], whole.hidden)
+    return ClampedBiases(clamp, gate_up.view(experts, -1), down)
 
 
 def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:

@@ -39,8 +39,11 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
         experts = decoder[0].mlp.experts
-        assert experts.gate_up_proj.shape == (shape.matrices(gate), d_gate + d_up, d_in)
-        assert experts.down_proj.shape == (shape.matrices(down), d_out, width)
+        up_dims, down_dims = (d_gate + d_up, d_in), (d_out, width)
+        if family == "gpt_oss":
+            up_dims, down_dims = up_dims[::-1], down_dims[::-1]
+        assert experts.gate_up_proj.shape == (shape.matrices(gate), *up_dims)
+        assert experts.down_proj.shape == (shape.matrices(down), *down_dims)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ FILES = (
     "test_lora_triton.py",
     "test_mask_kernel.py",
     "test_moe.py",
+    "test_mxfp4.py",
     "test_norms_over_ranks.py",
     "test_paged_decode.py",
     "test_penalty_kernel.py",

@@ -412,7 +412,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt-oss",
-        (_Q, _K, _V, _O, replace(_ROUTER, module="mlp.router")),
+        (
+            _Q,
+            _K,
+            _V,
+            _O,
+            replace(_ROUTER, module="mlp.router"),
+            _EXPERT_GATE,
+            _EXPERT_UP,
+            _EXPERT_DOWN,
+        ),
         {
             "attention_bias": True,
             "head_dim": 64,
