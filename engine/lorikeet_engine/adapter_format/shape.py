@@ -19,6 +19,9 @@ from lorikeet_engine.adapter_format.families import (
     Width,
 )
 
+_WINDOWS_AND_FULL = 6
+"""Number of layers from one without a window to the next, if layer_types is not given."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
@@ -52,6 +55,17 @@ class DeltaNetShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """Heads of attention in some layers of a base model.
+
+    kv_heads: number of key heads, and of value heads. head_dim: elements of a head.
+    """
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class BaseShape:
     """Sizes of a base model; widths are numbers of elements.
 
@@ -64,6 +78,8 @@ class BaseShape:
     shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
     delta_net: sizes of the delta nets; None if no layer has one.
+    full: heads of layers without a window (LayerKind.ATTENTION), if heads of layers with a window
+        are others; None: all layers have the same.
     """
 
     family: str
@@ -79,6 +95,7 @@ class BaseShape:
     shared_intermediate: int = 0
     kinds: tuple[LayerKind, ...] = ()
     delta_net: DeltaNetShape | None = None
+    full: AttentionHeads | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -104,6 +121,9 @@ class BaseShape:
         keys = FAMILIES[family].experts
         layers = integer(config, "num_hidden_layers")
         kinds = _kinds(config, FAMILIES[family], layers)
+        if config.get("per_layer_config") and "per_layer_config" not in FAMILIES[family].switches:
+            want = "none: all layers have the same sizes"
+            raise refusal("per_layer_config", config["per_layer_config"], want)
         return cls(
             family=family,
             layers=layers,
@@ -120,6 +140,7 @@ class BaseShape:
             else 0,
             kinds=kinds,
             delta_net=_delta_net(config) if LayerKind.DELTA_NET in kinds else None,
+            full=_full_heads(config, kinds, heads, kv_heads) if LayerKind.WINDOW in kinds else None,
         )
 
     @property
@@ -143,9 +164,34 @@ class BaseShape:
         """Return the kind of the decoder layer with this index."""
         return self.kinds[layer] if self.kinds else LayerKind.ATTENTION
 
+    def is_full(self, layer: int) -> bool:
+        """Whether a layer has the heads `full`."""
+        return self.full is not None and self.kind(layer) is LayerKind.ATTENTION
+
+    @property
+    def widest_head(self) -> int:
+        """Elements of a head in the layers with the widest heads."""
+        return max(self.head_dim, self.full.head_dim if self.full is not None else 0)
+
+    def heads_of(self, layer: int) -> AttentionHeads:
+        """Return the heads of a layer with attention."""
+        if self.full is not None and self.is_full(layer):
+            return self.full
+        return AttentionHeads(self.kv_heads, self.head_dim)
+
     def has(self, layer: int, linear: int) -> bool:
         """Whether the decoder layer with this index has the linear with this index."""
         return self.linears[linear].kind in (None, self.kind(layer))
+
+    def in_layer(self, layer: int, linear: int) -> int:
+        """Return the index of the linear that a layer has under the same name as the given one.
+
+        Linears of layers of several kinds may have the same name, and other widths. Returns
+        `linear` if the layer has none of this name.
+        """
+        module = self.linears[linear].module
+        same = (n for n, each in enumerate(self.linears) if each.module == module)
+        return next((n for n in same if self.has(layer, n)), linear)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -174,11 +220,14 @@ class BaseShape:
         piece.
         """
         delta = self.delta_net or DeltaNetShape(0, 0, 0, 0, 0)
+        full = self.full or AttentionHeads(0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
             Width.GATED_QUERIES: (self.heads, 2 * self.head_dim),
             Width.KEYS: (self.kv_heads, self.head_dim),
+            Width.FULL_QUERIES: (self.heads, full.head_dim),
+            Width.FULL_KEYS: (full.kv_heads, full.head_dim),
             Width.DELTA_KEYS: (delta.key_heads, delta.key_dim),
             Width.DELTA_VALUES: (delta.value_heads, delta.value_dim),
             Width.DELTA_GATES: (delta.value_heads, 1),
@@ -199,6 +248,7 @@ class BaseShape:
             return keys.width
         shared = {
             Width.GATED_QUERIES: Width.QUERIES,
+            Width.FULL_QUERIES: Width.QUERIES,
             Width.DELTA_GATES: Width.DELTA_VALUES,
             Width.DELTA_QKVZ: Width.DELTA_KEYS,
             Width.DELTA_BA: Width.DELTA_KEYS,
@@ -235,16 +285,56 @@ def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[Laye
     if not family.is_hybrid:
         return ()
     kinds = config["layer_types"]
+    if kinds is None and LayerKind.WINDOW in family.kinds:
+        window, full = LayerKind.WINDOW, LayerKind.ATTENTION
+        kinds = [window if layer % _WINDOWS_AND_FULL else full for layer in range(1, layers)]
+        kinds.append(full)
     if kinds is None:
         every = integer(config, "full_attention_interval")
         full, delta = LayerKind.ATTENTION, LayerKind.DELTA_NET
         kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
-    known = {kind.value for kind in LayerKind}
-    if not isinstance(kinds, list) or len(kinds) != layers or not known.issuperset(kinds):
-        raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(LayerKind)}")
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*family.kinds}:
+        raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(family.kinds)}")
+    if LayerKind.WINDOW in family.kinds and kinds[-1] != LayerKind.ATTENTION:
+        raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for the last layer")
     if LayerKind.ATTENTION not in kinds:
         raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for at least one layer")
     return tuple(map(LayerKind, kinds))
+
+
+def _full_heads(
+    config: Mapping[str, Any], kinds: Sequence[LayerKind], heads: int, kv_heads: int
+) -> AttentionHeads:
+    """Return the heads of layers without a window.
+
+    config.json has them under keys of their own, or, from transformers 5.24 on, for each layer.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    kinds: kind of each layer.
+    heads, kv_heads: numbers of query heads, and of key heads in layers with a window.
+    """
+    given = config["per_layer_config"]
+    if given is None:
+        own = config["num_global_key_value_heads"] if config["attention_k_eq_v"] else None
+        found: Any = {"head_dim": config["global_head_dim"], "num_key_value_heads": own or kv_heads}
+    else:
+        full = [str(n) for n, kind in enumerate(kinds) if kind is LayerKind.ATTENTION]
+        each = given if isinstance(given, Mapping) else {}
+        sizes = {str(layer).lstrip("0") or "0": sizes for layer, sizes in each.items()}  # of "05"
+        found = sizes.get(full[0])
+        if found is None or sizes != dict.fromkeys(full, found) or not isinstance(found, Mapping):
+            want = f"the same sizes for each of the layers {', '.join(full)}, and none for others"
+            raise refusal("per_layer_config", given, want)
+        if unknown := {*found} - {"head_dim", "num_key_value_heads"}:
+            want = "head_dim and num_key_value_heads alone"
+            raise refusal("per_layer_config", sorted(unknown), want)
+    head_dim = integer(found, "head_dim", integer(config, "head_dim"))
+    kv_heads = integer(found, "num_key_value_heads", kv_heads)
+    if head_dim % 2:
+        raise refusal("global_head_dim", head_dim, "an even number")
+    if heads % kv_heads:
+        raise refusal("num_global_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    return AttentionHeads(kv_heads, head_dim)
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNetShape:

@@ -34,7 +34,11 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
-_KINDS = {LayerKind.ATTENTION: "attention", LayerKind.DELTA_NET: "a gated delta net"}
+_KINDS = {
+    LayerKind.ATTENTION: "attention",
+    LayerKind.WINDOW: "attention with a window",
+    LayerKind.DELTA_NET: "a gated delta net",
+}
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
 
@@ -133,7 +137,7 @@ class AdapterSpec:
         """Modules of the base model that the adapter changes."""
         names = {part.linear: _without_layer(part.name) for part in self.linears}
         return TouchedModules(
-            linears=tuple(names[linear] for linear in sorted(names)),
+            linears=tuple(dict.fromkeys(names[linear] for linear in sorted(names))),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
@@ -452,6 +456,7 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",
             field=module,
         )
+    linear = shape.in_layer(layer, linear)
     if not shape.has(layer, linear):
         raise AdapterRejected(
             f"{module}: layer {layer} of the base model is {_KINDS[shape.kind(layer)]} and has no "

@@ -110,7 +110,7 @@ def check_targets(
         missing[family], kinds[family] = each.missing(given, targeted)
     whole = sorted(family for family, modules in missing.items() if not modules)
     if not whole:
-        module = next(iter(missing.values()))[0]
+        module = min(missing.values(), key=len)[0]
         key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
         raise bad_config(_missing(canonical_module(module), last, layers), key)
     hybrid = all(FAMILIES[family].is_hybrid for family in whole)
@@ -154,11 +154,12 @@ class _Expected:
         wanted = list[tuple[LayerKind, ...]]()
         with_weights = len(self.layers) - len(self.beyond)
         for layer, kinds in enumerate(self.layers):
-            has = [kind for kind, names in kinds.items() if not names.isdisjoint(given)]
-            if len(has) > 1:
+            adapted = set[str]().union(*kinds.values()) & given
+            has = [kind for kind, names in kinds.items() if adapted <= names]
+            if not has:
                 problem = f"layer {layer} has weights of attention and of a delta net"
                 raise bad_config(f"{problem}: no layer has both", "target_modules")
-            lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has or kinds}
+            lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has}
             possible = tuple(kind for kind, lacking in lacks.items() if not lacking)
             if layer >= with_weights and _lacking(
                 self.beyond[layer - with_weights], given, targeted
@@ -230,7 +231,7 @@ def _expected(
                 found[kind] = replace(
                     found[kind],
                     layers=tuple(
-                        {each: saved.of([n], each) for each in LayerKind} for n in numbers
+                        {each: saved.of([n], each) for each in family.kinds} for n in numbers
                     ),
                     beyond=tuple(saved.of([n]) for n in beyond),
                 )

@@ -224,7 +224,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
     def known(linears: tuple[Linear, ...]) -> int:
-        return sum(map(paths.count, (linear.module for linear in linears)))
+        return sum(map(paths.count, {linear.module for linear in linears}))
 
     return max((family.linears for family in FAMILIES.values()), key=known)
 
@@ -241,7 +241,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
             return int(match[1]), index
-    names = ", ".join(linear.module.partition(".")[2] for linear in linears)
+    names = ", ".join(dict.fromkeys(linear.module.partition(".")[2] for linear in linears))
     raise AdapterRejected(
         f"module {module} cannot be adapted: want {names} of a decoder layer, {HEAD.name} or "
         f"{EMBEDDINGS.name}",

@@ -96,13 +96,14 @@ class Shard:
         cannot be divided among `world` processes.
         """
         self.ranges(shape)
-        delta = shape.delta_net
+        delta, full = shape.delta_net, shape.full
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
             shared_intermediate=shape.shared_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
+            full=full and replace(full, kv_heads=max(1, full.kv_heads // self.world)),
             delta_net=delta
             and replace(
                 delta,
@@ -154,7 +155,7 @@ class Shard:
         if width is Width.VOCABULARY:
             return self.vocabulary(count)
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
-        if width is Width.KEYS and self.world > count and not self.world % count:
+        if width in (Width.KEYS, Width.FULL_KEYS) and self.world > count and not self.world % count:
             last = first + 1  # several processes keep the same head: their queries read it
         elif count % self.world:
             raise SettingsError(

@@ -195,6 +195,12 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    own = QkNorm(empty(512), empty(512), 1e-6, values=True)
+    fused.rotary_and_store_kv(
+        empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
+        spans_head=True, keys_are_values=True,
+    )  # fmt: skip
+    fused.add_rms_norm(empty(8, 4096), empty(8, 4096), row, 1e-5, delta(4096), 1.0, row, None, 0.9)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)

@@ -73,7 +73,7 @@ OFTEN = {
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss"),
-    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "two_ranks": ("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral",),
     "fp8_matrices": ("ministral3", "qwen3_moe"),

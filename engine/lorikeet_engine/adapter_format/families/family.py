@@ -18,6 +18,8 @@ class Width(StrEnum):
     QUERIES = "num_attention_heads"
     GATED_QUERIES = "gated queries"  # of each attention head, its query and its output's gate
     KEYS = "num_key_value_heads"  # and values, of the same width
+    FULL_QUERIES = "full queries"  # in layers without a window, if their heads differ
+    FULL_KEYS = "num_global_key_value_heads"  # and values, in these layers
     DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
     DELTA_VALUES = "linear_num_value_heads"
     DELTA_GATES = "delta gates"  # a number for each value head of a delta net
@@ -36,11 +38,14 @@ class LayerKind(StrEnum):
 
     Values are those of layer_types.
 
-    ATTENTION: attention to all earlier tokens or to a window. DELTA_NET: gated delta net (arXiv
-        2412.06464), whose state has the same size for any context.
+    ATTENTION: attention to all earlier tokens or to a window. WINDOW: attention to a window, in
+        families whose layers with a window have other linears; ATTENTION is to all earlier tokens
+        then. DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
+        context.
     """
 
     ATTENTION = "full_attention"
+    WINDOW = "sliding_attention"
     DELTA_NET = "linear_attention"
 
 
@@ -164,7 +169,11 @@ class Family:
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
     rope_parameters: section of rotary embeddings of a config.json that has none; with
-        llama_4_scaling_beta if the family's queries grow with their position.
+        llama_4_scaling_beta if the family's queries grow with their position. It has a section for
+        each kind of layer if config.json must have one for each.
+    attention_scale: factor of attention scores; None: 1 / √head_dim, or as the switches say.
+    value_norm: whether values pass an RMS norm without a weight.
+    layer_scalars: whether hidden states are multiplied by a learned number after each layer.
     sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
         value.
     scales_in_module: whether, in every release of transformers, the embedding module itself
@@ -185,11 +194,19 @@ class Family:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     scales_in_module: bool = False
     sinks: bool = False
+    attention_scale: float | None = None
+    value_norm: bool = False
+    layer_scalars: bool = False
 
     @property
     def is_hybrid(self) -> bool:
         """Whether the family's decoder layers are of several kinds (LayerKind)."""
-        return any(linear.kind is not None for linear in self.linears)
+        return bool(self.kinds)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the family's decoder layers; empty if all layers have the same linears."""
+        return tuple(kind for kind in LayerKind if any(kind is each.kind for each in self.linears))
 
     @property
     def usually_has_qkv_bias(self) -> bool:

@@ -94,6 +94,13 @@ _FUSED_DELTA_IN = tuple(
     replace(_DELTA_IN[0], module=f"linear_attn.in_proj_{name}", outputs=(width,))
     for name, width in (("qkvz", Width.DELTA_QKVZ), ("ba", Width.DELTA_BA))
 )
+_WINDOW = LayerKind.WINDOW
+_WINDOW_LINEARS = tuple(replace(linear, kind=_WINDOW) for linear in (_Q, _K, _V, _O))
+_FULL_Q, _FULL_K, _FULL_V = (
+    replace(linear, outputs=(width,), group="full_qkv", kind=_FULL)
+    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
+)
+_FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kind=_FULL)
 _SHARED_GATE, _SHARED_UP = (
     Linear(
         f"mlp.shared_expert.{name}",
@@ -160,6 +167,32 @@ _GEMMA_NORMS = LayerNorms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_GEMMA4 = {
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": None,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "layer_types": None,
+    "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 0,
+    "per_layer_config": None,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": False,
+}
+_GEMMA4_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # By config.json's model_type.
@@ -273,6 +306,19 @@ FAMILIES: Mapping[str, Family] = {
         norms_plus_one=True,
         scaled_embeddings=True,
         scales_in_module=True,
+    ),
+    "gemma4_text": Family(
+        "Gemma 4",
+        (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN),
+        _GEMMA4,
+        norms=_GEMMA_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        scaled_embeddings=True,
+        scales_in_module=True,
+        rope_parameters=_GEMMA4_ROPE,
+        attention_scale=1.0,
+        value_norm=True,
+        layer_scalars=True,
     ),
     "glm4": Family(
         "GLM 4",
