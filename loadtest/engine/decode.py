@@ -29,6 +29,7 @@ WORKS = (
     Work("1 adapter, alone", 16, 512, adapters=1, requests=1),
     Work("base, alone", 256, 128, requests=1),
     Work("base, 32", 256, 128, requests=32),
+    Work("32 adapters, 32", 256, 128, adapters=32, requests=32),
     Work("base, 128", 256, 128, requests=128),
     Work("base", 256, 128),
     Work("8 adapters", 256, 128, adapters=8),

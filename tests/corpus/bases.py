@@ -11,7 +11,7 @@ import transformers
 
 from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import BaseShape, read_json
-from tests.engine.conftest import HYBRID, MOE, YARN
+from tests.engine.conftest import GPT_OSS, HYBRID, MOE, YARN
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
 """Name of the base model in trainers' configs, which the service knows as an alias."""
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
-MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": MOE["qwen3_moe"]}
+MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": MOE["qwen3_moe"], **GPT_OSS}
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ CONFIG: tuple[Feature, ...] = (
             "base_model_class": "LlamaForCausalLM",
             "parent_library": "transformers.models.llama.modeling_llama",
             "unsloth_fixed": True,
+            "lora_B_layout": "rank_major",  # of experts, since 2026.9.6
         },
     ),
     _keys("finetuning_type", finetuning_type="lora"),

@@ -32,7 +32,11 @@ class Reference:
             if isinstance(module, LoraLayer):
                 delta = module.get_delta_weight("default").detach()
                 parameter = getattr(module, "parameter_name", "weight")
-                deltas |= _by_linear(name.removeprefix(_PREFIX), parameter, delta)
+                module_name = name.removeprefix(_PREFIX)
+                if self.model.config.model_type == "gpt_oss" and delta.dim() == 3:
+                    deltas |= _of_gpt_oss(module_name, parameter, delta)
+                else:
+                    deltas |= _by_linear(module_name, parameter, delta)
         return deltas
 
     @torch.inference_mode()
@@ -51,6 +55,14 @@ def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, to
         return {f"{experts}.{parameter}": delta}
     gate, up = delta.chunk(2, dim=1)
     return {f"{experts}.gate_proj": gate, f"{experts}.up_proj": up}
+
+
+def _of_gpt_oss(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a delta [experts, d_in, d_out] of gpt-oss, split by the engine's linears."""
+    experts, delta = module.removesuffix(".base_layer"), delta.mT
+    if parameter != "gate_up_proj":
+        return {f"{experts}.{parameter}": delta}
+    return {f"{experts}.gate_proj": delta[:, 0::2], f"{experts}.up_proj": delta[:, 1::2]}
 
 
 def reference(base: Base, folder: Path | None = None) -> Reference:

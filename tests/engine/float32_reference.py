@@ -124,6 +124,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
     },
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_attention_heads": 8,
+        "sliding_window": 50,
+        "intermediate_size": 480,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+    "qwen3_5_text": {
+        "head_dim": 256,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -145,6 +170,20 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = (None, *ADAPTERS)
+_ATTENTION = {"target_modules": ALL[:4]}
+_TARGETS = {  # changes to ADAPTERS in families whose MLP has other linears, or none
+    "gpt_oss": {
+        "rank8_all": _ATTENTION,
+        "ranks_rs": _ATTENTION | {"rank_pattern": {r"layers\.1\.self_attn\.o_proj": 4}},
+    },
+    "qwen3_5_text": {"rank8_all": {"target_modules": "all-linear"}},
+}
+
+
+def adapters_of(family: str) -> dict[str, dict[str, Any]]:
+    """Return ADAPTERS, with targets that the family has."""
+    changes = _TARGETS.get(family, {})
+    return {name: lora | changes.get(name, {}) for name, lora in ADAPTERS.items()}
 
 
 class Float32Reference:
@@ -155,7 +194,7 @@ class Float32Reference:
         family: str,
         folder: Path,
         device: str,
-        adapters: Mapping[str, dict[str, Any]] = ADAPTERS,
+        adapters: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self.device = device
         self.checkpoint = _save_model(family, folder / "model")
@@ -165,7 +204,8 @@ class Float32Reference:
             self.checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).to(device)
         self._model: Any = None
-        for seed, (name, lora) in enumerate(adapters.items()):
+        loras = adapters_of(family) if adapters is None else adapters
+        for seed, (name, lora) in enumerate(loras.items()):
             saved = save_adapter(self.checkpoint, folder / name, seed, **lora)
             _round(saved / "adapter_model.safetensors")
             self.refs[name] = self.shelf.add(saved, name)
@@ -274,8 +314,9 @@ def _save_model(family: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for weight in model.parameters():
-            if weight.dim() == 1:  # norms and biases start as 0 or 1, which would hide them
+        for name, weight in model.named_parameters():
+            # norms and biases start as 0 or 1, which would hide them
+            if weight.dim() == 1 or name.endswith("_bias"):
                 weight.data.add_(torch.randn_like(weight), alpha=0.3)
     model.lm_head.weight.data.mul_(0.1 / 0.03)  # logits spread like a trained model's
     model.save_pretrained(folder)

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     rows = _take_rows(tensors)
     tokens = trained_tokens(raw, rows)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
-    pairs = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
-    config = LoraConfig.from_peft(raw, pairs, doubt)
+    pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
+    config = replace(LoraConfig.from_peft(raw, pairs, doubt), experts_read_for=read_for)
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
     named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
     for module, sides in modules.items():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lorikeet_engine.adapter_format.experts.names import experts_kind
+from lorikeet_engine.adapter_format.experts.unsloth import LAYOUT_KEY
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, LayerKind
 from lorikeet_engine.adapter_format.header import parse_json_object
@@ -44,6 +46,7 @@ _UNDERSTOOD = frozenset(
         "finetuning_type",
         "init_lora_weights",
         "trainable_token_indices",
+        LAYOUT_KEY,
     }
 )
 # Options that change only the training, and notes of trainers, which PEFT ignores.
@@ -99,7 +102,7 @@ _UNKNOWN = (
     "this option is not known: PEFT or another trainer may compute something else with it. If it "
     "is only a note of the trainer, remove it from adapter_config.json"
 )
-_OPTIONAL = {"families", "kinds", "lost_biases", "unscaled_embeddings"}
+_OPTIONAL = {"experts_read_for", "families", "kinds", "lost_biases", "unscaled_embeddings"}
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -120,6 +123,8 @@ class LoraConfig:
         scale of embeddings whose own module scales them.
     lost_biases: whether biases of the linears, if the base model has any, were trained with the
         adapter but not saved.
+    experts_read_for: kind of base model (experts_kind) as whose the matrices of experts were read,
+        if their shapes do not show which side is the input; else empty.
     """
 
     base_model_name_or_path: str
@@ -133,6 +138,7 @@ class LoraConfig:
     kinds: Sequence[Sequence[LayerKind]] = ()
     unscaled_embeddings: bool = False
     lost_biases: bool = False
+    experts_read_for: str = ""
 
     @classmethod
     def from_peft(
@@ -300,6 +306,9 @@ def _checked(**raw: Any) -> LoraConfig:
     for key in ("lost_biases", "unscaled_embeddings"):
         if not isinstance(raw.get(key, False), bool):
             raise _bad("want true or false", key, raw[key])
+    kinds_of_experts = ("", *(experts_kind(clamped=clamped) for clamped in (False, True)))
+    if raw.get("experts_read_for", "") not in kinds_of_experts:
+        raise _bad("want a kind of base model", "experts_read_for", raw["experts_read_for"])
     kinds = raw.get("kinds", ())
     if not _is_list(kinds) or not all(_is_list(layer) for layer in kinds):
         raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)

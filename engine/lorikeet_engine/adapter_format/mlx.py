@@ -2,10 +2,12 @@
 
 `mlx_lm.lora` saves adapters.safetensors, with lora_a [d_in, rank] and lora_b [rank, d_out] for each
 linear, and its whole command line as adapter_config.json. The delta is scale · x · lora_a · lora_b
-(mlx-lm 0.32, tuner/lora.py). Linears of experts, mlp.switch_mlp.gate_proj, up_proj and down_proj,
-have the shapes of blobs: lora_a [experts, rank, d_in], lora_b [experts, d_out, rank].
+(mlx-lm 0.32, tuner/lora.py). Linears of experts, mlp.switch_mlp.gate_proj, up_proj and down_proj
+(mlp.experts of gpt-oss), have the shapes of blobs: lora_a [experts, rank, d_in], lora_b [experts,
+d_out, rank].
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from lorikeet_engine.errors import AdapterRejected
 
 MLX_WEIGHTS_FILE = "adapters.safetensors"
 _SIDES = {"lora_a": "A", "lora_b": "B"}
-_EXPERTS = ".switch_mlp."
+_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?=\w+$)")
 
 
 def is_mlx(folder: Path) -> bool:
@@ -37,8 +39,8 @@ def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
         adapted.add(module.rpartition(".")[2])
         if side not in _SIDES:
             tensors[name] = tensor  # refused later, by name
-        elif _EXPERTS in module:
-            module = module.replace(_EXPERTS, ".experts.")
+        elif _EXPERTS.search(module):
+            module = _EXPERTS.sub(".experts.", module)
             tensors[tensor_name(module, _SIDES[side])] = tensor
         else:
             tensors[tensor_name(module, _SIDES[side])] = tensor.transpose()

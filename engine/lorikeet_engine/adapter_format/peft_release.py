@@ -40,6 +40,8 @@ LOST_BIASES: Release = (0, 7, 0)
 """First release that trains biases for bias="lora_only" and leaves them out of the file."""
 SAVED_BIASES: Release = (0, 21, 0)
 """First release after LOST_BIASES that saves the biases that bias="lora_only" trains."""
+EXPERTS_IN_QUESTION: Release = (0, 19, 0)
+"""First release whose orientation of gpt-oss's experts depends on the release of transformers."""
 EXPERTS_OUT_IN: Release = (0, 19, 1)
 """First release that takes the shape of experts' parameters as [experts, out, in]."""
 

@@ -47,10 +47,13 @@ class SavedTensor(TensorSpan):
 
     dtype: F32, F16, BF16, F64, F8_E4M3 or F8_E5M2.
     transposed: whether the file holds the matrix in column-major order, as its transpose.
+    by_experts: for a matrix of all experts, whether its LoRA ranks are ordered by experts, and not
+        by ranks.
     """
 
     file: Path
     transposed: bool = False
+    by_experts: bool = False
 
     @property
     def blob_dtype(self) -> str:

@@ -24,6 +24,8 @@ _MIXTURES = LayerKind.EXPERTS, LayerKind.LATENT_EXPERTS
 # Nemotron's key for the kinds of layers, and its letters.
 _PATTERN = "hybrid_override_pattern"
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_WINDOWS_AND_FULL = 6
+"""Number of layers from one without a window to the next, if layer_types is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,17 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """Heads of attention in some layers of a base model.
+
+    kv_heads: number of key heads, and of value heads. head_dim: elements of a head.
+    """
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class BaseShape:
     """Sizes of a base model; widths are numbers of elements.
 
@@ -72,6 +85,8 @@ class BaseShape:
     shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
     recurrent: sizes of the delta nets or of Mamba 2; None if no layer has states.
+    full: heads of layers without a window (LayerKind.ATTENTION), if heads of layers with a window
+        are others; None: all layers have the same.
     dense_intermediate: width of dense MLPs in a model that has mixtures of experts, too.
     latent: width of the vectors that experts read and write; 0: hidden states.
     """
@@ -89,6 +104,7 @@ class BaseShape:
     shared_intermediate: int = 0
     kinds: tuple[LayerKind, ...] = ()
     recurrent: RecurrentShape | None = None
+    full: AttentionHeads | None = None
     dense_intermediate: int = 0
     latent: int = 0
 
@@ -117,6 +133,9 @@ class BaseShape:
         kinds = _kinds(config, FAMILIES[family])
         of_state = FAMILIES[family].recurrent
         routed = keys and (not FAMILIES[family].alone or {*kinds} & {*_MIXTURES})
+        if config.get("per_layer_config") and "per_layer_config" not in FAMILIES[family].switches:
+            want = "none: all layers have the same sizes"
+            raise refusal("per_layer_config", config["per_layer_config"], want)
         return cls(
             family=family,
             layers=len(kinds) or integer(config, "num_hidden_layers"),
@@ -133,6 +152,7 @@ class BaseShape:
             recurrent=_recurrent(config, of_state)
             if of_state and any(kind.has_state for kind in kinds)
             else None,
+            full=_full_heads(config, kinds, heads, kv_heads) if LayerKind.WINDOW in kinds else None,
             dense_intermediate=integer(config, "intermediate_size")
             if LayerKind.MLP in kinds
             else 0,
@@ -165,10 +185,35 @@ class BaseShape:
         """Whether some layers are Mamba 2 mixers."""
         return LayerKind.MAMBA in self.kinds
 
+    def is_full(self, layer: int) -> bool:
+        """Whether a layer has the heads `full`."""
+        return self.full is not None and self.kind(layer) is LayerKind.ATTENTION
+
+    @property
+    def widest_head(self) -> int:
+        """Elements of a head in the layers with the widest heads."""
+        return max(self.head_dim, self.full.head_dim if self.full is not None else 0)
+
+    def heads_of(self, layer: int) -> AttentionHeads:
+        """Return the heads of a layer with attention."""
+        if self.full is not None and self.is_full(layer):
+            return self.full
+        return AttentionHeads(self.kv_heads, self.head_dim)
+
     def has(self, layer: int, linear: int) -> bool:
         """Whether the decoder layer with this index has the linear with this index."""
         kinds = self.linears[linear].kinds
         return not kinds or self.kind(layer) in kinds
+
+    def in_layer(self, layer: int, linear: int) -> int:
+        """Return the index of the linear that a layer has under the same name as the given one.
+
+        Linears of layers of several kinds may have the same name, and other widths. Returns
+        `linear` if the layer has none of this name.
+        """
+        module = self.linears[linear].module
+        same = (n for n, each in enumerate(self.linears) if each.module == module)
+        return next((n for n in same if self.has(layer, n)), linear)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -197,11 +242,14 @@ class BaseShape:
         piece.
         """
         delta = self.recurrent or RecurrentShape(0, 0, 0, 0, 0)
+        full = self.full or AttentionHeads(0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
             Width.GATED_QUERIES: (self.heads, 2 * self.head_dim),
             Width.KEYS: (self.kv_heads, self.head_dim),
+            Width.FULL_QUERIES: (self.heads, full.head_dim),
+            Width.FULL_KEYS: (full.kv_heads, full.head_dim),
             Width.DELTA_KEYS: (delta.key_heads, delta.key_dim),
             Width.DELTA_VALUES: (delta.value_heads, delta.value_dim),
             Width.DELTA_GATES: (delta.value_heads, 1),
@@ -229,6 +277,7 @@ class BaseShape:
         shared = {
             Width.DENSE_INTERMEDIATE: Width.INTERMEDIATE,
             Width.GATED_QUERIES: Width.QUERIES,
+            Width.FULL_QUERIES: Width.QUERIES,
         }
         return shared.get(width, width)
 
@@ -268,20 +317,61 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
             raise refusal(key, kinds, f"a text of {', '.join(_LETTERS)}")
         kinds = [_LETTERS[letter] for letter in kinds]
     layers = integer(config, "num_hidden_layers", len(kinds or ()))
+    if kinds is None and LayerKind.WINDOW in family.kinds:
+        window, full = LayerKind.WINDOW, LayerKind.ATTENTION
+        kinds = [window if layer % _WINDOWS_AND_FULL else full for layer in range(1, layers)]
+        kinds.append(full)
     if kinds is None and "full_attention_interval" in family.switches:
         every = integer(config, "full_attention_interval")
-        full, other = LayerKind.ATTENTION, LayerKind.DELTA_NET
-        kinds = [other if (layer + 1) % every else full for layer in range(layers)]
-    names = " and ".join(family.kinds)
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*family.kinds}:
-        raise refusal(key, kinds, f"a list of {layers} of {names}")
-    found = [family.kinds[kind] for kind in kinds]
+        full, delta = LayerKind.ATTENTION, LayerKind.DELTA_NET
+        kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
+    names = family.kind_names or {kind.value: kind for kind in family.kinds}
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*names}:
+        raise refusal(key, kinds, f"a list of {layers} of {' and '.join(names)}")
+    found = [names[kind] for kind in kinds]
+    if LayerKind.WINDOW in family.kinds and found[-1] is not LayerKind.ATTENTION:
+        raise refusal(key, kinds, f"{LayerKind.ATTENTION} for the last layer")
     if LayerKind.ATTENTION not in found:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for at least one layer")
     if config.get(Width.LATENT) is None:
         return tuple(found)
     latent = {LayerKind.EXPERTS: LayerKind.LATENT_EXPERTS}
     return tuple(latent.get(kind, kind) for kind in found)
+
+
+def _full_heads(
+    config: Mapping[str, Any], kinds: Sequence[LayerKind], heads: int, kv_heads: int
+) -> AttentionHeads:
+    """Return the heads of layers without a window.
+
+    config.json has them under keys of their own, or, from transformers 5.24 on, for each layer.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    kinds: kind of each layer.
+    heads, kv_heads: numbers of query heads, and of key heads in layers with a window.
+    """
+    given = config["per_layer_config"]
+    if given is None:
+        own = config["num_global_key_value_heads"] if config["attention_k_eq_v"] else None
+        found: Any = {"head_dim": config["global_head_dim"], "num_key_value_heads": own or kv_heads}
+    else:
+        full = [str(n) for n, kind in enumerate(kinds) if kind is LayerKind.ATTENTION]
+        each = given if isinstance(given, Mapping) else {}
+        sizes = {str(layer).lstrip("0") or "0": sizes for layer, sizes in each.items()}  # of "05"
+        found = sizes.get(full[0])
+        if found is None or sizes != dict.fromkeys(full, found) or not isinstance(found, Mapping):
+            want = f"the same sizes for each of the layers {', '.join(full)}, and none for others"
+            raise refusal("per_layer_config", given, want)
+        if unknown := {*found} - {"head_dim", "num_key_value_heads"}:
+            want = "head_dim and num_key_value_heads alone"
+            raise refusal("per_layer_config", sorted(unknown), want)
+    head_dim = integer(found, "head_dim", integer(config, "head_dim"))
+    kv_heads = integer(found, "num_key_value_heads", kv_heads)
+    if head_dim % 2:
+        raise refusal("global_head_dim", head_dim, "an even number")
+    if heads % kv_heads:
+        raise refusal("num_global_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    return AttentionHeads(kv_heads, head_dim)
 
 
 def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape:

@@ -1,15 +1,15 @@
 """Validates a blob against a base model, and locates its matrices."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 from lorikeet_engine.adapter import TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
-from lorikeet_engine.adapter_format.experts.names import is_of_experts
+from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_experts
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
@@ -73,6 +73,8 @@ class LinearLora:
     a, b: places of the matrices in the blob.
     gathers: whether the linear's input is a token id, as for embeddings.
     experts: number of experts; 1 for other linears.
+    half: for gate_proj and up_proj of experts, if rows of both alternate in the B that was trained:
+        half of that B that `b` is, 0 for gate_proj and 1 for up_proj. None: b is the linear's own.
     """
 
     layer: int
@@ -84,6 +86,7 @@ class LinearLora:
     b: TensorSpan
     gathers: bool
     experts: int = 1
+    half: int | None = None
 
     def matrix(self, side: str) -> str:
         """Return the name of one of the linear's two matrices, for error messages.
@@ -128,7 +131,7 @@ class AdapterSpec:
         """Modules of the base model that the adapter changes."""
         names = {part.linear: _without_layer(part.name) for part in self.linears}
         return TouchedModules(
-            linears=tuple(names[linear] for linear in sorted(names)),
+            linears=tuple(dict.fromkeys(names[linear] for linear in sorted(names))),
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
@@ -190,7 +193,6 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=f"__metadata__.{METADATA_KEY}",
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
-    _check_experts_are_adaptable(header.tensors, shape)
     _check_family(config, shape)
     _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
@@ -209,10 +211,11 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=EMBEDDINGS.module,
         )
     linears = [_linear(module, pair, config, shape, limits) for module, pair in pairs.items()]
+    linears.sort(key=lambda part: (part.layer, part.linear))
     _check_lost_biases(config, linears, shape)
     return AdapterSpec(
         base_model=config.base_model_name_or_path,
-        linears=tuple(sorted(linears, key=lambda part: (part.layer, part.linear))),
+        linears=tuple(_with_alternation(linears, shape)),
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
         token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
@@ -298,6 +301,7 @@ def _linear(
             "model with tied embeddings: train with train_unembed=False",
             field=module,
         )
+    _check_reading(module, got, config, shape, linear)
     if got != want:
         raise AdapterRejected(
             f"{module} maps {got[0]} to {got[1]} and the base model's {want[0]} to {want[1]}: "
@@ -351,22 +355,45 @@ def _check_experts(
             )
 
 
-def _check_experts_are_adaptable(tensors: Iterable[str], shape: BaseShape) -> None:
-    """Raise AdapterRejected for weights of experts, if the base model's cannot be adapted.
+def _check_reading(
+    module: str, dims: tuple[int, int], config: LoraConfig, shape: BaseShape, linear: int
+) -> None:
+    """Raise AdapterRejected if experts' matrices were read as another kind of base model's.
 
-    tensors: names of the adapter's tensors.
+    PEFT's releases do not turn the matrices of gpt-oss's parameters where they turn those of other
+    base models. Only a wrong reading of a square parameter has the right widths.
+
+    dims: (d_in, d_out) of the module's matrices.
+    linear: index of the module in the shape's modules.
     """
-    family = FAMILIES[shape.family]
-    if family.experts is None or any(linear.of_experts for linear in family.linears):
+    want, experts = shape.dims(linear), FAMILIES[shape.family].experts
+    if not config.experts_read_for or experts is None or not shape.modules[linear].of_experts:
         return
-    for name in tensors:
-        module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
-        if is_of_experts(module):
-            raise AdapterRejected(
-                f"{module}: adapters of {family.name}'s experts cannot be served: train attention, "
-                "the router, embeddings or lm_head",
-                field=module,
-            )
+    of_base = experts_kind(clamped=experts.clamped)
+    parts = len(shape.groups[shape.modules[linear].group])  # of the parameter
+    if of_base != config.experts_read_for and (dims != want or want[0] == parts * want[1]):
+        name = FAMILIES[shape.family].name
+        raise AdapterRejected(
+            f"{module}: PEFT's weights do not show which side is the input, and were read for "
+            f"{config.experts_read_for}, by base_model_name_or_path; the base model is {name}: "
+            "give the name of the base model in adapter_config.json, and register again",
+            field="base_model_name_or_path",
+        )
+
+
+def _with_alternation(linears: Sequence[LinearLora], shape: BaseShape) -> list[LinearLora]:
+    """Mark the linears whose B have alternating rows, as PEFT trains gate_up_proj of gpt-oss.
+
+    linears: adapted linears, sorted by layer, then by index in the shape's modules. A gate_proj and
+        up_proj with one A were cut out of a gate_up_proj.
+    """
+    found, experts = list(linears), FAMILIES[shape.family].experts
+    if experts is None or not experts.clamped:
+        return found
+    for at, (gate, up) in enumerate(pairwise(linears)):
+        if gate.a == up.a:
+            found[at : at + 2] = replace(gate, half=0), replace(up, half=1)
+    return found
 
 
 def _check_family(config: LoraConfig, shape: BaseShape) -> None:
@@ -423,6 +450,7 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",
             field=module,
         )
+    linear = shape.in_layer(layer, linear)
     if not shape.has(layer, linear):
         raise AdapterRejected(
             f"{module}: layer {layer} of the base model is {shape.kind(layer).words} and has no "

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from lorikeet_engine.adapter_format.experts.names import PARAMETER, ConfiguredNames, experts_of
+from lorikeet_engine.adapter_format.experts.names import (
+    PARAMETER,
+    ConfiguredNames,
+    experts_of,
+    is_listed,
+)
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
@@ -38,6 +43,9 @@ _MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwe
 _MAX_LINEARS = 200_000  # of all layers and their experts: 60 layers of 384 experts have 69,000
 _MORE_LAYERS = 8  # of hybrids, checked after the last layer that has weights
 _OUTER = (HEAD, EMBEDDINGS)
+# Families of whose experts Unsloth makes lists of linears.
+_CLAMPED = tuple(n for n, family in FAMILIES.items() if family.experts and family.experts.clamped)
+_ROUTER = ".mlp.router"  # of gpt-oss, no linear for PEFT
 _EXPERTS = "experts"  # no part of the shared expert's name
 
 Selects = Callable[[str], bool]
@@ -75,8 +83,9 @@ def check_targets(
     linears = linears_of([*adapted.values()])
     outer = {m for m in modules if not _is_in_layer(m)}
     located = [locate_module(adapted[m], linears) for m in modules if m not in outer]
+    listed = any(map(is_listed, adapted.values()))
     if raw.get("target_modules") is None and not raw.get("target_parameters"):
-        return TargetedBases()
+        return TargetedBases(_CLAMPED if listed else None)
     if raw.get("target_parameters") and not any(targets_parameter(raw, m) for m in modules):
         raise bad_config("no weight is for a parameter that it selects", "target_parameters")
     layers = {layer for layer, _ in located}
@@ -84,6 +93,11 @@ def check_targets(
     names_experts = _EXPERTS in str(raw.get("target_modules"))
     given = set(modules)
     expected = _expected(modules, outer, last, with_weights, names_experts=names_experts)
+    if listed:
+        expected = {family: expected[family] for family in _CLAMPED if family in expected}
+        if not expected:
+            problem = "it has lists of experts, as gpt-oss alone, beside linears that gpt-oss lacks"
+            raise bad_config(problem, "target_modules")
     every = given.union(*(names for each in expected.values() for names in each.all()))
     targeted = _targeted(raw, every, given, run)
     tied = raw.get("ensure_weight_tying") and any(is_outer(m, EMBEDDINGS) for m in outer)
@@ -96,11 +110,11 @@ def check_targets(
         missing[family], kinds[family] = each.missing(given, targeted)
     whole = sorted(family for family, modules in missing.items() if not modules)
     if not whole:
-        module = next(iter(missing.values()))[0]
+        module = min(missing.values(), key=len)[0]
         key = "target_parameters" if targets_parameter(raw, module) else "target_modules"
         raise bad_config(_missing(canonical_module(module), last, layers), key)
     hybrid = all(FAMILIES[family].is_hybrid for family in whole)
-    families = None if len(whole) == len(expected) else tuple(whole)
+    families = None if len(whole) == len(expected) and not listed else tuple(whole)
     return TargetedBases(families, _union([kinds[family] for family in whole]) if hybrid else ())
 
 
@@ -153,10 +167,12 @@ class _Expected:
         wanted = list[tuple[LayerKind, ...]]()
         with_weights = len(self.layers) - len(self.beyond)
         for layer, kinds in enumerate(self.layers):
-            here = given & set[str]().union(*kinds.values())
-            has = [kind for kind, names in kinds.items() if here <= names]
+            adapted = set[str]().union(*kinds.values()) & given
+            has = [kind for kind, names in kinds.items() if adapted <= names]
             if not has:
-                parts = [kind.words for kind, names in kinds.items() if not names.isdisjoint(here)]
+                parts = [
+                    each.words for each, names in kinds.items() if not names.isdisjoint(adapted)
+                ]
                 problem = f"layer {layer} has weights of {' and of '.join(parts)}"
                 raise bad_config(f"{problem}: no layer has both", "target_modules")
             lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has}
@@ -231,7 +247,7 @@ def _expected(
                 found[kind] = replace(
                     found[kind],
                     layers=tuple(
-                        {each: saved.of([n], each) for each in family.layer_kinds} for n in numbers
+                        {each: saved.of([n], each) for each in family.kinds} for n in numbers
                     ),
                     beyond=tuple(saved.of([n]) for n in beyond),
                 )
@@ -417,9 +433,10 @@ def _targeted(
     run: matcher for the config's regular expressions.
     """
     named = _targeted_modules(raw, every, run)
+    no_linears = (".weight", _ROUTER) if _targets_every_linear(raw) else (".weight",)
 
     def selects(name: str) -> bool:
-        is_parameter = name.endswith(".weight") or PARAMETER.fullmatch(name) is not None
+        is_parameter = name.endswith(no_linears) or PARAMETER.fullmatch(name) is not None
         if name not in given:
             return targets_parameter(raw, name) if is_parameter else named(name)
         return targets_parameter(raw, name) or named(name)
@@ -427,11 +444,16 @@ def _targeted(
     return selects
 
 
+def _targets_every_linear(raw: Mapping[str, Any]) -> bool:
+    targets = raw.get("target_modules")
+    return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
+
+
 def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
     targets = raw.get("target_modules") or []
     excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT ignores layers_to_transform beside an expression
-        every = targets.lower() == _ALL_LINEAR
+        every = _targets_every_linear(raw)
         selected = _is_in_layer if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
     named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)

@@ -29,6 +29,8 @@ _SAVED_ROWS = re.compile(
 _WRAPPERS = re.compile(
     r"^(?:_orig_mod\.)?module\.|\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
+# Tinker's name for self_attn of gpt-oss (tinker-cookbook 0.6.1, weights/_merge_gpt_oss.py).
+_TINKER_ATTENTION = re.compile(r"(\blayers\.[0-9]{1,6}\.)attn\.")
 # Nemotron's code on the Hub has `backbone` where other models have `model`.
 _MODELS = r"(?:(?:language_)?model\.|backbone\.)"
 _SAVED_MODULE = re.compile(rf"({_MODELS}{{0,3}})(layers\.([0-9]{{1,6}})\.[\w.]+)")
@@ -87,7 +89,7 @@ def split_saved_name(name: str) -> tuple[str, str]:
             "be adapted; train its linears alone",
             field=name,
         )
-    match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
+    match = _SAVED.fullmatch(_TINKER_ATTENTION.sub(r"\1self_attn.", _WRAPPERS.sub("", name)))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
 
 
@@ -225,7 +227,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
 
     def known(linears: tuple[Linear, ...]) -> int:
-        return sum(map(paths.count, (linear.module for linear in linears)))
+        return sum(map(paths.count, {linear.module for linear in linears}))
 
     return max((family.linears for family in FAMILIES.values()), key=known)
 
@@ -242,7 +244,7 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
             return int(match[1]), index
-    names = ", ".join(linear.module.partition(".")[2] for linear in linears)
+    names = ", ".join(dict.fromkeys(linear.module.partition(".")[2] for linear in linears))
     raise AdapterRejected(
         f"module {module} cannot be adapted: want {names} of a decoder layer, {HEAD.name} or "
         f"{EMBEDDINGS.name}",

@@ -211,8 +211,8 @@ def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
 
 
 def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
-    elements = math.prod(kv_shape(config, shape, settings, pages=1))
-    return elements * settings.torch_kv_dtype.itemsize
+    size = kv_shape(config, shape, 1, settings.page_size, settings.device)
+    return math.prod(size) * settings.torch_kv_dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:

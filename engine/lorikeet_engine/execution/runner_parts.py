@@ -42,7 +42,7 @@ class RunnerParts:
         shape = AttentionShape(
             own.heads,
             own.kv_heads,
-            own.head_dim,
+            own.widest_head,
             settings.page_size,
             model.dtype,
             settings.torch_kv_dtype == FP8_KV,
@@ -50,6 +50,7 @@ class RunnerParts:
             config.attention_soft_cap,
             config.sinks,
             config.max_context >= _LONG_CONTEXT,
+            config.attention_scale,
         )
         return cls(model, choose_attention(shape, model.device), weights, settings)
 

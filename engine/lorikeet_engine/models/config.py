@@ -25,6 +25,7 @@ from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
 
 _IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
+_AMONG_IMAGES = "vision"  # tokens of one image see one another; those of texts as ever
 _IS_SLIDING = {"full_attention": False, "sliding_attention": True}
 
 
@@ -46,7 +47,9 @@ class ModelConfig:
     logits_scaling: divisor of logits.
     quantized_linears: stored format of quantised linears; None: floats.
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
-    sinks: see Family.
+    sinks, value_norm: see Family.
+    layer_scalars: see Family.
+    attention_scale: factor of attention scores; None: 1 / √head_dim.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
     clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
@@ -80,6 +83,9 @@ class ModelConfig:
     quantized_linears: QuantizedLinears | None
     eos_token_ids: tuple[int, ...]
     sinks: bool
+    value_norm: bool
+    layer_scalars: bool
+    attention_scale: float | None
     experts_per_token: int
     normalised_experts: bool
     clamp: Clamp | None
@@ -117,6 +123,9 @@ class ModelConfig:
             _refuse_bidirectional(raw)
         turning = _turning(raw, family, shape.layers)
         sliding = _sliding_layers(raw, family, turning)
+        if LayerKind.WINDOW in family.kinds:
+            _refuse_more_of_gemma4(raw)
+            sliding = tuple(kind is LayerKind.WINDOW for kind in shape.kinds)
         bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
@@ -127,7 +136,7 @@ class ModelConfig:
             else number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
             windows=(seen := _windows(raw, sliding, context)),
-            kv_groups=KvGroups.of(seen, context, _have_kv(shape)),
+            kv_groups=KvGroups.of(seen, context, _have_kv(shape), _kv_widths(shape)),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
@@ -147,6 +156,9 @@ class ModelConfig:
             quantized_linears=quantized_linears(raw),
             eos_token_ids=eos,
             sinks=family.sinks,
+            value_norm=family.value_norm,
+            layer_scalars=family.layer_scalars,
+            attention_scale=family.attention_scale,
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
             clamp=_clamp(raw, family),
@@ -178,7 +190,16 @@ def _time_limits(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> tuple[fl
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
-    return tuple(shape.kind(layer) is LayerKind.ATTENTION for layer in range(shape.layers))
+    kinds = map(shape.kind, range(shape.layers))
+    return tuple(kind.mixes and not kind.has_state for kind in kinds)
+
+
+def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
+    """Return the elements of each layer's keys of a token; empty if all have equally many."""
+    if shape.full is None:
+        return ()
+    heads = map(shape.heads_of, range(shape.layers))
+    return tuple(each.kv_heads * each.head_dim for each in heads)
 
 
 def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
@@ -233,7 +254,7 @@ def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     activation = raw.get(key, "silu")
     if "mlp_hidden_act" in family.fixed:
         return False
-    is_silu = family.is_hybrid or "swiglu_limit" in family.switches
+    is_silu = family.recurrent is not None or "swiglu_limit" in family.switches
     known = ("silu",) if is_silu else tuple(_IS_GELU)
     if activation not in known:
         raise refusal(key, activation, " or ".join(known))
@@ -241,8 +262,18 @@ def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
 
 
 def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
-    if flag(raw, "use_bidirectional_attention"):
-        raise refusal("use_bidirectional_attention", True, "false: tokens see what is before them")
+    value = raw["use_bidirectional_attention"]
+    if value not in (None, False, _AMONG_IMAGES):
+        raise refusal("use_bidirectional_attention", value, "false: tokens see what is before them")
+
+
+def _refuse_more_of_gemma4(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError for what only Gemma 4 E2B and E4B have."""
+    if not flag(raw, "attention_k_eq_v"):
+        raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
+    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
+        if raw[field]:
+            raise refusal(field, raw[field], "0: Gemma 4 E2B and E4B cannot be served")
 
 
 def _ropes(
@@ -253,7 +284,9 @@ def _ropes(
     sliding: tuple[bool, ...],
 ) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
-    ropes = rope_configs(raw, family, shape.head_dim, context)
+    ropes = rope_configs(raw, family, shape, context)
+    if family.attention_scale is not None:
+        return tuple(ropes.sliding if slides else ropes.full for slides in sliding)
     # Attention divides by √head_dim; another scale is split evenly into queries' and keys' gains.
     scale = math.sqrt(_attention_scale(raw, family, shape.head_dim) * math.sqrt(shape.head_dim))
     full, local = (replace(rope, gain=rope.gain * scale) for rope in (ropes.full, ropes.sliding))

@@ -1,5 +1,7 @@
 """Mixture-of-experts MLP of a layer: a router, and experts of which each token uses a few."""
 
+from functools import partial
+
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, Quantization
@@ -10,6 +12,9 @@ from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import (
+    Clamp,
+    ClampedBiases,
+    ExpertWeight,
     Sigmoids,
     clamped_swiglu,
     combine,
@@ -45,12 +50,12 @@ class Experts:
     tensor parallelism, each process keeps a part of every expert's width and computes only its part
     of y; the parts must be added up over ranks.
 
-    gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
-        Without gate: [experts, width, hidden].
-    down [experts, hidden, width], in floats or FP8.
+    gate_up [experts, 2 · width, hidden], in floats, FP8 or MXFP4; width is the shape's
+        `intermediate`. Without gate: [experts, width, hidden].
+    down [experts, hidden, width], in floats, FP8 or MXFP4.
     hidden: width of hidden states or, if the shape has one, of `latent` vectors.
-    gate_up_bias [experts, 2 · width], down_bias [experts, hidden]: None if experts have no biases;
-        with tensor parallelism, only the first process has down_bias.
+    biases: None if experts have no biases; with tensor parallelism, only the first process has
+        those of down.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -69,29 +74,31 @@ class Experts:
         whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
         self.layer = layer
         self.squared_relu = config.squared_relu
-        first = "expert_up" if self.squared_relu else "expert_gate_up"
+        before = "expert_up" if self.squared_relu else "expert_gate_up"
         self.gate_up_group, self.down_group = (
-            _lora_group(shape, group) for group in (first, "expert_down")
+            _lora_group(shape, group) for group in (before, "expert_down")
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
-        self.gelu, self.clamp = config.gelu, config.clamp
-        self.gate_up_bias: torch.Tensor | None = None
-        self.down_bias: torch.Tensor | None = None
+        self.gelu = config.gelu
+        self.biases: ClampedBiases | None = None
         self.sigmoids: Sigmoids | None = None
-        width, hidden, index = (
-            shape.intermediate,
-            shape.latent or shape.hidden,
-            checkpoint.shard.index,
-        )
-        own, every = range(index * width, (index + 1) * width), range(hidden)
+        self.gate_up: ExpertWeight
+        self.down: ExpertWeight
+        width, hidden = shape.intermediate, shape.latent or shape.hidden
+        first = checkpoint.shard.index * width
+        own, every = range(first, first + width), range(hidden)
         router = shape.linears[shape.groups["router"][0]].path(layer)
         path = f"{router.rpartition('.')[0]}.experts"
         if config.sigmoid_scale is not None:
             cut = Cut.whole(whole.experts)
             bias = checkpoint.read_float32(f"{router}.e_score_correction_bias", cut)
             self.sigmoids = Sigmoids(bias, config.sigmoid_scale)
-        if self.clamp is not None:
-            self._read_clamped(checkpoint, path, whole, own)
+        if config.clamp is not None:
+            if checkpoint.packs_experts:
+                self._read_packed(checkpoint, path, whole, own)
+            else:
+                self._read_clamped(checkpoint, path, whole, own)
+            self.biases = _read_biases(checkpoint, path, whole, own, config.clamp)
             return
         gate_up = Cut((whole.intermediate, hidden), own, every)
         parts = ("up_proj",) if self.squared_relu else ("gate_proj", "up_proj")
@@ -109,33 +116,30 @@ class Experts:
         own: part of each expert's width to keep.
         """
         experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
-        pairs, every = range(2 * own.start, 2 * own.stop), range(experts)  # gates and values
-
-        def gates_first(values: torch.Tensor) -> torch.Tensor:
-            values = values.view(experts, -1, len(own), 2)
-            return values.permute(0, 3, 2, 1).reshape(experts, 2 * len(own), -1)
+        gates_first = partial(_gates_first, experts, len(own))
 
         def of_down(values: torch.Tensor) -> torch.Tensor:
             return values.view(experts, len(own), hidden).transpose(1, 2).contiguous()
 
-        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), pairs)
+        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), _pairs(own))
         self.gate_up = checkpoint.read_arranged(f"{path}.gate_up_proj", [cut], gates_first)
-        cut = Cut((experts, 2 * width), every, pairs)
-        biases = checkpoint.read_arranged(
-            f"{path}.gate_up_proj_bias", [cut], gates_first, rounds=False
-        )
-        assert isinstance(biases, torch.Tensor)
-        self.gate_up_bias = biases.view(experts, -1)
         starts = range(own.start, experts * width, width)
         cuts = [
             Cut((experts, width, hidden), range(start, start + len(own)), range(hidden))
             for start in starts
         ]
         self.down = checkpoint.read_arranged(f"{path}.down_proj", cuts, of_down)
-        if checkpoint.shard.index:
-            checkpoint.leave([f"{path}.down_proj_bias"])
-        else:
-            self.down_bias = checkpoint.read([f"{path}.down_proj_bias"], [experts], hidden)
+
+    def _read_packed(self, checkpoint: Checkpoint, path: str, whole: BaseShape, own: range) -> None:
+        """Read gpt-oss's experts in MXFP4, which stay packed; see _read_clamped."""
+        experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
+        pairs = _pairs(own)
+        gates_first = pairs[::2], pairs[1::2]
+        shape = experts, hidden, 2 * width
+        name = f"{path}.gate_up_proj"
+        self.gate_up = checkpoint.read_mxfp4(name, shape, gates_first, range(hidden))
+        shape = experts, width, hidden
+        self.down = checkpoint.read_mxfp4(f"{path}.down_proj", shape, [range(hidden)], own)
 
     def __call__(
         self,
@@ -153,11 +157,11 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        usual = self.clamp is None and self.sigmoids is None and not self.squared_relu
+        usual = self.sigmoids is None and not self.squared_relu
         if rows.is_cuda and len(rows) == 1 and not adapts and usual:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
-                normalised=self.normalised, gelu=self.gelu,
+                normalised=self.normalised, gelu=self.gelu, biases=self.biases,
             )  # fmt: skip
         routed = route(
             logits, self.per_token, lora, normalised=self.normalised, sigmoids=self.sigmoids
@@ -167,8 +171,8 @@ class Experts:
         if self.gate_up_group is not None:
             add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
         gated: Inputs
-        if self.clamp is not None and self.gate_up_bias is not None:
-            gated = clamped_swiglu(gate_up, self.gate_up_bias, routed, self.clamp)
+        if self.biases is not None:
+            gated = clamped_swiglu(gate_up, self.biases.gate_up, routed, self.biases.clamp)
         elif self.squared_relu:
             activate = squared_relu_fp8 if isinstance(self.down, Fp8Rows) else squared_relu
             gated = activate(gate_up)
@@ -178,7 +182,7 @@ class Experts:
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         if self.down_group is not None:
             add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
-        return combine(down, routed, self.down_bias)
+        return combine(down, routed, None if self.biases is None else self.biases.down)
 
 
 class SharedExpert:
@@ -279,6 +283,39 @@ class RoutedMlp:
         if delta is not None:
             add_delta(y, delta)
         return y
+
+
+def _pairs(own: range) -> range:
+    """Return the columns of gpt-oss's gate_up_proj for a part of an expert's width: each gate
+    before the value that it gates.
+    """
+    return range(2 * own.start, 2 * own.stop)
+
+
+def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor:
+    """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
+
+    width: number of gates of each expert.
+    """
+    values = values.view(experts, -1, width, 2)
+    return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)
+
+
+def _read_biases(
+    checkpoint: Checkpoint, path: str, whole: BaseShape, own: range, clamp: Clamp
+) -> ClampedBiases:
+    """Read the biases of gpt-oss's experts; see Experts._read_clamped."""
+    experts, name = whole.experts, f"{path}.gate_up_proj_bias"
+    cut = Cut((experts, 2 * whole.intermediate), range(experts), _pairs(own))
+    gates_first = partial(_gates_first, experts, len(own))
+    gate_up = checkpoint.read_arranged(name, [cut], gates_first, rounds=False)
+    assert isinstance(gate_up, torch.Tensor)
+    down, name = None, f"{path}.down_proj_bias"
+    if checkpoint.shard.index:
+        checkpoint.leave([name])  # the first process adds the biases to the sum
+    else:
+        down = checkpoint.read([name], [experts], whole.hidden)
+    return ClampedBiases(clamp, gate_up.view(experts, -1), down)
 
 
 def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:

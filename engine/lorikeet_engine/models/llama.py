@@ -27,7 +27,7 @@ from lorikeet_engine.adapter_format.families import (
     Width,
 )
 from lorikeet_engine.kernels import fp8, w4a16
-from lorikeet_engine.kernels.attention.protocol import AttentionBackend
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend, kv_head_dim
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
     Inputs,
@@ -45,6 +45,7 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.delta_net import DeltaNet
 from lorikeet_engine.models.experts import RoutedMlp
+from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.mamba import Mamba
@@ -52,6 +53,7 @@ from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
     Product,
     RmsNorm,
+    read_layer_scalar,
     read_norm_weight,
     read_qk_norm,
     shared_qk_norm,
@@ -113,7 +115,8 @@ class LlamaModel:
         size = config.vocab_size, shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], [size[0]], size[1])
         self._layers = [_Layer(config, checkpoint, i, ranks) for i in range(shape.layers)]
-        self._norm = RmsNorm(config, checkpoint, "model.norm")
+        scalar = read_layer_scalar(config, checkpoint, shape.layers - 1)
+        self._norm = RmsNorm(config, checkpoint, "model.norm", scalar)
         cut = Cut(size, checkpoint.shard.vocabulary(config.vocab_size), range(shape.hidden))
         self._head = (
             cut.of(self._embeddings)
@@ -284,9 +287,10 @@ class _Layer:
             return norm and f"model.layers.{layer}.{norm}"
 
         norms, kind = config.norms, config.shape.kind(layer)
+        scalar = read_layer_scalar(config, checkpoint, layer - 1)
         self.mixer: _Attention | _Recurrent | None = None
         if kind.mixes:
-            self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input))
+            self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input), scalar)
         if kind.has_state:
             self.mixer = _Recurrent(config, checkpoint, layer, ranks)
         elif kind.mixes:
@@ -347,17 +351,22 @@ class _Attention:
         ranks: RankGroup | None,
         output_norm: str | None,
     ) -> None:
-        shape = config.shape
-        own = checkpoint.shard.part_of(shape)
-        self.heads, self.kv_heads, self.head_dim = own.heads, own.kv_heads, shape.head_dim
+        shape, own = config.shape, checkpoint.shard.part_of(config.shape)
+        self.heads, heads = own.heads, own.heads_of(layer)
+        self.kv_heads, self.head_dim = heads.kv_heads, heads.head_dim
         self.rope, self.window = config.ropes[layer], config.windows[layer]
         place = config.kv_groups.places[layer]
         assert place is not None
         self.place = place
-        self.inputs = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
-        gated = shape.linears[self.inputs.group.linears[0]].outputs == (Width.GATED_QUERIES,)
+        self.kv_width = kv_head_dim(self.head_dim, checkpoint.device.type)
+        self.shares_pieces = shape.full is not None
+        qkv, o = ("full_qkv", "full_o") if shape.is_full(layer) else ("qkv", "o")
+        self.inputs = LoraLinear(checkpoint, shape, layer, qkv, bias=config.qkv_bias)
+        outputs = [w for n in self.inputs.group.linears for w in shape.linears[n].outputs]
+        gated = outputs[0] is Width.GATED_QUERIES
+        self.keys_are_values = len(outputs) == 2  # queries and keys
         self.gates = self.heads * self.head_dim if gated else 0
-        self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
+        self.o = LoraLinear(checkpoint, shape, layer, o, bias=config.o_bias)
         self._ranks = ranks
         path = shape.linears[self.inputs.group.linears[0]].path(layer).rpartition(".")[0]
         self.kv_scales = read_kv_scales(checkpoint, path)
@@ -372,6 +381,8 @@ class _Attention:
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
         layer_kv, group = step.layers_kv[self.place.layer], self.place.group
+        if self.shares_pieces:
+            layer_kv = layer_of_piece(layer_kv, self.kv_heads, self.kv_width, self.place.part)
         y, lora = self.inputs(x, step.lora)
         if self.gates:
             gates, (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
@@ -384,6 +395,8 @@ class _Attention:
         rotary_and_store_kv(
             qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
+            spans_head=self.rope is not None and self.rope.spans_head,
+            keys_are_values=self.keys_are_values,
             query_gain=turns.query_gain,
         )  # fmt: skip
         q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed

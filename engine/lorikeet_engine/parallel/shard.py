@@ -97,7 +97,7 @@ class Shard:
         cannot be divided among `world` processes.
         """
         self.ranges(shape)
-        delta = shape.recurrent
+        delta, full = shape.recurrent, shape.full
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
@@ -105,6 +105,7 @@ class Shard:
             dense_intermediate=shape.dense_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
+            full=full and replace(full, kv_heads=max(1, full.kv_heads // self.world)),
             recurrent=delta
             and replace(
                 delta,
@@ -156,7 +157,9 @@ class Shard:
         if width is Width.VOCABULARY:
             return self.vocabulary(count)
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
-        is_shared = width is Width.KEYS or (width is Width.DELTA_KEYS and shape.has_mamba)
+        is_shared = width in (Width.KEYS, Width.FULL_KEYS) or (
+            width is Width.DELTA_KEYS and shape.has_mamba
+        )
         if is_shared and self.world > count and not self.world % count:
             last = first + 1  # several processes keep the same head: their queries read it
         elif count % self.world:

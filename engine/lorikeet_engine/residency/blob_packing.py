@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise, product
 from pathlib import Path
@@ -280,11 +281,37 @@ class _Writer:
         if not self._is_kept_as_it_is(part):
             a = self._matrix(run, part.a)[..., kept.inputs.start : kept.inputs.stop]
             to_a.copy_(a.transpose(-1, -2) if part.gathers else a)
+        if part.half is not None:
+            self._place_alternating(run, part, number, b)
+            return
         at = 0
         for rows in kept.outputs:
             kept_rows = b[..., rows.start : rows.stop, :]
             to_b[..., at : at + len(rows)].copy_(kept_rows.transpose(-1, -2))
             at += len(rows)
+
+    def _place_alternating(
+        self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
+    ) -> None:
+        """Write half of a B in which rows of gate_proj and up_proj alternate, for a run's layers.
+
+        part: gate_proj or up_proj of the run's first layer; its `half` tells the half.
+        number: index of the span, which is the tensor parallel rank.
+        b: the half's rows, scaled, of all layers: [layers, experts, rows, columns].
+        """
+        assert part.half is not None
+        count = b.shape[-2]
+        first = part.half * count  # of the half's rows, in the whole B
+        for side in (0, 1):  # gate_proj, up_proj: row r is row 2 r + side of the whole B
+            target = replace(part, linear=part.linear - part.half + side)
+            (kept,) = self._layout.ranges[number][target.linear].outputs
+            begin = max(kept.start, (first - side + 1) // 2)
+            end = min(kept.stop, (first + count - side + 1) // 2)
+            if begin < end:
+                _, to_b = self._of_span(run, target, number)
+                rows = b[..., 2 * begin + side - first : 2 * end + side - first - 1 : 2, :]
+                place = to_b[..., begin - kept.start : end - kept.start]
+                place.copy_(rows.transpose(-1, -2))
 
     def _of_span(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen3_moe
+from mlx_lm.models import gpt_oss, llama, qwen3_moe
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import save_config
@@ -37,13 +37,24 @@ def of_qwen3_moe():
     return qwen3_moe.Model(args), {}
 
 
+def of_gpt_oss():
+    """Return a model of the shape of GPT_OSS["gpt_oss"]."""
+    sizes = {"hidden_size": 64, "intermediate_size": 40, "vocab_size": 256, "head_dim": 16}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 3}
+    model = gpt_oss.Model(gpt_oss.ModelArgs("gpt_oss", **sizes, **experts, **SIZES))
+    return model, {}
+
+
+MODELS = {"llama": of_llama, "qwen3_moe": of_qwen3_moe, "gpt_oss": of_gpt_oss}
+
+
 def main(folder: Path, family: str) -> None:
     """Write adapters.safetensors, adapter_config.json and deltas.npz.
 
     deltas.npz has the delta [d_out, d_in] of each adapted module, by name.
     """
     mx.random.seed(0)
-    model, keys = {"llama": of_llama, "qwen3_moe": of_qwen3_moe}[family]()
+    model, keys = MODELS[family]()
     model.freeze()
     parameters = PARAMETERS | keys
     linear_to_lora_layers(model, 1, parameters)

@@ -7,10 +7,13 @@ from lorikeet_engine.adapter_format import FAMILIES, BaseShape
 from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
+OWN = {"gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}}
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_base_model_fits_its_linears(family):
-    layers = 4 if FAMILIES[family].is_hybrid else 1
+    layers = 6 if FAMILIES[family].is_hybrid else 1
+    own = OWN.get(family, {})
     config = transformers.AutoConfig.for_model(
         family,
         hidden_size=48,
@@ -22,6 +25,7 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         head_dim=12,
         pad_token_id=None,
         **({"moe_latent_size": 20} if FAMILIES[family].alone else {}),
+        **own,
     )
     shape = BaseShape.from_config(config.to_dict())
     decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers
@@ -36,8 +40,11 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
         experts = decoder[0].mlp.experts
-        assert experts.gate_up_proj.shape == (shape.matrices(gate), d_gate + d_up, d_in)
-        assert experts.down_proj.shape == (shape.matrices(down), d_out, width)
+        up_dims, down_dims = (d_gate + d_up, d_in), (d_out, width)
+        if family == "gpt_oss":
+            up_dims, down_dims = up_dims[::-1], down_dims[::-1]
+        assert experts.gate_up_proj.shape == (shape.matrices(gate), *up_dims)
+        assert experts.down_proj.shape == (shape.matrices(down), *down_dims)
 
 
 @pytest.mark.parametrize(

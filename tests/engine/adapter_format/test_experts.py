@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -69,9 +70,13 @@ def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
 def assert_as_peft(checkpoint: Path, folder: Path) -> None:
     ours, theirs = packed_deltas(checkpoint, folder), peft_deltas(checkpoint, folder)
     for name, delta in theirs.items():
+        if shape_of(checkpoint).family == "gpt_oss" and ".experts." in name:
+            delta = delta.mT  # the parameter is [experts, d_in, d_out]
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             halves = delta.chunk(2, dim=1)
+            if shape_of(checkpoint).family == "gpt_oss":
+                halves = delta[:, 0::2], delta[:, 1::2]
             wanted = dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), halves, strict=True))
         else:
             wanted = {name.removesuffix(".weight"): delta}
@@ -382,24 +387,16 @@ def _rename(path: Path, old: str, new: str) -> None:
     save_file(tensors, path, metadata)
 
 
-GPT_OSS_FORMS = {
-    "both": {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 4},
-    "gate_up": {"target_modules": [], "target_parameters": BOTH[:1], "r": 3},
-    "down": {"target_modules": ["o_proj"], "target_parameters": BOTH[1:], "r": 5},
-}
+GPT_OSS_FORMS = PARAMETERS | {"router": {"target_parameters": ["mlp.router.weight"], "r": 2}}
 
 
-@pytest.mark.parametrize("form", [*GPT_OSS_FORMS, "numbered"])
-def test_adapters_of_gpt_oss_experts_are_refused_by_name(
+@pytest.mark.parametrize("form", [name for name in GPT_OSS_FORMS if name != "all"])
+def test_adapters_of_gpt_oss_experts_change_what_peft_changes(
     form: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    if form == "numbered":
-        folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "a", rank=3)
-    else:
-        folder = save_adapter(tiny_checkpoints["gpt_oss"], tmp_path / "a", 1, **GPT_OSS_FORMS[form])
-    with pytest.raises(AdapterRejected, match="adapters of gpt-oss's experts") as error:
-        specified(tiny_checkpoints["gpt_oss"], folder)
-    assert "mlp.experts" in error.value.field
+    checkpoint = tiny_checkpoints["gpt_oss"]
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **GPT_OSS_FORMS[form])
+    assert_as_peft(checkpoint, folder)
 
 
 def test_adapters_of_gpt_oss_attention_and_router_change_what_peft_changes(
@@ -408,3 +405,218 @@ def test_adapters_of_gpt_oss_attention_and_router_change_what_peft_changes(
     options = {"target_modules": "all-linear", "target_parameters": ["mlp.router.weight"]}
     folder = save_adapter(tiny_checkpoints["gpt_oss"], tmp_path / "a", 1, r=3, **options)
     assert_as_peft(tiny_checkpoints["gpt_oss"], folder)
+
+
+def gpt_oss_as_wide_as_hidden(folder: Path, width: int = 32) -> Path:
+    """Save a gpt-oss whose experts are as wide as the hidden size, as both released ones are.
+
+    width: another width of the experts.
+    """
+    sizes = {"hidden_size": 32, "intermediate_size": width, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**sizes, **heads, **experts, vocab_size=64, pad_token_id=0)
+    transformers.GptOssForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def transpose_as_other_releases(folder: Path) -> None:
+    """Write an adapter's experts as PEFT does that takes their parameters as [experts, out, in]."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    out: dict[str, torch.Tensor] = {}
+    for name, a in tensors.items():
+        if "lora_A" not in name or ".experts." not in name:
+            out.setdefault(name, a)
+            continue
+        b_name = name.replace("lora_A", "lora_B")
+        b, experts = tensors[b_name], 3
+        rank = len(a) // experts
+        by_expert_a = a.view(experts, rank, -1)
+        by_expert_b = b.view(len(b), rank, experts)
+        out[name] = by_expert_b.permute(2, 1, 0).reshape(experts * rank, -1).contiguous()
+        out[b_name] = by_expert_a.permute(2, 1, 0).reshape(-1, rank * experts).contiguous()
+    save_file(out, path)
+
+
+# Of PEFT 0.17.1 to 0.21.2 with transformers 4.57 and 5.24, those that transpose: 0.19.0 with
+# transformers 5, later releases with transformers 4.
+SHOWN = {
+    "both": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "gate_up": ["mlp.experts.gate_up_proj"],
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as_today", "transposed"])
+@pytest.mark.parametrize("release", [None, "0.18.1", "0.19.0", "0.19.1", "0.21.2"])
+@pytest.mark.parametrize("form", SHOWN)
+def test_the_shapes_of_gpt_oss_gate_up_proj_show_how_it_is_stored(
+    form: str, release: str | None, transposed: bool, tmp_path: Path
+) -> None:
+    checkpoint = gpt_oss_as_wide_as_hidden(tmp_path / "gpt-oss")
+    options = {"target_modules": [], "target_parameters": SHOWN[form], "r": 3}
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **options)
+    want = packed_deltas(checkpoint, folder)
+    assert_as_peft(checkpoint, folder)
+    if transposed:
+        transpose_as_other_releases(folder)
+    edit_config(folder, peft_version=release, base_model_name_or_path="openai/gpt-oss-20b")
+    torch.testing.assert_close(packed_deltas(checkpoint, folder), want)
+
+
+@pytest.mark.parametrize(
+    ("release", "transposed", "warns"),
+    [("0.18.1", False, False), ("0.19.0", True, True), ("0.21.2", False, True)],
+)
+@pytest.mark.parametrize("targets", [[], ["q_proj"]], ids=["alone", "beside_attention"])
+def test_a_gpt_oss_down_proj_alone_is_read_as_its_release_of_peft_stores_it(
+    release: str, transposed: bool, warns: bool, targets: list[str], tmp_path: Path
+) -> None:
+    checkpoint = gpt_oss_as_wide_as_hidden(tmp_path / "gpt-oss")
+    options = {"target_modules": targets, "target_parameters": BOTH[1:], "r": 3}
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **options)
+    want = packed_deltas(checkpoint, folder)
+    if transposed:
+        transpose_as_other_releases(folder)
+    edit_config(folder, peft_version=release, base_model_name_or_path="unsloth/gpt-oss-20b-BF16")
+    torch.testing.assert_close(packed_deltas(checkpoint, folder), want)
+    warnings: list[str] = []
+    write_blob(folder, tmp_path / "blob", warnings.append)
+    assert bool(warnings) == warns
+    assert all("transformers 4 and 5" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("parameter", BOTH)
+def test_gpt_oss_experts_read_as_another_base_models_are_refused_by_name(
+    parameter: str, tmp_path: Path
+) -> None:
+    checkpoint = gpt_oss_as_wide_as_hidden(tmp_path / "base")
+    options = {"target_modules": [], "target_parameters": [parameter], "r": 3}
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **options)
+    edit_config(folder, peft_version="0.18.1", base_model_name_or_path="/data/base")
+    with pytest.raises(AdapterRejected, match="the base model is gpt-oss") as error:
+        specified(checkpoint, folder)
+    assert error.value.field == "base_model_name_or_path"
+
+
+def test_experts_read_as_gpt_oss_are_refused_by_another_base_model(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shape = shape_of(tiny_checkpoints["qwen3_moe"])
+    folder = save_adapter(
+        tiny_checkpoints["qwen3_moe"], tmp_path / "a", target_parameters=BOTH[1:], r=3,
+        target_modules=[],
+    )  # fmt: skip
+    edit_config(folder, peft_version="0.18.1", base_model_name_or_path="me/gpt-oss-distilled")
+    write_blob(folder, tmp_path / "blob")
+    read_spec(tmp_path / "blob", shape, LIMITS)  # its widths show that it is read as it should be
+    square = replace(shape, hidden=shape.intermediate)
+    with pytest.raises(AdapterRejected, match="were read for gpt-oss"):
+        read_spec(tmp_path / "blob", square, LIMITS)
+
+
+@pytest.mark.parametrize("width", [17, 33])
+def test_rows_of_gate_and_up_alternate_at_any_width(width: int, tmp_path: Path) -> None:
+    checkpoint = gpt_oss_as_wide_as_hidden(tmp_path / "gpt-oss", width)
+    options = {"target_modules": ["v_proj"], "target_parameters": BOTH, "r": 2}
+    assert_as_peft(checkpoint, save_adapter(checkpoint, tmp_path / "a", 1, **options))
+
+
+def test_a_gpt_oss_gate_up_proj_alone_needs_no_name_of_the_base_model(tmp_path: Path) -> None:
+    checkpoint = gpt_oss_as_wide_as_hidden(tmp_path / "base")
+    options = {"target_modules": [], "target_parameters": BOTH[:1], "r": 3}
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **options)
+    edit_config(folder, base_model_name_or_path="/data/base")
+    assert_as_peft(checkpoint, folder)
+
+
+def test_gpt_oss_experts_read_from_an_image_file_are_those_that_were_packed(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shape = shape_of(tiny_checkpoints["gpt_oss"])
+    options = {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 3}
+    folder = save_adapter(tiny_checkpoints["gpt_oss"], tmp_path / "a", 1, **options)
+    spec = specified(tiny_checkpoints["gpt_oss"], folder)
+    layout = PackedLayout.of(spec, shape, world=2)
+    image = torch.empty(layout.image_elements)
+    sums = pack(folder / "blob", spec, layout, image)
+    write_image(tmp_path / "image", "image", PackedImage(layout, image, sums))
+    found, read = ImageFile.of(tmp_path / "image", shape, world=2), torch.empty_like(image)
+    assert found.read(read) == sums
+    assert torch.equal(read, image)
+    assert torch.equal(found.layout.rows, layout.rows)
+
+
+def group_by_expert(folder: Path, experts: int) -> None:
+    """Order the columns of B by experts, as Unsloth did before 2026.9.6."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, b in tensors.items():
+        if ".experts." in name and "lora_B" in name:
+            tensors[name] = b.view(len(b), -1, experts).mT.reshape(b.shape).contiguous()
+    save_file(tensors, path)
+
+
+def unsloth_detail(**layouts: str) -> dict[str, object]:
+    """Return the note of Unsloth's about the order of each parameter's B."""
+    return {"parameters": {name: {"lora_B_layout": layout} for name, layout in layouts.items()}}
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"lora_B_layout": "grouped_by_expert"},
+        {"auto_mapping": {"unsloth_fixed": True, "lora_B_layout": "grouped_by_expert"}},
+        {
+            "unsloth_fused_expert_lora": unsloth_detail(
+                gate_up_proj="grouped_by_expert", down_proj="grouped_by_expert"
+            )
+        },
+    ],
+    ids=["in_the_config", "in_the_mapping", "by_parameter"],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_order_that_unsloth_notes_is_followed(
+    family: str, note: dict[str, object], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints[family]
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **PARAMETERS["both"])
+    want = packed_deltas(checkpoint, folder)
+    group_by_expert(folder, shape_of(checkpoint).experts)
+    edit_config(folder, **note)
+    torch.testing.assert_close(packed_deltas(checkpoint, folder), want)
+
+
+def test_an_order_that_unsloth_does_not_note_is_refused_by_name(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["qwen3_moe"]
+    folder = save_adapter(checkpoint, tmp_path / "a", 1, **PARAMETERS["both"])
+    edit_config(folder, auto_mapping={"unsloth_fixed": True})
+    with pytest.raises(AdapterRejected, match=r"Unsloth before 2026\.9\.6") as error:
+        write_blob(folder, folder / "blob")
+    assert error.value.field == "lora_B_layout"
+    edit_config(folder, lora_B_layout="rank_major")
+    assert_as_peft(checkpoint, folder)
+    attention = save_adapter(checkpoint, tmp_path / "attention", target_modules=["q_proj"], r=2)
+    edit_config(attention, auto_mapping={"unsloth_fixed": True})
+    assert_as_peft(checkpoint, attention)
+
+
+def test_unsloths_lists_of_experts_are_gpt_oss_alone(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = {}
+    shape = shape_of(tiny_checkpoints["qwen3_moe"])
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            path = f"base_model.model.model.layers.{layer}.mlp.experts.gate_up_projs.{expert}"
+            tensors[f"{path}.lora_A.weight"] = torch.ones(2, shape.hidden)
+            tensors[f"{path}.lora_B.weight"] = torch.ones(2 * shape.intermediate, 2)
+    folder = save_numbered(tiny_checkpoints["qwen3_moe"], tmp_path / "a", rank=2)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    for targets in ([f"gate_up_projs.{expert}" for expert in range(shape.experts)], None):
+        edit_config(folder, target_modules=targets)
+        write_blob(folder, folder / "blob")
+        with pytest.raises(AdapterRejected, match="linears of Qwen 3 MoE that have no weights"):
+            read_spec(folder / "blob", shape, LIMITS)

@@ -142,7 +142,7 @@ def test_an_adapter_saved_by_mlx_itself_has_its_deltas(
     python = tmp_path / "venv" / "bin" / "python"
     packages = ["mlx-lm==0.32.2", "mlx[cpu]==0.32.4"]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    for family in ("llama", "qwen3_moe"):
+    for family in ("llama", "qwen3_moe", "gpt_oss"):
         folder = tmp_path / family
         folder.mkdir()
         subprocess.run([python, TRAINER, folder, family], check=True)
@@ -150,7 +150,8 @@ def test_an_adapter_saved_by_mlx_itself_has_its_deltas(
             deltas if family == "llama" else partial(packed_deltas, tiny_checkpoints[family])
         )
         got, want = of_family(folder), np.load(folder / "deltas.npz")
-        assert {module.replace("experts", "switch_mlp") for module in got} == set(want)
+        experts = "switch_mlp" if family == "qwen3_moe" else "experts"
+        assert {module.replace("experts", experts) for module in got} == set(want)
         for module, found in got.items():
-            added = want[module.replace("experts", "switch_mlp")]
+            added = want[module.replace("experts", experts)]
             np.testing.assert_allclose(found, added, rtol=1e-4, atol=1e-4)

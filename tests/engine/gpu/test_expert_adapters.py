@@ -29,7 +29,7 @@ ADAPTERS = {
 LENGTHS = (1, 17, 63, 300)
 
 
-@pytest.fixture(scope="module", params=("qwen3_moe", "mixtral"))
+@pytest.fixture(scope="module", params=("qwen3_moe", "mixtral", "gpt_oss"))
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Float32Reference:

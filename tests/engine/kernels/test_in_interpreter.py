@@ -18,6 +18,7 @@ FILES = (
     "test_mamba_kernels.py",
     "test_mask_kernel.py",
     "test_moe.py",
+    "test_mxfp4.py",
     "test_norms_over_ranks.py",
     "test_paged_decode.py",
     "test_penalty_kernel.py",

@@ -33,12 +33,13 @@ SHARED_ADAPTERS = MOE_ADAPTERS | {
     | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
 }
-# Attention and the router.
+# Attention, the router and experts.
 GPT_OSS_ADAPTERS = {
-    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": ["mlp.router.weight"]},
+    "all_linears": ADAPTERS["all_linears"] | {"target_parameters": ["mlp.router.weight", *BOTH]},
     "some_linears": ADAPTERS["some_linears"]
     | {
         "target_modules": ["v_proj", "o_proj"],
+        "target_parameters": BOTH,
         "rank_pattern": {r"layers\.1\.self_attn\.o_proj": 12},
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
@@ -67,6 +68,7 @@ MAMBA_ADAPTERS = {
     },
 }
 EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
+IN_BLOCKS = ("gpt_oss_in_blocks",)
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
 # stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
@@ -74,6 +76,8 @@ SOME = {
     "nf4_weights": (*FAMILIES, "qwen3_5_text"),
     "packed_awq": tuple(FAMILIES),
     "packed_act_order": tuple(FAMILIES),
+    "packed_mxfp4": IN_BLOCKS,
+    "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
     "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
@@ -88,8 +92,10 @@ OFTEN = {
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
+    "packed_mxfp4": IN_BLOCKS,
+    "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
-    "two_ranks": ("ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "two_ranks": ("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
@@ -101,7 +107,7 @@ CELLS = [
     pytest.param(
         family, storage, marks=[] if family in OFTEN.get(storage, ()) else pytest.mark.soak
     )
-    for family in EVERY
+    for family in (*EVERY, *IN_BLOCKS)
     for storage in STORAGES
     if family in SOME.get(storage, EVERY)
 ]
@@ -112,7 +118,7 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     checkpoint, folder = tiny_checkpoints[request.param], tmp_path_factory.mktemp(request.param)
     shape = BaseShape.from_config(read_config(checkpoint))
     adapters = MOE_ADAPTERS if shape.experts else ADAPTERS
-    if request.param in GPT_OSS:
+    if request.param in (*GPT_OSS, *IN_BLOCKS):
         adapters = GPT_OSS_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
@@ -146,4 +152,5 @@ def test_make_test_tries_every_family_with_floats_and_another_storage():
     assert OFTEN.keys() == STORAGES.keys()
     assert all(set(OFTEN[name]) <= set(SOME.get(name, EVERY)) for name in STORAGES)
     assert OFTEN["floats"] == EVERY
-    assert {family for name in OFTEN if name != "floats" for family in OFTEN[name]} == set(EVERY)
+    others = {family for name in OFTEN if name != "floats" for family in OFTEN[name]}
+    assert others == {*EVERY, *IN_BLOCKS}

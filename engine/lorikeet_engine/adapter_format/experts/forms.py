@@ -9,8 +9,12 @@ up_proj has no A if it shares gate_proj's. Trainers save these forms:
                  A [experts · rank, d_in] is ordered by experts, B [d_out, rank · experts] by ranks.
                  PEFT before 0.19.1 took the parameters as [experts, in, out], as transformers 5
                  does not store them: there A is [experts · rank, d_out], B [d_in, rank · experts],
-                 and the delta of each expert (B A)ᵀ
-    numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own
+                 and the delta of each expert (B A)ᵀ. gpt-oss's parameters are [experts, in, out],
+                 and other releases turn them (_is_swapped). Its gate_up_proj has gates and values
+                 alternately; B is cut into halves all the same, and spec.read_spec, which knows the
+                 base model, marks such halves
+    numbered     mlp.experts.7.gate_proj: matrices of each expert, as a linear of its own; Unsloth's
+                 mlp.experts.gate_up_projs.7 of gpt-oss in four bits has both linears
     stacked      mlp.experts.gate_proj: a blob's form, or a matrix that all experts share
 
 Mixtral's old names w1, w3 and w2 stand for gate_proj, up_proj and down_proj. If PEFT has converted
@@ -27,17 +31,25 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.experts.names import (
     DOWN,
+    DOWNS,
     GATE,
     GATE_UP,
+    GATE_UPS,
     NUMBERED,
     PARAMETER,
     UP,
     WRAPPED,
+    experts_kind,
     is_of_experts,
 )
+from lorikeet_engine.adapter_format.experts.unsloth import is_grouped_by_expert
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
-from lorikeet_engine.adapter_format.peft_release import EXPERTS_OUT_IN, training_release
+from lorikeet_engine.adapter_format.peft_release import (
+    EXPERTS_IN_QUESTION,
+    EXPERTS_OUT_IN,
+    training_release,
+)
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.spec import check_rank
 from lorikeet_engine.adapter_format.targets import targets_parameter
@@ -82,14 +94,17 @@ def name_parameters(
     pairs: Mapping[str, Pair],
     raw: Mapping[str, Any],
     warn: Callable[[str], object] = lambda _: None,
-) -> dict[str, Pair]:
+) -> tuple[dict[str, Pair], str]:
     """Rename the pairs of PEFT's parameter wrappers to the parameters that these wrap.
 
     A wrapper, named mlp.experts or mlp.experts.base_layer, wraps gate_up_proj or down_proj. If a
     layer has wrappers of both, their shapes tell which is which; if it has only one, the config's
     target_parameters tell. A linear whose weight is targeted as a parameter gets the weight's name.
-    Pairs that PEFT before 0.19.1 wrote are transposed: A is then [rank · experts, d_in], ordered by
-    ranks, and B [d_out, experts · rank], by experts.
+    Pairs of a parameter that PEFT took the other way round are transposed: A is then [rank ·
+    experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
+
+    Also returns the kind of base model (experts_kind) as whose the pairs were read, if their shapes
+    do not show their orientation; else an empty text.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
@@ -98,9 +113,11 @@ def name_parameters(
     Raises AdapterRejected if shapes and target_parameters do not fit any of the parameters.
     """
     named: dict[str, Pair] = {}
-    hidden = _hidden_size(pairs)
+    hidden, read_for = _hidden_size(pairs), ""
     for saved, pair in pairs.items():
         match = WRAPPED.fullmatch(saved)
+        if match or PARAMETER.fullmatch(saved):
+            pair = {**pair, "A": replace(pair["A"], by_experts=True)}
         if match is None:
             is_parameter = targets_parameter(raw, f"{saved}.weight")
             named[f"{saved}.weight" if is_parameter else saved] = pair
@@ -108,9 +125,18 @@ def name_parameters(
         other = pairs.get(match[1] if match[2] else f"{match[1]}.base_layer")
         parameter, is_old = _wrapped_parameter(match[1], pair, other, raw)
         if is_old is None:
-            is_old = _is_old(parameter, pair, hidden, raw, warn)
+            is_old = _shown_old(parameter, pair, hidden)
+        if is_old is None:
+            of_gpt_oss = _names_gpt_oss(raw)
+            read_for = experts_kind(clamped=of_gpt_oss)
+            if of_gpt_oss:
+                is_old = _is_swapped(parameter, pair, raw, warn)
+            else:
+                is_old = _is_old(parameter, raw, warn)
+        grouped = is_grouped_by_expert(parameter, raw)
+        pair = {**pair, "B": replace(pair["B"], by_experts=grouped)}
         named[f"{match[1]}.{parameter}"] = _transposed(pair) if is_old else pair
-    return named
+    return named, read_for
 
 
 def _transposed(pair: Pair) -> Pair:
@@ -128,26 +154,32 @@ def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
     return None
 
 
-def _is_old(
-    parameter: str,
-    pair: Pair,
-    hidden: int | None,
-    raw: Mapping[str, Any],
-    warn: Callable[[str], object],
-) -> bool:
-    """Whether PEFT before 0.19.1 wrote a pair, if a layer's experts have only this pair.
+def _widths(parameter: str, pair: Pair) -> tuple[int, int]:
+    """Return the width that is the hidden size if a pair is not transposed, and if it is.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
-    hidden: the base model's hidden size, which the shapes are compared with. If it is None, or does
-        not decide, the release that wrote the config decides.
+    """
+    new, old = pair["A"].shape[-1], pair["B"].shape[0]
+    return (old, new) if parameter == DOWN else (new, old)
+
+
+def _shown_old(parameter: str, pair: Pair, hidden: int | None) -> bool | None:
+    """Whether a pair is transposed, by the base model's hidden size; None if it does not decide.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
+    hidden: the base model's hidden size, if it is known.
+    """
+    new, old = _widths(parameter, pair)
+    return hidden == old if hidden in (new, old) and new != old else None
+
+
+def _is_old(parameter: str, raw: Mapping[str, Any], warn: Callable[[str], object]) -> bool:
+    """Whether PEFT before 0.19.1 wrote a pair, if shapes do not show it.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     raw: PEFT's config.
     warn: called with a sentence if the config does not show the release.
     """
-    new, old = pair["A"].shape[-1], pair["B"].shape[0]  # the width that would be hidden
-    if parameter == DOWN:
-        new, old = old, new
-    if hidden in (new, old) and new != old:
-        return hidden == old
     release = training_release(raw)
     if release is None:
         warn(
@@ -157,6 +189,36 @@ def _is_old(
         )
         return False
     return release < EXPERTS_OUT_IN
+
+
+def _is_swapped(
+    parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
+) -> bool:
+    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so transposed.
+
+    That depends on the release of transformers as well: 0.19.0 does with transformers 5, and later
+    releases do with transformers 4.
+
+    parameter: parameter that the pair adapts: gate_up_proj or down_proj.
+    raw: PEFT's config.
+    warn: called with a sentence if neither shapes nor the config show it.
+    """
+    new, old = _widths(parameter, pair)
+    if parameter == GATE_UP and new != old:  # gates and values: wider than the hidden size
+        return new > old
+    release = training_release(raw)
+    if release is None or release >= EXPERTS_IN_QUESTION:
+        warn(
+            f"PEFT since 0.19 saves {parameter} of gpt-oss's experts the other way round with one "
+            f"of transformers 4 and 5, and weights of {parameter} alone do not show which: read as "
+            "with transformers 5; train with transformers 5, or both parameters"
+        )
+    return release == EXPERTS_IN_QUESTION
+
+
+def _names_gpt_oss(raw: Mapping[str, Any]) -> bool:
+    base = raw.get("base_model_name_or_path")
+    return isinstance(base, str) and "gpt-oss" in base.lower().replace("_", "-")
 
 
 def _wrapped_parameter(
@@ -240,8 +302,13 @@ def stack_experts(
         _add(modules, parts)
         origins |= dict.fromkeys(parts, module)
     for module, members in numbered.items():
-        _add(modules, {module: _of_numbered(module, members, pairs, config)})
-        origins[module] = members[0]
+        stacked = _of_numbered(module, members, pairs, config)
+        if module.endswith(f".{GATE_UPS}"):
+            parts = _halves(module.removesuffix(GATE_UPS), stacked)
+        else:
+            parts = {module.replace(f".{DOWNS}", f".{DOWN}"): stacked}
+        _add(modules, parts)
+        origins |= dict.fromkeys(parts, members[0])
     return modules, _config_of(modules, origins, config)
 
 
@@ -296,8 +363,8 @@ def _of_parameter(
         return {module: _cut(pair, rank, count, slice(0, d_out), every)}
     half = d_out // 2
     gate_ranks = up_ranks = every
-    # Only releases that save by experts convert numbered adapters.
-    if split := not pair["B"].transposed and _is_block_diagonal(pair["B"], rank, count):
+    # Only releases that save B by ranks convert numbered adapters.
+    if split := not pair["B"].by_experts and _is_block_diagonal(pair["B"], rank, count):
         gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
     gate = _cut(pair, rank, count, slice(0, half), gate_ranks)
     up = _cut(pair, rank, count, slice(half, d_out), up_ranks)
@@ -309,25 +376,23 @@ def _cut(
 ) -> dict[str, ExpertTensor]:
     """Cut one linear's A and B, for all experts, out of the matrices of a wrapped parameter.
 
-    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter. If they were
-        transposed: A [rank · experts, d_in] and B [d_out, experts · rank].
+    pair: A [experts · rank, d_in] and B [d_out, rank · experts] of the parameter; each is ordered
+        by experts or by ranks, as its by_experts says.
     count: number of experts.
     outputs: rows of B that belong to the linear.
     ranks: ranks of A and B that belong to the linear.
     """
     d_in, d_out, kept = pair["A"].shape[1], pair["B"].shape[0], ranks.stop - ranks.start
 
-    by_experts = not pair["A"].transposed
-
     def of_a(words: np.ndarray) -> np.ndarray:
-        if by_experts:
+        if pair["A"].by_experts:
             return words.reshape(count, rank, d_in)[:, ranks]
         return words.reshape(rank, count, d_in)[ranks].transpose(1, 0, 2)
 
     def of_b(words: np.ndarray) -> np.ndarray:
-        if by_experts:
-            return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
-        return words.reshape(d_out, count, rank)[outputs, :, ranks].transpose(1, 0, 2)
+        if pair["B"].by_experts:
+            return words.reshape(d_out, count, rank)[outputs, :, ranks].transpose(1, 0, 2)
+        return words.reshape(d_out, rank, count)[outputs, ranks].transpose(2, 0, 1)
 
     b_shape = (count, outputs.stop - outputs.start, kept)
     return {
@@ -382,6 +447,26 @@ def _of_numbered(
         shape = (len(sources), *sources[0].shape)
         tensors[side] = ExpertTensor(sources, shape, lambda words: words)
     return tensors
+
+
+def _halves(
+    experts: str, stacked: Mapping[str, ExpertTensor]
+) -> dict[str, dict[str, ExpertTensor]]:
+    """Split gate_up_proj of all experts into gate_proj and up_proj, which share A, by module.
+
+    experts: module that contains the experts, and a dot.
+    stacked: A and B of gate_up_proj.
+    """
+    count, d_out, rank = stacked["B"].shape
+    half = d_out // 2
+
+    def tensor(rows: slice) -> ExpertTensor:
+        shape = (count, rows.stop - rows.start, rank)
+        sources = stacked["B"].sources
+        return ExpertTensor(sources, shape, lambda words: words.reshape(d_out, rank)[rows])
+
+    gate, up = tensor(slice(0, half)), tensor(slice(half, d_out))
+    return {f"{experts}{GATE}": {"A": stacked["A"], "B": gate}, f"{experts}{UP}": {"B": up}}
 
 
 def _differ(module: str, other: str, what: str) -> AdapterRejected:

@@ -1,7 +1,8 @@
 """Names of the linears of experts, in trainers' files and in blobs.
 
 Mixtral's old names are block_sparse_moe for mlp, and w1, w3 and w2 for gate_proj, up_proj and
-down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once.
+down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once. Unsloth
+has lists of linears, gate_up_projs and down_projs, for gpt-oss in four bits.
 """
 
 import re
@@ -11,15 +12,32 @@ GATE, UP, GATE_UP, DOWN = "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 _NUMBER = "0|[1-9][0-9]{0,4}"
 WRAPPED = re.compile(r"(.*\.experts)(\.base_layer)?")
 NUMBERED = re.compile(rf"(.*\.experts)\.({_NUMBER})\.(\w+)")
+GATE_UPS, DOWNS = f"{GATE_UP}s", f"{DOWN}s"
+LISTED = re.compile(rf"(.*\.experts)\.({GATE_UPS}|{DOWNS})\.({_NUMBER})")
 PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
+_LINEARS = {GATE_UP: GATE, GATE_UPS: GATE, DOWNS: DOWN}
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
 _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
+def experts_kind(*, clamped: bool) -> str:
+    """Return the kind of base model, of the two whose experts' parameters have other orientations.
+
+    clamped: whether the base model is gpt-oss.
+    """
+    return "gpt-oss" if clamped else "another base model"
+
+
 def is_of_experts(module: str) -> bool:
     """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
-    return _EXPERTS.fullmatch(module) is not None
+    return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
+
+
+def is_listed(module: str) -> bool:
+    """Whether a module, given by its canonical name, is of one of Unsloth's lists of experts."""
+    match = NUMBERED.fullmatch(module)
+    return match is not None and match[3] in (GATE_UPS, DOWNS)
 
 
 def experts_of(module: str) -> str:
@@ -33,11 +51,12 @@ def experts_of(module: str) -> str:
 
 
 def modern(module: str) -> str:
-    """Replace Mixtral's old names in a module's name by the current ones.
+    """Replace Mixtral's and Unsloth's names in a module's name by the current ones.
 
-    The old names are block_sparse_moe, w1, w3 and w2.
+    Mixtral's old names are block_sparse_moe, w1, w3 and w2. Unsloth's names of gpt-oss's experts
+    have the expert's number last.
     """
-    module = module.replace(_OLD_BLOCK, _BLOCK)
+    module = LISTED.sub(r"\1.\3.\2", module.replace(_OLD_BLOCK, _BLOCK))
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
 
@@ -45,13 +64,13 @@ def modern(module: str) -> str:
 def linear_of(module: str) -> str:
     """Return the linear that a module of experts adapts, in the naming of blobs.
 
-    module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj counts as
-        gate_proj. Any other module is returned unchanged.
+    module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj and
+        gate_up_projs count as gate_proj. Any other module is returned unchanged.
     """
     match = _EXPERTS.fullmatch(module)
     if match is None:
         return module
-    return f"{match[1]}.{GATE if match[2] == GATE_UP else match[2]}"
+    return f"{match[1]}.{_LINEARS.get(match[2], match[2])}"
 
 
 class ConfiguredNames:
@@ -74,15 +93,18 @@ class ConfiguredNames:
         """
         of_experts = [module for module in given if is_of_experts(module)]
         numbered = [match for match in map(NUMBERED.fullmatch, of_experts) if match]
+        listed = [match for match in map(LISTED.fullmatch, of_experts) if match]
         last_parts = {module.rpartition(".")[2] for module in of_experts}
-        highest = max((int(match[2]) for match in numbered), default=0)
+        numbers = [int(match[2]) for match in numbered] or [int(match[3]) for match in listed]
+        highest = max(numbers, default=0)
         blocks = [block for block in (_OLD_BLOCK, _BLOCK) if any(block in m for m in given)]
         self._blocks = blocks or ([_OLD_BLOCK, _BLOCK] if old_linears else [_BLOCK])
         self._has_old_linears = not last_parts.isdisjoint(_OLD_LINEARS)
         if not of_experts:
             self._has_old_linears = old_linears
         self._is_numbered = bool(numbered) or not (of_experts or parameters)
-        self._count = min(highest, len(numbered)) + 1
+        self._is_listed = bool(listed)
+        self._count = min(highest, len(numbers)) + 1
         self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
@@ -97,7 +119,10 @@ class ConfiguredNames:
         if match is None:
             return {path, f"{path}.weight"}
         experts, linear = match.groups()
-        names = {f"{experts}.{DOWN if linear == DOWN else GATE_UP}"}
+        parameter = DOWN if linear == DOWN else GATE_UP
+        names = {f"{experts}.{parameter}"}
+        if self._is_listed:
+            return names | {f"{experts}.{parameter}s.{number}" for number in range(self._count)}
         if self._has_old_linears:
             linear = next(old for old, name in _OLD_LINEARS.items() if name == linear)
         if self._is_numbered:

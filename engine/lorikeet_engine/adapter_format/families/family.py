@@ -18,6 +18,8 @@ class Width(StrEnum):
     QUERIES = "num_attention_heads"
     GATED_QUERIES = "gated queries"  # of each attention head, its query and its output's gate
     KEYS = "num_key_value_heads"  # and values, of the same width
+    FULL_QUERIES = "full queries"  # in layers without a window, if their heads differ
+    FULL_KEYS = "num_global_key_value_heads"  # and values, in these layers
     DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net; B, and C, of Mamba 2
     DELTA_VALUES = "linear_num_value_heads"  # x, and z, of Mamba 2
     DELTA_GATES = "delta gates"  # a number for each value head of a delta net or of Mamba 2
@@ -39,14 +41,16 @@ class LayerKind(StrEnum):
     Layers of the last three kinds mix none; they occur in families whose layers consist of one part
     (Family.alone).
 
-    ATTENTION: attention to all earlier tokens or to a window. DELTA_NET: gated delta net (arXiv
-        2412.06464), whose state has the same size for any context. MAMBA: Mamba 2 (arXiv
-        2405.21060), with such a state, too.
+    ATTENTION: attention to all earlier tokens or to a window. WINDOW: attention to a window, in
+        families whose layers with a window have other linears; ATTENTION is to all earlier tokens
+        then. DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
+        context. MAMBA: Mamba 2 (arXiv 2405.21060), with such a state, too.
     MLP: dense MLP. EXPERTS: mixture of experts. LATENT_EXPERTS: mixture of experts that read and
         write vectors narrower than hidden states.
     """
 
     ATTENTION = "full_attention"
+    WINDOW = "sliding_attention"
     DELTA_NET = "linear_attention"
     MAMBA = "mamba"
     MLP = "mlp"
@@ -63,6 +67,7 @@ class LayerKind(StrEnum):
         """Name of such a layer, or of what mixes its tokens, for error messages."""
         return {
             LayerKind.ATTENTION: "attention",
+            LayerKind.WINDOW: "attention with a window",
             LayerKind.DELTA_NET: "a gated delta net",
             LayerKind.MAMBA: "a Mamba 2 mixer",
             LayerKind.MLP: "an MLP",
@@ -73,7 +78,7 @@ class LayerKind(StrEnum):
     @property
     def mixes(self) -> bool:
         """Whether layers of this kind mix a sequence's tokens."""
-        return self is LayerKind.ATTENTION or self.has_state
+        return self in (LayerKind.ATTENTION, LayerKind.WINDOW) or self.has_state
 
 
 class Parallel(StrEnum):
@@ -222,11 +227,15 @@ class Family:
     norms_plus_one: whether norms multiply by 1 + weight.
     scaled_embeddings: whether embeddings are multiplied by √hidden_size.
     rope_parameters: section of rotary embeddings of a config.json that has none; with
-        llama_4_scaling_beta if the family's queries grow with their position.
+        llama_4_scaling_beta if the family's queries grow with their position. It has a section for
+        each kind of layer if config.json must have one for each.
+    attention_scale: factor of attention scores; None: 1 / √head_dim, or as the switches say.
+    value_norm: whether values pass an RMS norm without a weight.
+    layer_scalars: whether hidden states are multiplied by a learned number after each layer.
     sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
         value.
     kinds_key: key of config.json that lists the kind of each layer.
-    kinds: kinds of layers by their names in that list; empty: all layers have attention.
+    kind_names: kinds of layers by their names in that list; empty: LayerKind's values.
     alone: whether each layer consists of a norm and one part: attention, Mamba 2 or an MLP. Other
         families' layers have an MLP behind each of the former.
     embeddings: name of the embeddings' module in the trainers' model.
@@ -250,8 +259,11 @@ class Family:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     scales_in_module: bool = False
     sinks: bool = False
+    attention_scale: float | None = None
+    value_norm: bool = False
+    layer_scalars: bool = False
     kinds_key: str = "layer_types"
-    kinds: Mapping[str, LayerKind] = field(default_factory=dict)
+    kind_names: Mapping[str, LayerKind] = field(default_factory=dict)
     alone: bool = False
     embeddings: str = "embed_tokens"
     recurrent: RecurrentKeys | None = None
@@ -263,9 +275,9 @@ class Family:
         return bool(self.kinds)
 
     @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds that the linears of the family are of."""
-        return tuple(dict.fromkeys(kind for linear in self.linears for kind in linear.kinds))
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the family's decoder layers; empty if all layers have the same linears."""
+        return tuple(kind for kind in LayerKind if any(kind in each.kinds for each in self.linears))
 
     @property
     def usually_has_qkv_bias(self) -> bool:

@@ -97,6 +97,13 @@ _FUSED_DELTA_IN = tuple(
     replace(_DELTA_IN[0], module=f"linear_attn.in_proj_{name}", outputs=(width,))
     for name, width in (("qkvz", Width.DELTA_QKVZ), ("ba", Width.DELTA_BA))
 )
+_WINDOW = LayerKind.WINDOW
+_WINDOW_LINEARS = tuple(replace(linear, kinds=(_WINDOW,)) for linear in (_Q, _K, _V, _O))
+_FULL_Q, _FULL_K, _FULL_V = (
+    replace(linear, outputs=(width,), group="full_qkv", kinds=(_FULL,))
+    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
+)
+_FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kinds=(_FULL,))
 _SHARED_GATE, _SHARED_UP = (
     Linear(
         f"mlp.shared_expert.{name}",
@@ -180,7 +187,6 @@ _QWEN_WINDOW = {
     "sliding_window": 4096,
     "use_sliding_window": False,
 }
-_QWEN_KINDS = {"full_attention": _FULL, "linear_attention": _DELTA}
 _QWEN_KEYS = RecurrentKeys(
     "linear_num_key_heads",
     "linear_key_head_dim",
@@ -222,6 +228,32 @@ _GEMMA_NORMS = LayerNorms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_GEMMA4 = {
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": None,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "layer_types": None,
+    "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 0,
+    "per_layer_config": None,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": False,
+}
+_GEMMA4_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # By config.json's model_type.
@@ -336,6 +368,19 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embeddings=True,
         scales_in_module=True,
     ),
+    "gemma4_text": Family(
+        "Gemma 4",
+        (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN),
+        _GEMMA4,
+        norms=_GEMMA_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        scaled_embeddings=True,
+        scales_in_module=True,
+        rope_parameters=_GEMMA4_ROPE,
+        attention_scale=1.0,
+        value_norm=True,
+        layer_scalars=True,
+    ),
     "glm4": Family(
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),
@@ -392,7 +437,6 @@ FAMILIES: Mapping[str, Family] = {
         _QWEN_HYBRID,
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
-        kinds=_QWEN_KINDS,
         recurrent=_QWEN_KEYS,
     ),
     "qwen3_5_moe_text": Family(
@@ -414,7 +458,6 @@ FAMILIES: Mapping[str, Family] = {
             parameters=True,
             shared=True,
         ),
-        kinds=_QWEN_KINDS,
         recurrent=_QWEN_KEYS,
     ),
     "qwen3_next": Family(
@@ -433,7 +476,6 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
-        kinds=_QWEN_KINDS,
         recurrent=_QWEN_KEYS,
     ),
     "nemotron_h": Family(
@@ -472,7 +514,7 @@ FAMILIES: Mapping[str, Family] = {
             shared_width="moe_shared_expert_intermediate_size",
         ),
         kinds_key="layers_block_type",
-        kinds={**_MAMBA_KINDS, "mlp": LayerKind.MLP, "moe": LayerKind.EXPERTS},
+        kind_names={**_MAMBA_KINDS, "mlp": LayerKind.MLP, "moe": LayerKind.EXPERTS},
         alone=True,
         embeddings="embeddings",
         recurrent=RecurrentKeys(
@@ -500,7 +542,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt-oss",
-        (_Q, _K, _V, _O, replace(_ROUTER, module="mlp.router")),
+        (
+            _Q,
+            _K,
+            _V,
+            _O,
+            replace(_ROUTER, module="mlp.router"),
+            _EXPERT_GATE,
+            _EXPERT_UP,
+            _EXPERT_DOWN,
+        ),
         {
             "attention_bias": True,
             "head_dim": 64,

@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8 import reference as fp8
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, Sigmoids
+from lorikeet_engine.kernels.moe import Clamp, ExpertWeight, Mxfp4Experts, Sigmoids
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
@@ -48,7 +48,7 @@ def route(
 
 def expert_products(
     x: torch.Tensor | Activations,
-    weight: torch.Tensor | Fp8Rows,
+    weight: ExpertWeight,
     routed: RoutedRows,
     *,
     gathered: bool = False,
@@ -65,6 +65,8 @@ def expert_products(
         if isinstance(weight, Fp8Rows):
             rounded = x.fp8[of] if isinstance(x, Activations) else None
             y[rows] = fp8.linear(inputs[of], weight[expert], rounded=rounded)
+        elif isinstance(weight, Mxfp4Experts):
+            y[rows] = F.linear(inputs[of], weight.floats(expert).to(inputs.dtype))
         else:
             y[rows] = F.linear(inputs[of], weight[expert])
     return y
