@@ -604,9 +604,17 @@ def mxfp4_experts(d_out: int) -> Mxfp4Experts:
     return mxfp4.pack(codes, empty(32, d_out, 90, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", [config for _, config in grouped_mxfp4.TILES])
-def test_experts_in_mxfp4(compiled: set[str], config: TileConfig, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        *((config, torch.bfloat16) for _, config in grouped_mxfp4.TILES),
+        (None, torch.float16),
+        (None, torch.float32),
+    ],
+)
+def test_experts_in_mxfp4(
+    compiled: set[str], config: TileConfig | None, dtype: torch.dtype
+) -> None:
     routed, x = moe.route(empty(64, 32), 4, None, normalised=True), empty(64, 2880, dtype=dtype)
     y = grouped_mxfp4.products(x, mxfp4_experts(5760), routed, config, gathered=True)
     assert y.shape == (256, 5760)
