@@ -27,7 +27,10 @@ _KINDS = (
         "norms, rotary, KV write, SiLU",
         r"^_(add_rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
     ),
-    ("experts", r"^(_products|_gate_up|_down|choose|sort_by_expert|sum_weighed)|[gG]rouped"),
+    (
+        "experts",
+        r"^(_products|_gate_up|_down|gate_clamped|choose|sort_by_expert|sum_weighed)|[gG]rouped",
+    ),
     ("attention", r"^_(decode|merge|add_sinks)$|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_(multiply|decode_weight)"),
     (

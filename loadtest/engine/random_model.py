@@ -1,6 +1,7 @@
 """Base model of given shapes with random weights: as fast as a trained model, and without files."""
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
+from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight, pack
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -207,11 +210,14 @@ GPT_OSS_20B: Mapping[str, Any] = {
         "truncate": False,
         "original_max_position_embeddings": 4096,
     },
+    "quantization_config": {"quant_method": "mxfp4"},
 }
+"""Shapes whose experts stay in 4 bits with weight_dtype=packed, and are floats otherwise."""
 GPT_OSS_120B: Mapping[str, Any] = GPT_OSS_20B | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+_E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-8b-fp8-blocks": LLAMA_3_1_8B_FP8_BLOCKS,
@@ -255,7 +261,7 @@ class RandomCheckpoint(Checkpoint):
         rounding: format to which linears are rounded; None: not rounded.
         shard: part of each tensor that this rank reads.
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
-        packed: format of 4 bits in which linears are drawn and stay; None: linears are floats.
+        packed: format of 4 bits in which weights are drawn and stay; None: they are floats.
         """
         self.device = device
         self.shard = shard
@@ -266,7 +272,9 @@ class RandomCheckpoint(Checkpoint):
         self._staging = None
         self._seed = seed
         self._block = block
-        self.packed = packed is not None
+        of_experts = packed is not None and packed.format is Quantization.MXFP4
+        self.packs_linears = packed is not None and not of_experts
+        self.packs_experts = of_experts
         self._packed_format = packed
         self._random = torch.Generator(device)
 
@@ -317,6 +325,17 @@ class RandomCheckpoint(Checkpoint):
         scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
         return pack(q, scales.to(self.device), self._integers(7, 9, *shape))
 
+    def read_mxfp4(
+        self, name: str, shape: tuple[int, int, int], rows: Sequence[range], columns: range
+    ) -> Mxfp4Experts:
+        """Draw the kept part of experts' weights."""
+        self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
+        experts, d_in, _ = shape
+        sides = sum(map(len, rows)), len(columns)
+        weight = random_mxfp4(experts, *sides, d_in**-0.5, self._random)
+        self.nbytes += weight.nbytes
+        return weight
+
     def _integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(
             low, high, shape, dtype=torch.uint8, device=self.device, generator=self._random
@@ -340,6 +359,23 @@ class RandomCheckpoint(Checkpoint):
         return False
 
 
+def random_mxfp4(
+    experts: int, d_out: int, d_in: int, deviation: float, random: torch.Generator
+) -> Mxfp4Experts:
+    """Draw weights of experts in MXFP4, whose scales are all one, without ever making floats.
+
+    deviation: standard deviation of the weights, to the next power of two.
+    """
+    groups, device = -(-d_in // (BLOCK * BLOCKS)), random.device
+    words = torch.empty(experts, groups, d_out, BLOCK, dtype=torch.int16, device=device)
+    words.random_(-(1 << 15), 1 << 15, generator=random)
+    exponents = torch.zeros(groups * BLOCKS, dtype=torch.uint8, device=device)
+    scale = 127 + round(math.log2(deviation / _E2M1_DEVIATION))
+    exponents[: d_in // BLOCK] = SCALE_OFFSET + scale  # blocks beyond d_in are 0
+    of_group = exponents.view(torch.int32)[None, :, None]
+    return Mxfp4Experts(words, of_group.expand(experts, -1, d_out).contiguous(), d_in)
+
+
 def random_model(
     folder: Path,
     device: torch.device,
@@ -355,7 +391,7 @@ def random_model(
     max_context: limit on a sequence's tokens; None: the config's.
     rounding: format to which linears are rounded, unless the config names one.
     ranks: processes that share the model, of which this is one; None: no other.
-    packed: whether linears stay in the 4 bits of the format that the config names.
+    packed: whether weights stay in the 4 bits of the format that the config names.
     """
     config = ModelConfig.from_folder(folder, max_context)
     shard = WHOLE if ranks is None else ranks.shard

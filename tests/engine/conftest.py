@@ -112,6 +112,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "initializer_range": 0.2,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 48,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 24,
+        "final_logit_softcapping": 8.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 100.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
 }
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -170,13 +191,41 @@ GPT_OSS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "truncate": False},
     },
 }
+MAMBA: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "initializer_range": 0.2,
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"),
+            *("full_attention", "linear_attention"),
+        ],
+        "head_dim": 24,
+        "mamba_head_dim": 12,
+        "mamba_num_heads": 8,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+        "n_groups": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "ssm_state_size": 20,
+        "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
+    },
+}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "moe"],
+    "moe_latent_size": 28,
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
+    "mamba_num_heads": 16,
 }
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
+    # two ranks have whole blocks of 32 inputs, as MXFP4 wants
+    "gpt_oss_in_blocks": {**GPT_OSS["gpt_oss"], "intermediate_size": 192},
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "linear_rope": {
         "model_type": "llama",
@@ -221,6 +270,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "gemma3_deep": {**FAMILIES["gemma3_text"], "num_hidden_layers": 6, "sliding_window_pattern": 3},
+    "gemma4_deep": {
+        **FAMILIES["gemma4_text"],
+        "num_hidden_layers": 13,
+        "initializer_range": 0.15,
+        "layer_types": None,  # windows in five of six layers, and none in the last
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+    },
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
     "smollm3_window": {
         "model_type": "smollm3",
@@ -263,8 +320,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, GPT_OSS, VARIANTS; "tied " before a family's name ties its
-    embeddings.
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties
+    its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -272,7 +329,9 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[
+            name.removeprefix("tied ")
+        ]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)
@@ -406,9 +465,16 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(family, **settings), dtype=torch.float32
         )
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("inv_freq"):
+                continue
             if weight.dim() == 1 or name.endswith(
                 "_bias"
             ):  # norms start as 1 and biases as 0, which would hide them
                 weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            if "gemma4" in family and name.endswith("q_norm.weight"):
+                weight.data /= len(weight) ** 0.5  # scores have no such divisor of their own
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # starts as 1
+                buffer.normal_(0.8, 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)

@@ -1,5 +1,6 @@
 """Steps an engine by hand, collects its outputs and records its batches."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
@@ -11,9 +12,11 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution.kv_tensors import kv_shape
 from lorikeet_engine.execution.prompt_scores import PromptScores
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.request import (
     Failed,
     FinishReason,
@@ -47,11 +50,10 @@ def build(
     measured: whether the engine measures the costs of its steps.
     """
     config = ModelConfig.from_folder(checkpoint, settings.get("max_context"))
-    shape, groups = config.shape, config.kv_groups
-    layers = groups.page_layers * len(groups.windows)
     itemsize = 1 if settings.get("kv_dtype") == "fp8" else 4
-    kv_heads = max(1, shape.kv_heads // settings.get("tensor_parallel", 1))
-    page_bytes = 2 * itemsize * layers * PAGE * kv_heads * shape.head_dim
+    shape = Shard(0, settings.get("tensor_parallel", 1)).part_of(config.shape)
+    pages = len(config.kv_groups.windows)
+    page_bytes = itemsize * math.prod(kv_shape(config, shape, pages, PAGE, "cpu"))
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     engine_settings = EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes)

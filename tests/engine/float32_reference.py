@@ -128,7 +128,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "num_attention_heads": 8,
         "sliding_window": 50,
-        "intermediate_size": 256,
+        "intermediate_size": 480,
         "num_local_experts": 4,
         "num_experts_per_tok": 4,
         "rope_parameters": {
@@ -314,8 +314,9 @@ def _save_model(family: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for weight in model.parameters():
-            if weight.dim() == 1:  # norms and biases start as 0 or 1, which would hide them
+        for name, weight in model.named_parameters():
+            # norms and biases start as 0 or 1, which would hide them
+            if weight.dim() == 1 or name.endswith("_bias"):
                 weight.data.add_(torch.randn_like(weight), alpha=0.3)
     model.lm_head.weight.data.mul_(0.1 / 0.03)  # logits spread like a trained model's
     model.save_pretrained(folder)

@@ -27,8 +27,8 @@ class Quantization(StrEnum):
 
     @property
     def has_4_bits(self) -> bool:
-        """Whether linears have 4 bits, which weight_dtype=packed keeps."""
-        return self not in (Quantization.FP8, Quantization.MXFP4)
+        """Whether weights have 4 bits, which weight_dtype=packed keeps."""
+        return self is not Quantization.FP8
 
 
 @dataclass(frozen=True, slots=True)

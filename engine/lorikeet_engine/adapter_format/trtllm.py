@@ -108,7 +108,11 @@ def _linears(
             PAIR[1],
         )
     linears = enumerate(shape.linears)
-    names = {linear.name: index for index, linear in linears if not linear.of_experts}
+    names = {
+        linear.name: index
+        for index, linear in linears
+        if not linear.of_experts and shape.has(layer, index)
+    }
     if not names.keys() >= set(_LINEARS[kind]):
         raise _bad(f"row {row} has the module id {kind}: not of this base model", PAIR[1])
     found = [names[name] for name in _LINEARS[kind]]

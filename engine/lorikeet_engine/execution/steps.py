@@ -15,12 +15,13 @@ from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
 from lorikeet_engine.execution.batch_builder import StepInput, build_step_input, group_by_adapter
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
+from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import Grammars
@@ -53,7 +54,7 @@ class ModelRunner:
         weights: LoraWeights | None,
         kv: torch.Tensor,
         graphs: CudaGraphs | None = None,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 
@@ -70,6 +71,7 @@ class ModelRunner:
         self.kv = kv
         self._graphs = graphs
         self._states = states
+        self._kv_parts = parts_of_pages(model.config, model.shape, kv)
         self.small_sizes = () if graphs is None else graphs.whole_sizes
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
 
@@ -119,6 +121,7 @@ class ModelRunner:
         """
         if self._graphs is None or not self._graphs.fit(batch):
             return self.forward_eager(batch, scores)
+        batch = self._placed(batch)
         self._begin_states(batch)
         return self._logits(self._graphs.forward(batch), batch, scores)
 
@@ -128,10 +131,15 @@ class ModelRunner:
 
         scores: as for `forward`.
         """
+        batch = self._placed(batch)
         self._attention.plan(batch)
         self._begin_states(batch)
         hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
+
+    def _placed(self, batch: Batch) -> Batch:
+        """Return a batch whose page numbers fit the KV pages of each group of layers."""
+        return with_parts(batch, self._kv_parts, self.kv.shape[3]) if self._kv_parts else batch
 
     def _begin_states(self, batch: Batch) -> None:
         if self._states is not None and batch.states is not None:

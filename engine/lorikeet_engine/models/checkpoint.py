@@ -19,6 +19,7 @@ from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.fp8.reference import quantize_weight
 from lorikeet_engine.kernels.lora.linear import FusedWeight, Weight
+from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.cut import Cut, stack
@@ -32,8 +33,9 @@ from lorikeet_engine.models.stored_tensors import (
 )
 from lorikeet_engine.models.weight_formats import weight_format
 from lorikeet_engine.models.weight_formats.fp8 import UNUSED, Fp8, scales_of_part
+from lorikeet_engine.models.weight_formats.mxfp4 import Mxfp4
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
-from lorikeet_engine.models.weight_formats.protocol import PackedFormat
+from lorikeet_engine.models.weight_formats.protocol import PackedFormat, not_divided
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
 
@@ -46,7 +48,8 @@ class Checkpoint:
 
     shard: part of the model that this process keeps; callers pass the Cut of each tensor.
     rounding: format that read_linear rounds to; None: as stored.
-    packed: whether read_fused keeps linears of 4 bits packed.
+    packs_linears: whether read_fused keeps linears of 4 bits packed.
+    packs_experts: whether read_mxfp4 reads experts, which otherwise are floats.
     nbytes: bytes on the device of the tensors read so far.
     """
 
@@ -64,20 +67,20 @@ class Checkpoint:
         """Read the headers of a checkpoint's safetensors files.
 
         Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
-        already quantised would be rounded to NF4, or if linears would stay packed that are not in
-        AWQ, GPTQ, W4A16 or NF4; and config.json's quantization_config if no linear is stored in
-        that format.
+        already quantised would be rounded to NF4, or if weights would stay packed that are not in
+        AWQ, GPTQ, W4A16, NF4 or MXFP4; and config.json's quantization_config if no linear is
+        stored in that format.
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
         shard: part of the model that this process keeps.
-        packed: whether linears of 4 bits stay packed.
+        packed: whether weights of 4 bits stay packed.
         """
         if packed and (quantized is None or not quantized.format.has_4_bits):
             raise ModelError(
                 "weight_dtype=packed: the checkpoint's linears are "
                 f"{quantized.format if quantized else 'floats'}, which cannot stay packed: want "
-                "auto, or a checkpoint in AWQ, GPTQ, W4A16 or NF4",
+                "auto, or a checkpoint in AWQ, GPTQ, W4A16, NF4 or MXFP4",
                 field="weight_dtype",
             )
         if quantized is not None and rounding is Quantization.NF4:
@@ -92,9 +95,10 @@ class Checkpoint:
         self.shard = shard
         self.nbytes = 0
         self.rounding = rounding
-        self.packed = packed
         self._stored = find_tensors(folder)
         self._weight_format = weight_format(quantized, self._stored) if quantized else None
+        self.packs_linears = packed and isinstance(self._weight_format, PackedFormat)
+        self.packs_experts = packed and isinstance(self._weight_format, Mxfp4)
         self._unread = set(self._stored)
         self._staging = None if device.type == "meta" else Staging(device)
         self._to_raise: list[torch.Tensor] = []
@@ -209,11 +213,28 @@ class Checkpoint:
         self.nbytes += weight.nbytes
         return weight
 
+    def read_mxfp4(
+        self, name: str, shape: tuple[int, int, int], rows: Sequence[range], columns: range
+    ) -> Mxfp4Experts:
+        """Read a part of experts' weights in MXFP4, which stay packed.
+
+        Raises ModelError as `read` does, or if the part or its scales cannot be packed.
+
+        shape: (experts, d_in, d_out) of all weights.
+        rows: outputs of each expert to keep, in order.
+        columns: inputs to keep.
+        """
+        assert isinstance(self._weight_format, Mxfp4)
+        weight = self._weight_format.pack_experts(name, shape, self, rows, columns)
+        self.nbytes += weight.nbytes
+        return weight
+
     def read_fused(self, names: Sequence[str], cuts: Sequence[Cut], floats: int) -> FusedWeight:
         """Read linears as read_linear does, but leave the last of them in floats beside FP8.
 
-        With `packed`, linears of 4 bits stay packed. Fused linears that cannot be one weight then
-        become a StackedWeight: some are floats, or have other groups or another order of inputs.
+        With `packs_linears`, linears of 4 bits stay packed. Fused linears that cannot be one weight
+        then become a StackedWeight: some are floats, or have other groups or another order of
+        inputs.
         Raises ModelError as `read` does, or if a part of a linear cannot stay packed.
 
         names, cuts: as for read_linear.
@@ -223,7 +244,7 @@ class Checkpoint:
         first = len(names) - floats
         if not first:
             return self.read_parts(names, cuts)
-        if self.packed:
+        if self.packs_linears:
             return self._read_packed(names, cuts, first)
         if floats and self._becomes_fp8(names[:first]):
             weight = self.read_linear(names[:first], cuts[:first])
@@ -447,11 +468,7 @@ def _packed_part(name: str, whole: PackedWeight, cut: Cut) -> PackedWeight:
     try:
         return whole.part(cut.rows, cut.columns or range(cut.shape[-1]))
     except ValueError as error:
-        raise ModelError(
-            f"weight_dtype=packed: {name} cannot be divided among GPUs in 4 bits: {error}: want "
-            "another number of GPUs, or weight_dtype=auto",
-            field="weight_dtype",
-        ) from error
+        raise not_divided(name, error) from error
 
 
 def _joined(run: Sequence[torch.Tensor | PackedWeight]) -> torch.Tensor | PackedWeight:

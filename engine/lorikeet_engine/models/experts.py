@@ -1,5 +1,7 @@
 """Mixture-of-experts MLP of a layer: a router, and experts of which each token uses a few."""
 
+from functools import partial
+
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, Quantization
@@ -10,17 +12,29 @@ from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.linear import Inputs, Weight, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep
 from lorikeet_engine.kernels.moe import (
+    Clamp,
+    ClampedBiases,
+    ExpertWeight,
+    Sigmoids,
     clamped_swiglu,
     combine,
     expert_products,
     experts_of_one,
     route,
 )
-from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8, add_weighed
+from lorikeet_engine.kernels.pointwise import (
+    act_and_mul,
+    act_and_mul_fp8,
+    add_delta,
+    add_weighed,
+    squared_relu,
+    squared_relu_fp8,
+)
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
 
@@ -28,17 +42,20 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 class Experts:
     """Experts of a layer: y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]).
 
-    gpt-oss's experts have biases and a clamped activation (kernels.moe.clamped_swiglu) instead.
+    gpt-oss's experts have biases and a clamped activation (kernels.moe.clamped_swiglu) instead;
+    Nemotron's have no gate, and squared ReLU.
 
     The sum is over the experts e chosen for token t, with their weights p(t, e). Products work on
     rows, one for each pair of a token and one of its experts, sorted by expert (kernels/moe). With
     tensor parallelism, each process keeps a part of every expert's width and computes only its part
     of y; the parts must be added up over ranks.
 
-    gate_up [experts, 2 · width, hidden], in floats or FP8; width is the shape's `intermediate`.
-    down [experts, hidden, width], in floats or FP8.
-    gate_up_bias [experts, 2 · width], down_bias [experts, hidden]: None if experts have no biases;
-        with tensor parallelism, only the first process has down_bias.
+    gate_up [experts, 2 · width, hidden], in floats, FP8 or MXFP4; width is the shape's
+        `intermediate`. Without gate: [experts, width, hidden].
+    down [experts, hidden, width], in floats, FP8 or MXFP4.
+    hidden: width of hidden states or, if the shape has one, of `latent` vectors.
+    biases: None if experts have no biases; with tensor parallelism, only the first process has
+        those of down.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -56,21 +73,36 @@ class Experts:
             )
         whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
         self.layer = layer
+        self.squared_relu = config.squared_relu
+        before = "expert_up" if self.squared_relu else "expert_gate_up"
         self.gate_up_group, self.down_group = (
-            _lora_group(shape, group) for group in ("expert_gate_up", "expert_down")
+            _lora_group(shape, group) for group in (before, "expert_down")
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
-        self.gelu, self.clamp = config.gelu, config.clamp
-        self.gate_up_bias: torch.Tensor | None = None
-        self.down_bias: torch.Tensor | None = None
-        width, hidden, first = shape.intermediate, shape.hidden, checkpoint.shard.index
-        own, every = range(first * width, (first + 1) * width), range(hidden)
-        path = f"model.layers.{layer}.mlp.experts"
-        if self.clamp is not None:
-            self._read_clamped(checkpoint, path, whole, own)
+        self.gelu = config.gelu
+        self.biases: ClampedBiases | None = None
+        self.sigmoids: Sigmoids | None = None
+        self.gate_up: ExpertWeight
+        self.down: ExpertWeight
+        width, hidden = shape.intermediate, shape.latent or shape.hidden
+        first = checkpoint.shard.index * width
+        own, every = range(first, first + width), range(hidden)
+        router = shape.linears[shape.groups["router"][0]].path(layer)
+        path = f"{router.rpartition('.')[0]}.experts"
+        if config.sigmoid_scale is not None:
+            cut = Cut.whole(whole.experts)
+            bias = checkpoint.read_float32(f"{router}.e_score_correction_bias", cut)
+            self.sigmoids = Sigmoids(bias, config.sigmoid_scale)
+        if config.clamp is not None:
+            if checkpoint.packs_experts:
+                self._read_packed(checkpoint, path, whole, own)
+            else:
+                self._read_clamped(checkpoint, path, whole, own)
+            self.biases = _read_biases(checkpoint, path, whole, own, config.clamp)
             return
         gate_up = Cut((whole.intermediate, hidden), own, every)
-        self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), whole.experts, gate_up)
+        parts = ("up_proj",) if self.squared_relu else ("gate_proj", "up_proj")
+        self.gate_up = _read(checkpoint, path, parts, whole.experts, gate_up)
         down = Cut((hidden, whole.intermediate), every, own)
         self.down = _read(checkpoint, path, ("down_proj",), whole.experts, down)
 
@@ -84,33 +116,30 @@ class Experts:
         own: part of each expert's width to keep.
         """
         experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
-        pairs, every = range(2 * own.start, 2 * own.stop), range(experts)  # gates and values
-
-        def gates_first(values: torch.Tensor) -> torch.Tensor:
-            values = values.view(experts, -1, len(own), 2)
-            return values.permute(0, 3, 2, 1).reshape(experts, 2 * len(own), -1)
+        gates_first = partial(_gates_first, experts, len(own))
 
         def of_down(values: torch.Tensor) -> torch.Tensor:
             return values.view(experts, len(own), hidden).transpose(1, 2).contiguous()
 
-        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), pairs)
+        cut = Cut((experts, hidden, 2 * width), range(experts * hidden), _pairs(own))
         self.gate_up = checkpoint.read_arranged(f"{path}.gate_up_proj", [cut], gates_first)
-        cut = Cut((experts, 2 * width), every, pairs)
-        biases = checkpoint.read_arranged(
-            f"{path}.gate_up_proj_bias", [cut], gates_first, rounds=False
-        )
-        assert isinstance(biases, torch.Tensor)
-        self.gate_up_bias = biases.view(experts, -1)
         starts = range(own.start, experts * width, width)
         cuts = [
             Cut((experts, width, hidden), range(start, start + len(own)), range(hidden))
             for start in starts
         ]
         self.down = checkpoint.read_arranged(f"{path}.down_proj", cuts, of_down)
-        if checkpoint.shard.index:
-            checkpoint.leave([f"{path}.down_proj_bias"])
-        else:
-            self.down_bias = checkpoint.read([f"{path}.down_proj_bias"], [experts], hidden)
+
+    def _read_packed(self, checkpoint: Checkpoint, path: str, whole: BaseShape, own: range) -> None:
+        """Read gpt-oss's experts in MXFP4, which stay packed; see _read_clamped."""
+        experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
+        pairs = _pairs(own)
+        gates_first = pairs[::2], pairs[1::2]
+        shape = experts, hidden, 2 * width
+        name = f"{path}.gate_up_proj"
+        self.gate_up = checkpoint.read_mxfp4(name, shape, gates_first, range(hidden))
+        shape = experts, width, hidden
+        self.down = checkpoint.read_mxfp4(f"{path}.down_proj", shape, [range(hidden)], own)
 
     def __call__(
         self,
@@ -128,32 +157,39 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        if rows.is_cuda and len(rows) == 1 and not adapts and self.clamp is None:
+        usual = self.sigmoids is None and not self.squared_relu
+        if rows.is_cuda and len(rows) == 1 and not adapts and usual:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
-                normalised=self.normalised, gelu=self.gelu,
+                normalised=self.normalised, gelu=self.gelu, biases=self.biases,
             )  # fmt: skip
-        routed = route(logits, self.per_token, lora, normalised=self.normalised)
+        routed = route(
+            logits, self.per_token, lora, normalised=self.normalised, sigmoids=self.sigmoids
+        )
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
         if self.gate_up_group is not None:
             add_expert_lora(gate_up, rows, adapted, self.layer, self.gate_up_group, gathered=True)
         gated: Inputs
-        if self.clamp is not None and self.gate_up_bias is not None:
-            gated = clamped_swiglu(gate_up, self.gate_up_bias, routed, self.clamp)
+        if self.biases is not None:
+            gated = clamped_swiglu(gate_up, self.biases.gate_up, routed, self.biases.clamp)
+        elif self.squared_relu:
+            activate = squared_relu_fp8 if isinstance(self.down, Fp8Rows) else squared_relu
+            gated = activate(gate_up)
         else:
             gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
             gated = gate(gate_up, gelu=self.gelu)
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         if self.down_group is not None:
             add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
-        return combine(down, routed, self.down_bias)
+        return combine(down, routed, None if self.biases is None else self.biases.down)
 
 
 class SharedExpert:
-    """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · down(silu(gate(x)) · up(x)).
+    """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · mlp(x).
 
     `weigh` is a linear layer with one output, whose sigmoid is the weight of the expert's output.
+    None: the weight is 1.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -164,9 +200,10 @@ class SharedExpert:
         layer: index of the layer.
         """
         shape = config.shape
-        self.gate_up = LoraLinear(checkpoint, shape, layer, "shared_gate_up", bias=False)
-        self.down = LoraLinear(checkpoint, shape, layer, "shared_down", bias=False)
-        self.weigh = LoraLinear(checkpoint, shape, layer, "shared_weight", bias=False)
+        self.mlp = Mlp(config, checkpoint, layer, None, None, shared=True)
+        self.weigh: LoraLinear | None = None
+        if "shared_weight" in shape.groups:
+            self.weigh = LoraLinear(checkpoint, shape, layer, "shared_weight", bias=False)
 
     def add_to(self, y: torch.Tensor, x: Inputs, lora: LoraStep | None) -> None:
         """Add this rank's part of the expert's output to y [tokens, hidden].
@@ -174,15 +211,17 @@ class SharedExpert:
         x: input [tokens, hidden].
         lora: LoRA work of the forward pass; None: no adapter.
         """
-        hidden = act_and_mul(*self.gate_up.before_act(x, lora))
-        add_weighed(y, *self.down(hidden, lora), *self.weigh(x, lora))
+        weights = () if self.weigh is None else self.weigh(x, lora)
+        add_weighed(y, *self.mlp.partial(x, lora), *weights)
 
 
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Each rank computes its part of every expert.
+    experts. Each rank computes its part of every expert. Experts may read and write vectors that
+    are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
+    hidden states of the experts' sum; every rank has both whole.
     """
 
     def __init__(
@@ -205,13 +244,21 @@ class RoutedMlp:
         self.router = LoraLinear(
             checkpoint, config.shape, layer, "router", bias=config.clamp is not None
         )
+        self.latent_in: LoraLinear | None = None
+        if config.shape.latent:
+            self.latent_in, self.latent_out = (
+                LoraLinear(checkpoint, config.shape, layer, group, bias=False)
+                for group in ("latent_in", "latent_out")
+            )
         self.experts = Experts(config, checkpoint, layer)
         has_shared = config.shape.shared_intermediate > 0
         self.shared = SharedExpert(config, checkpoint, layer) if has_shared else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the experts' products round an input of this many tokens to FP8."""
+        """Return whether the first products round an input of this many tokens to FP8."""
+        if self.latent_in is not None:
+            return fp8.rounds(self.latent_in.weight, tokens)
         return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
@@ -220,10 +267,55 @@ class RoutedMlp:
         lora: LoRA work of the forward pass; None: no adapter.
         """
         logits, delta = self.router(x, lora)
-        mixed = self.experts(x, logits, delta, lora)
+        mixed = self.experts(self._narrowed(x, lora), logits, delta, lora)
+        of_mixed: LoraDelta | None = None
+        if self.latent_in is not None:
+            mixed, of_mixed = self.latent_out(mixed, lora)
         if self.shared is not None:
             self.shared.add_to(mixed, x, lora)
-        return summed_product(mixed, None, self.output_weight, self._ranks)
+        return summed_product(mixed, of_mixed, self.output_weight, self._ranks)
+
+    def _narrowed(self, x: Inputs, lora: LoraStep | None) -> Inputs:
+        """Return the experts' input: x, or its latent vectors [tokens, latent]."""
+        if self.latent_in is None:
+            return x
+        y, delta = self.latent_in(x, lora)
+        if delta is not None:
+            add_delta(y, delta)
+        return y
+
+
+def _pairs(own: range) -> range:
+    """Return the columns of gpt-oss's gate_up_proj for a part of an expert's width: each gate
+    before the value that it gates.
+    """
+    return range(2 * own.start, 2 * own.stop)
+
+
+def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor:
+    """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
+
+    width: number of gates of each expert.
+    """
+    values = values.view(experts, -1, width, 2)
+    return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)
+
+
+def _read_biases(
+    checkpoint: Checkpoint, path: str, whole: BaseShape, own: range, clamp: Clamp
+) -> ClampedBiases:
+    """Read the biases of gpt-oss's experts; see Experts._read_clamped."""
+    experts, name = whole.experts, f"{path}.gate_up_proj_bias"
+    cut = Cut((experts, 2 * whole.intermediate), range(experts), _pairs(own))
+    gates_first = partial(_gates_first, experts, len(own))
+    gate_up = checkpoint.read_arranged(name, [cut], gates_first, rounds=False)
+    assert isinstance(gate_up, torch.Tensor)
+    down, name = None, f"{path}.down_proj_bias"
+    if checkpoint.shard.index:
+        checkpoint.leave([name])  # the first process adds the biases to the sum
+    else:
+        down = checkpoint.read([name], [experts], whole.hidden)
+    return ClampedBiases(clamp, gate_up.view(experts, -1), down)
 
 
 def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.adapter_format import QkNormKind
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.lora.linear import Inputs
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import (
@@ -75,13 +76,27 @@ class RmsNorm:
     In model families without a norm at this point of the layer, y = x.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        name: str | None,
+        scalar: float | None = None,
+    ) -> None:
+        """Read the norm's weight.
+
+        name: name of the norm in the checkpoint; None: the layer has no norm here.
+        scalar: factor of x once a product is added to it; None: none.
+        """
         self.eps = config.norm_eps
+        self.scalar = scalar
         self.multiplier = config.residual_multiplier
         self.weight = read_norm_weight(config, checkpoint, name)
 
     def add_and_norm(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         """Add a product, times the residual multiplier, to x in place, and return the norm of x.
+
+        If there is a scalar, x becomes scalar · x after the addition.
 
         x [tokens, hidden]: hidden states.
         product: output of the linear layer before this norm.
@@ -101,7 +116,7 @@ class RmsNorm:
 
     def _operands(self, product: Product) -> tuple[Any, ...]:
         lora, norm_weight, exchange = product.lora, product.norm_weight, product.exchange
-        return self.eps, lora, self.multiplier, norm_weight, exchange
+        return self.eps, lora, self.multiplier, norm_weight, exchange, self.scalar
 
 
 def read_norm_weight(
@@ -117,6 +132,24 @@ def read_norm_weight(
     return None if name is None else _weight(config, checkpoint, name, cut)
 
 
+def read_layer_scalar(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> float | None:
+    """Read the factor of the hidden states behind a layer; None if the model family has none.
+
+    Raises ModelError if the tensor is missing or malformed.
+
+    layer: index of the layer; None is returned for −1, before the first layer.
+    """
+    if not config.layer_scalars or layer < 0:
+        return None
+    name = f"model.layers.{layer}.layer_scalar"
+    scalar = checkpoint.floats(name).flatten()
+    if len(scalar) != 1 or not bool(scalar.isfinite()):
+        raise ModelError(
+            f"{checkpoint.folder}: tensor {name} is {scalar.tolist()}: want one number", field=name
+        )
+    return scalar.item()
+
+
 def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm | None:
     """Read a layer's norm of this process's queries and keys; None if the model family has none.
 
@@ -126,7 +159,7 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
     """
     if config.qk_norm is QkNormKind.NONE:
         return None
-    shape, cuts = config.shape, [Cut.whole(config.shape.head_dim)] * 2
+    shape, cuts = config.shape, [Cut.whole(config.shape.heads_of(layer).head_dim)] * 2
     if config.qk_norm is QkNormKind.WHOLE:
         q, k = (checkpoint.shard.ranges(shape)[n] for n in shape.groups["qkv"][:2])
         widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -135,7 +168,7 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
         _weight(config, checkpoint, f"model.layers.{layer}.self_attn.{name}_norm", cut)
         for name, cut in zip("qk", cuts, strict=True)
     )
-    return QkNorm(query, key, config.norm_eps)
+    return QkNorm(query, key, config.norm_eps, values=config.value_norm)
 
 
 def shared_qk_norm(

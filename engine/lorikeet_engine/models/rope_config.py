@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lorikeet_engine.adapter_format import Family
+from lorikeet_engine.adapter_format import BaseShape, Family
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, numbers, refusal
 
 
@@ -63,6 +63,17 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalRopeScaling:
+    """Gemma 4's rotary frequencies: theta ** (-2i / head_dim), divided by `factor`.
+
+    Pairs are (x[i], x[i + head_dim / 2]), of which only the first rotary_dim / 2 are rotated.
+    """
+
+    head_dim: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """Growth of queries with their position p: times 1 + beta · ln(1 + ⌊p / original_context⌋).
 
@@ -78,7 +89,13 @@ _LOCAL_THETA = "rope_local_base_freq"
 """Key of config.json in model families whose sliding-window layers have another RoPE theta."""
 _PER_KIND = {"full_attention", "sliding_attention"}
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
+RopeScaling = (
+    LinearRopeScaling
+    | Llama3RopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,11 @@ class RopeConfig:
     interleaved: bool = False
     queries: QueryScaling | None = None
 
+    @property
+    def spans_head(self) -> bool:
+        """Whether pairs are (x[i], x[i + head_dim / 2]) even if only some are rotated."""
+        return isinstance(self.scaling, ProportionalRopeScaling)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRopes:
@@ -118,13 +140,17 @@ def context_of_positions(raw: Mapping[str, Any], family: Family) -> int:
     raw: content of config.json.
     """
     positions = integer(raw, "max_position_embeddings")
+    if {*family.rope_parameters} >= _PER_KIND:
+        return positions
     _, rope = _section(raw, family)
     if _kind(rope) != "yarn" or raw.get("model_type") == "phi3":
         return positions
     return max(positions, int(number(rope, "factor") * _original_context(raw, rope)))
 
 
-def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context: int) -> LayerRopes:
+def rope_configs(
+    raw: Mapping[str, Any], family: Family, shape: BaseShape, context: int
+) -> LayerRopes:
     """Parse config.json's rotary embeddings.
 
     Raises ModelError if one of their keys has a value that cannot be served.
@@ -132,6 +158,14 @@ def rope_configs(raw: Mapping[str, Any], family: Family, head_dim: int, context:
     raw: content of config.json.
     context: maximum number of tokens of a context that the engine serves.
     """
+    head_dim = shape.head_dim
+    if {*family.rope_parameters} >= _PER_KIND:
+        full_dim = shape.full.head_dim if shape.full is not None else head_dim
+        ropes = (
+            _rope(raw, family, *_section_of_kind(raw, family, kind), width, context)
+            for kind, width in (("full_attention", full_dim), ("sliding_attention", head_dim))
+        )
+        return LayerRopes(*ropes)
     name, rope = _section(raw, family)
     theta = number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0))
     full = _rope(raw, family, name, {**rope, "rope_theta": theta}, head_dim, context)
@@ -177,6 +211,9 @@ def _rope(
             return replace(plain, scaling=_yarn(raw, rope), gain=_yarn_gain(name, rope))
         case "longrope":
             return _longrope(raw, rope, plain, context)
+        case "proportional" if {*family.rope_parameters} >= _PER_KIND:
+            factor = number(rope, "factor", 1.0)
+            return replace(plain, scaling=ProportionalRopeScaling(head_dim, factor))
     raise refusal(f"{name}.rope_type", kind, "default, linear, dynamic, llama3, yarn or longrope")
 
 
@@ -199,6 +236,22 @@ def _section(raw: Mapping[str, Any], family: Family) -> tuple[str, Mapping[str, 
     return name, rope
 
 
+def _section_of_kind(
+    raw: Mapping[str, Any], family: Family, kind: str
+) -> tuple[str, Mapping[str, Any]]:
+    """Return name and content of the RoPE section of one kind of layers, which must have its own.
+
+    kind: the kind of layers, as in layer_types.
+    """
+    if raw.get("rope_scaling"):
+        raise refusal("rope_scaling", raw["rope_scaling"], "rope_parameters in its place")
+    sections = raw.get("rope_parameters") or family.rope_parameters
+    own = sections.get(kind) if isinstance(sections, Mapping) else None
+    if not isinstance(own, Mapping):
+        raise refusal("rope_parameters", sections, f"an object with a section {kind}")
+    return f"rope_parameters.{kind}", own
+
+
 def _local_section(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return name and content of config.json's RoPE section for sliding-window layers.
 
@@ -218,9 +271,12 @@ def _rotary_dim(
     field = "partial_rotary_factor"
     given = rope if rope.get(field) is not None else raw
     share = number(given, field, 1.0)
-    if share > 1 or (share != 1 and field not in family.switches):
-        raise refusal(field, share, "1" if field not in family.switches else "at most 1")
+    is_read = field in family.switches or _kind(rope) == "proportional"
+    if share > 1 or (share != 1 and not is_read):
+        raise refusal(field, share, "at most 1" if is_read else "1")
     rotary_dim = int(head_dim * share)
+    if _kind(rope) == "proportional":
+        return 2 * int(share * head_dim // 2)
     if rotary_dim % 2:
         raise refusal(field, share, f"an even number of a head's {head_dim} elements")
     return rotary_dim

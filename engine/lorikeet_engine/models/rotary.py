@@ -10,6 +10,7 @@ from lorikeet_engine.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     QueryScaling,
     RopeConfig,
     YarnRopeScaling,
@@ -68,6 +69,10 @@ def _query_gain(scaling: QueryScaling, positions: int) -> torch.Tensor:
 
 
 def _frequencies(rope: RopeConfig) -> torch.Tensor:
+    if isinstance(rope.scaling, ProportionalRopeScaling):
+        head_dim, factor = rope.scaling.head_dim, rope.scaling.factor
+        exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / rope.theta**exponents / factor
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     waves = rope.theta**exponents  # [rotary_dim / 2]
     # computed in the reference's order: a rounding error here grows with the position

@@ -122,7 +122,7 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
     """Warn if there is no fast attention kernel for the model."""
     from lorikeet_engine.kernels.attention import why_slow  # torch
 
-    head_dim = BaseShape.from_config(read_config(folder)).head_dim
+    head_dim = BaseShape.from_config(read_config(folder)).widest_head
     if reason := why_slow(head_dim, served.torch_dtype):
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"

@@ -7,10 +7,13 @@ from lorikeet_engine.adapter_format import FAMILIES, BaseShape
 from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
+OWN = {"gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}}
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_base_model_fits_its_linears(family):
-    layers = 4 if FAMILIES[family].is_hybrid else 1
+    layers = 6 if FAMILIES[family].is_hybrid else 1
+    own = OWN.get(family, {})
     config = transformers.AutoConfig.for_model(
         family,
         hidden_size=48,
@@ -21,6 +24,8 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         vocab_size=32,
         head_dim=12,
         pad_token_id=None,
+        **({"moe_latent_size": 20} if FAMILIES[family].alone else {}),
+        **own,
     )
     shape = BaseShape.from_config(config.to_dict())
     decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers

@@ -6,6 +6,7 @@ from pathlib import Path
 import peft
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lorikeet_engine.adapter_format import (
@@ -16,6 +17,7 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
+from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.errors import AdapterRejected
 from tests.engine.adapter_format.peft_folder import edit_config
 
@@ -52,6 +54,7 @@ def spec_on(checkpoint: Path, blob: Path) -> AdapterSpec:
         ("glm4", [*ATTENTION, "down_proj"]),
         ("mixtral", ATTENTION),
         ("qwen3_moe", USUAL),
+        ("gemma4_text", USUAL),  # v_proj in layers with windows alone
     ],
 )
 def test_usual_targets_select_the_linears_that_the_base_model_has(
@@ -100,3 +103,38 @@ def test_a_blob_lists_families_only_if_some_are_excluded(
         blob = packed(tiny_checkpoints["mixtral"], tmp_path / name, ATTENTION, targets)
         with safe_open(blob, "pt") as file:
             assert json.loads(file.metadata()["lorikeet"]).get("families") == families
+
+
+@pytest.mark.parametrize("trained", [["q_proj", "v_proj"], USUAL, ["v_proj"], ["o_proj"]])
+def test_layers_of_gemma_4_without_values_of_their_own_need_no_weights_for_v_proj(
+    trained: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["gemma4_deep"]
+    spec = spec_on(checkpoint, packed(checkpoint, tmp_path, trained))
+    shape = BaseShape.from_config(read_config(checkpoint))
+    windows = [kind is LayerKind.WINDOW for kind in shape.kinds]
+    layers = {name: [*range(shape.layers)] for name in trained}
+    if "v_proj" in trained:
+        layers["v_proj"] = [layer for layer, windowed in enumerate(windows) if windowed]
+    found = {(part.layer, part.name.rpartition(".")[2]) for part in spec.linears}
+    assert found == {(layer, name) for name in trained for layer in layers[name]}
+
+
+def test_an_adapter_of_gemma_4_that_lacks_a_layers_queries_is_incomplete(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["gemma4_deep"]
+    packed(checkpoint, tmp_path, ["q_proj", "v_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    kept = {name: each for name, each in load_file(file).items() if ".5.self_attn" not in name}
+    save_file(kept, file)
+    with pytest.raises(AdapterRejected, match=r"it selects model\.layers\.5\.self_attn\.q_proj"):
+        write_blob(tmp_path, tmp_path / "other")
+
+
+def test_an_adapter_with_values_in_every_layer_is_for_another_base_model(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    blob = packed(tiny_checkpoints["llama"], tmp_path, ["v_proj"])
+    with pytest.raises(AdapterRejected, match="layer 1 of the base model is attention and has no"):
+        spec_on(tiny_checkpoints["gemma4_text"], blob)

@@ -3,25 +3,31 @@
 import pytest
 import torch
 
+from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from tests.engine.engine_driver import Answers, greedy, load_adapters, prompt
 from tests.engine.float32_reference import (
+    ADAPTERS,
     Float32Reference,
     RecordingSampler,
     build,
     compare,
     run_to_end,
 )
+from tests.engine.models.mxfp4_checkpoints import write_mxfp4
 from tests.engine.models.quantized_checkpoints import write_rounded
+from tests.engine.moe_adapters import BOTH
 
 TOKENS = 16
 LENGTHS = (17, 63, 133)
-KINDS = ("groups", "act-order", "orders")
+KINDS = ("groups", "act-order", "orders", "mxfp4")
 CASES = [
     *(pytest.param(("cuda", kind), id=f"cuda-{kind}", marks=pytest.mark.gpu) for kind in KINDS),
     *(
         pytest.param(
-            ("cpu", kind), id=f"cpu-{kind}", marks=[] if kind == "groups" else pytest.mark.soak
+            ("cpu", kind),
+            id=f"cpu-{kind}",
+            marks=[] if kind in ("groups", "mxfp4") else pytest.mark.soak,
         )
         for kind in KINDS
     ),
@@ -40,11 +46,22 @@ def own(d_in):
 
 
 ORDERS = {"groups": None, "act-order": shared, "orders": own}
+ON_EXPERTS = {
+    "experts": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": BOTH,
+        "rank_pattern": {"experts.down_proj": 24},
+    }
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def reference(request, tmp_path_factory):
     device, kind = request.param
+    if kind == "mxfp4":
+        return of_mxfp4(device, tmp_path_factory.mktemp(kind))
     made = Float32Reference("llama", tmp_path_factory.mktemp(kind), device)
     made.checkpoint, values = write_rounded(
         made.checkpoint, tmp_path_factory.mktemp("rounded") / "model", ORDERS[kind]
@@ -53,6 +70,19 @@ def reference(request, tmp_path_factory):
         name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
         if f"{name}.weight" in values:
             linear.weight.data = values.pop(f"{name}.weight").to(device)
+    assert not values
+    return made
+
+
+def of_mxfp4(device, folder):
+    """gpt-oss with experts in MXFP4, and with an adapter of them beside adapters of attention."""
+    some = {name: ADAPTERS[name] for name in ("rank4_qv", "rank64_ko")} | ON_EXPERTS
+    made = Float32Reference("gpt_oss", folder / "made", device, some)
+    made.checkpoint, values = write_mxfp4(made.checkpoint, folder / "model")
+    for name, weight in made._model.named_parameters():
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if name in values:
+            weight.data = values.pop(name).to(device)
     assert not values
     return made
 
@@ -66,8 +96,11 @@ def engine(reference, tmp_path_factory):
 
 
 def test_every_answer_equals_the_references(reference, engine):
-    inputs = engine._runner.model._layers[0].mixer.inputs.weight
-    assert isinstance(inputs, PackedWeight | StackedWeight)
+    layer = engine._runner.model._layers[0]
+    if engine._runner.model.config.clamp is not None:
+        assert isinstance(layer.mlp.experts.down, Mxfp4Experts)
+    else:
+        assert isinstance(layer.mixer.inputs.weight, PackedWeight | StackedWeight)
     draws, answers = RecordingSampler(engine), Answers(engine)
     load_adapters(answers, reference.refs.values())
     asked = []

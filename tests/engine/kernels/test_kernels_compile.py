@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,18 @@ from lorikeet_engine.kernels.lora.types import (
     LoraWeights,
     Segments,
 )
+from lorikeet_engine.kernels.mamba import Scan
+from lorikeet_engine.kernels.mamba import fused as mamba
 from lorikeet_engine.kernels.masks.fused import forbid_others
-from lorikeet_engine.kernels.moe import Clamp
+from lorikeet_engine.kernels.moe import (
+    Clamp,
+    ClampedBiases,
+    Mxfp4Experts,
+    grouped_mxfp4,
+    mxfp4,
+)
 from lorikeet_engine.kernels.moe import fused as moe
+from lorikeet_engine.kernels.moe.grouped import TileConfig
 from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
 from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused
@@ -188,6 +198,12 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    own = QkNorm(empty(512), empty(512), 1e-6, values=True)
+    fused.rotary_and_store_kv(
+        empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
+        spans_head=True, keys_are_values=True,
+    )  # fmt: skip
+    fused.add_rms_norm(empty(8, 4096), empty(8, 4096), row, 1e-5, delta(4096), 1.0, row, None, 0.9)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
     fused.rotary_and_store_kv(
         empty(8, 48, 128), angles, angles, fp8, slots, delta(48 * 128), norm, KvScales(0.1, 0.2)
@@ -249,6 +265,61 @@ def test_gated_delta_net(
         "_scan_chunks",
     }
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype", "adapters", "entries"),
+    [
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.float32, True, 3),
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.bfloat16, False, None),
+        (Heads(1, 128, 128, 64), torch.bfloat16, torch.float32, False, 3),
+        (Heads(1, 64, 128, 64), torch.float32, torch.float32, True, None),
+    ],
+    ids=["Nano", "Nano, rounded states", "Granite small", "floats"],
+)
+def test_mamba(
+    compiled: set[str],
+    heads: Heads,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    adapters: bool,
+    entries: int | None,
+) -> None:
+    floats, integers = (partial(empty, dtype=each) for each in (torch.float32, torch.int32))
+    channels, count = sum(heads.widths), heads.value_heads
+    wider = empty(300, channels + count, dtype=dtype)
+    xbc, dt = wider[:, :channels], wider[:, channels:]
+    weight, inputs = empty(channels, 4, dtype=dtype), empty(9, 3, channels, dtype=dtype)
+    bias, scan = empty(channels, dtype=dtype), Scan(*(floats(count) for _ in "adD"), (0.0, inf))
+    states = empty(9, count, heads.value_dim, heads.key_dim, dtype=state_dtype)
+    deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (xbc, dt)]
+    prefills = Prefills(*(integers(4) for _ in range(3)), integers(8, 2), integers(5), integers(8))
+    ring = None
+    if entries is not None:
+        ring = Ring.empty([9], heads, entries, torch.float32, torch.device("meta"))
+    for convolve, apply, where in (
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(integers(300))),
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(*integers(2, 300))),
+        (delta_net.prefill_convolution, mamba.prefill_scan, prefills),
+    ):
+        y = convolve(xbc, weight, inputs, where, deltas[0], None, bias)
+        o = apply(y, dt, scan, states, where, heads, deltas[1], ring=ring)
+        assert o.shape == (300, count, heads.value_dim)
+    width = count * heads.value_dim // heads.key_heads
+    o, gate = o.view(300, -1, width), wider[:, : count * heads.value_dim].view(300, -1, width)
+    delta, gains = LoraDelta(gate, integers(1)) if adapters else None, empty(count * 64)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta)
+    means = fused.gated_mean_squares(o, gate, delta)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
+    scans = {"_decode_scan", "_prefill_scan", "_gate_group"}
+    assert compiled == {"_decode_convolution", "_prefill_convolution", *scans}
+
+
+def test_squared_relu(compiled: set[str]) -> None:
+    x = empty(8, 1856)
+    fused.squared_relu(x, LoraDelta(x, empty(1, dtype=torch.int32)))
+    fused.squared_relu_fp8(x)
+    assert compiled >= {"_squared_relu"}
 
 
 def test_adding_lora_to_a_product(compiled: set[str]) -> None:
@@ -525,6 +596,59 @@ def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_mem
     assert loop.count("warp_group_dot ") == 2
     assert "convert_layout" not in loop
     assert "async_copy_global_to_local" in loop
+
+
+def mxfp4_experts(d_out: int) -> Mxfp4Experts:
+    """gpt-oss-20b's experts in MXFP4, on the meta device."""
+    codes = empty(32, d_out, 1440, dtype=torch.uint8)
+    return mxfp4.pack(codes, empty(32, d_out, 90, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        *((config, torch.bfloat16) for _, config in grouped_mxfp4.TILES),
+        (None, torch.float16),
+        (None, torch.float32),
+    ],
+)
+def test_experts_in_mxfp4(
+    compiled: set[str], config: TileConfig | None, dtype: torch.dtype
+) -> None:
+    routed, x = moe.route(empty(64, 32), 4, None, normalised=True), empty(64, 2880, dtype=dtype)
+    y = grouped_mxfp4.products(x, mxfp4_experts(5760), routed, config, gathered=True)
+    assert y.shape == (256, 5760)
+    assert moe.expert_products(y[:, :2880], mxfp4_experts(2880), routed).shape == (256, 2880)
+    assert compiled == {"choose", "sort_by_expert", "_products_mxfp4"}
+
+
+@pytest.mark.parametrize("stored", ["floats", "mxfp4"])
+def test_the_experts_of_one_token_with_biases_and_clamps(compiled: set[str], stored: str) -> None:
+    sizes = 5760, 2880
+    weights = [
+        mxfp4_experts(size) if stored == "mxfp4" else empty(32, size, 2880) for size in sizes
+    ]
+    biases = ClampedBiases(Clamp(1.702, 7.0), *(empty(32, size) for size in sizes))
+    given = empty(1, 2880), *weights, empty(1, 32), None, 4
+    y = moe.experts_of_one(*given, normalised=True, gelu=False, biases=biases)
+    assert y.shape == (1, 2880)
+    names = ("_gate_up", "_down") if stored == "floats" else ("_gate_up_mxfp4", "_down_mxfp4")
+    assert compiled == {"choose", *names}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_decoded_experts_are_operands_of_tensor_cores_without_passing_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
+    routed = moe.route(empty(4, 32), 4, None, normalised=True)
+    moe.expert_products(empty(4, 2880), mxfp4_experts(5760), routed, gathered=True)
+    loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    assert loop.count("warp_group_dot ") == 4
+    assert "convert_layout" not in loop
+    assert "tt.load" not in loop, "scales come ahead of their turn, as weights do"
+    assert loop.count("async_copy_global_to_local") == 6
 
 
 @pytest.mark.parametrize("stored", ["groups", "whole", "nf4"])

@@ -211,6 +211,66 @@ def test_lora_is_added_to_queries_keys_and_values(kind, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delta_weight", [False, True])
+def test_hidden_states_are_multiplied_after_the_delta_is_added(kind, delta_weight, tokens):
+    x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))
+    lora, _ = adapted(kind, delta)
+    own = weight[1] if delta_weight else None
+    added = x.clone()
+    reference.add_rms_norm(added, delta.clone(), None, 1e-5, lora, 1.0, own)
+    for operators in (reference, fused):
+        changed = x.clone()
+        given = (delta.clone(), weight[0], 1e-5, lora, 1.0, own, None, 0.7)
+        y = operators.add_rms_norm(changed, *given)
+        assert_close(changed, 0.7 * added.float())
+        same = torch.zeros_like(x)
+        assert_close(y, reference.add_rms_norm(changed.clone(), same, weight[0], 1e-5))
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("keys_are_values", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim"), [(10, 2, 128, 32), (6, 3, 96, 24), (2, 1, 512, 128)]
+)
+def test_values_are_normed_without_a_weight_and_may_be_keys(
+    kind, heads, kv_heads, dim, rotary_dim, keys_are_values, adapters, tokens
+):
+    qkv = random(kind, tokens, heads + (1 if keys_are_values else 2) * kv_heads, dim)
+    lora, summed = adapted(kind, qkv) if adapters else (None, qkv.float())
+    norm = QkNorm(random(kind, dim), random(kind, dim), 1e-5, values=True)
+    angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
+    at = angles.cos(), angles.sin()
+    slots = torch.arange(tokens, device=kind[0])
+    kv = random(kind, 2, 3, 16, kv_heads, dim)
+
+    wide = summed.to(kind[1]).float()
+    values = wide[:, -kv_heads:]
+    want_values = values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    weights = torch.stack([norm.query_weight] * heads + [norm.key_weight] * kv_heads).float()
+    turned = wide[:, : heads + kv_heads]
+    turned = weights * turned / (turned.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    turned = turned.to(kind[1]).float()
+    cos = torch.ones(tokens, 1, dim // 2, device=kind[0])
+    sin = torch.zeros_like(cos)
+    cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2] = at[0][:, None], at[1][:, None]
+    a, b = turned.chunk(2, -1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    for operators in (reference, fused):
+        got, got_kv = qkv.clone(), kv.clone()
+        operators.rotary_and_store_kv(
+            got, *at, got_kv, slots, lora, norm, spans_head=True, keys_are_values=keys_are_values
+        )
+        assert_close(got[:, :heads], turned[:, :heads])
+        stored = got_kv.flatten(1, 2)[:, :tokens]
+        assert_close(stored[0], turned[:, heads:])
+        assert_close(stored[1], want_values)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
@@ -271,6 +331,61 @@ def test_gates_of_heads(kind, heads, dim, sigmoid, adapters, tokens):
             y = operators.gated_rms_norm(x, gate, weight, 1e-6, lora)
         assert y.dtype == kind[1]
         assert_close(y, want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("groups", "width"), [(4, 24), (1, 1500)])
+def test_groups_are_gated_and_then_normed(kind, groups, width, adapters, tokens):
+    x, wider = random(kind, tokens, groups, width), random(kind, tokens, groups, 2 * width)
+    lora, summed = None, wider.float()
+    if adapters:
+        lora, summed = adapted(kind, wider)
+        lora = LoraDelta(lora.rows.view_as(wider)[..., width:], lora.tokens)
+    weight = random((kind[0], torch.float32), groups * width)
+    gated = x.float() * torch.nn.functional.silu(summed[..., width:])
+    means = gated.square().mean(-1)
+    want = gated / (means.unsqueeze(-1) + 1e-5).sqrt() * weight.view(groups, width)
+    for operators in (fused, reference):
+        copy = wider.clone()[..., width:]
+        got = operators.gated_mean_squares(x, copy, lora)
+        # torch rounds the sum of gate and LoRA
+        torch.testing.assert_close(got, means, rtol=4 * torch.finfo(kind[1]).eps, atol=0)
+        for given in (None, got):
+            copy = wider.clone()[..., width:]
+            y = operators.gated_group_norm(x, copy, weight, 1e-5, lora, given)
+            assert y.dtype == kind[1]
+            assert_close(y, want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("width", [8, 1500])
+def test_squared_relu(kind, width, adapters, tokens):
+    x, lora = random(kind, tokens, width), None
+    summed = x.float()
+    if adapters:
+        lora, summed = adapted(kind, x)
+    want = summed.clamp(min=0).square()
+    for operators in (fused, reference):
+        assert_close(operators.squared_relu(x.clone(), lora), want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_expert_of_all_tokens_is_added_without_weights(kind, adapters, tokens):
+    y, x, lora = random(kind, tokens, 1500), random(kind, 1500, tokens).T.contiguous(), None
+    summed = x.float()
+    if adapters:
+        lora, summed = adapted(kind, x)
+    want = y.float() + summed
+    for operators in (fused, reference):
+        changed = y.clone()
+        operators.add_weighed(changed, x.clone(), lora)
+        assert_close(changed, want)
 
 
 def test_gates_equal_those_of_transformers():

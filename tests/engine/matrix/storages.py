@@ -13,6 +13,7 @@ import transformers
 
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.models.fp8_models import round_linears
+from tests.engine.models.mxfp4_checkpoints import round_experts, write_mxfp4
 from tests.engine.models.quantized_checkpoints import (
     BLOCK,
     INT4,
@@ -53,8 +54,8 @@ class Storage:
     imitate: changes transformers' model of floats so that it computes as the engine should.
     tolerance: errors of the engine against that model.
     rounds_kv: whether keys and values are rounded to FP8.
-    kind: kind of checkpoint that the engine serves: of FP8 in quantized_checkpoints.CONFIGS, or of
-        4 bits in INT4; None: the checkpoint of floats.
+    kind: kind of checkpoint that the engine serves: of FP8 in quantized_checkpoints.CONFIGS, of
+        4 bits in INT4, or "mxfp4"; None: the checkpoint of floats.
     """
 
     settings: Mapping[str, Any]
@@ -69,6 +70,8 @@ class Storage:
         floats: checkpoint of floats.
         folder: folder that a quantised checkpoint is written to.
         """
+        if self.kind == "mxfp4":
+            return write_mxfp4(floats, folder / "mxfp4")[0], {}
         if self.kind in INT4:
             return write_int4_values(floats, folder, self.kind)
         return (floats, {}) if self.kind is None else write_fp8(floats, folder, self.kind)
@@ -130,6 +133,10 @@ STORAGES = {
     ),
     "packed_awq": Storage({"weight_dtype": "packed"}, _leave, EXACT, kind="awq"),
     "packed_act_order": Storage({"weight_dtype": "packed"}, _leave, EXACT, kind="gptq"),
+    "packed_mxfp4": Storage({"weight_dtype": "packed"}, round_experts, EXACT, kind="mxfp4"),
+    "packed_mxfp4_of_two_ranks": Storage(
+        {"tensor_parallel": 2, "weight_dtype": "packed"}, round_experts, EXACT, kind="mxfp4"
+    ),
     "fp8_kv_of_two_ranks": Storage(
         {"tensor_parallel": 2, "kv_dtype": "fp8"}, _leave, ROUNDED, rounds_kv=True
     ),

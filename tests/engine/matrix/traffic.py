@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter_format import FAMILIES, BaseShape, read_config
+from lorikeet_engine.adapter_format import BaseShape, read_config
 from lorikeet_engine.request import EngineTimings, Tokens
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import Answers, build, greedy, load_adapters, prompt
@@ -95,8 +95,8 @@ def answers_of(
     checkpoint: checkpoint to serve.
     folder: folder of the engine's cache.
     """
-    is_hybrid = FAMILIES[BaseShape.from_config(read_config(checkpoint)).family].is_hybrid
-    settings = HYBRID_ENGINE if is_hybrid else ENGINE
+    has_states = BaseShape.from_config(read_config(checkpoint)).recurrent is not None
+    settings = HYBRID_ENGINE if has_states else ENGINE
     engine = build(
         checkpoint,
         family.shelf,

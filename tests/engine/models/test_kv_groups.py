@@ -1,5 +1,7 @@
 """Layers share pages so that a long sequence takes little more than what its windows need."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,19 @@ def test_gemma_3_has_one_group_without_a_window(name, page_layers, windowed):
     assert groups.windows == (None, *[window] * windowed)
 
 
+@pytest.mark.parametrize(
+    ("layers", "windowed", "full", "pieces", "groups"),
+    [(60, 16 * 256, 4 * 512, 5, 10), (30, 8 * 256, 2 * 512, 3, 9), (60, 512, 512, 10, 5)],
+)
+def test_gemma_4_keeps_no_pages_for_layers_it_does_not_have(layers, windowed, full, pieces, groups):
+    windows = every(layers, 1024, 6)
+    widths = [full if window is None else windowed for window in windows]
+    chosen = KvGroups.of(windows, 262_144, (), widths)
+    assert (chosen.page_layers, chosen.windows) == (pieces, (None, *[1024] * groups))
+    of_full = [place for place, window in zip(chosen.places, windows, strict=True) if not window]
+    assert {place.part for place in of_full} == set(range(windowed // full))
+
+
 @pytest.mark.parametrize("layers", [26, 42, 46])
 def test_gemma_2_has_a_group_of_each_kind(layers):
     groups = KvGroups.of(every(layers, 4096, 2), 8192)
@@ -48,12 +63,16 @@ def test_gemma_2_has_a_group_of_each_kind(layers):
     kinds=st.lists(st.booleans(), min_size=1, max_size=80),
     window=st.integers(1, 4096),
     context=st.integers(4097, 200_000),
+    two=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3), (16, 24)]),
 )
-def test_every_layer_has_a_place_of_its_own_among_layers_of_its_window(kinds, window, context):
+def test_every_layer_has_a_place_of_its_own_among_layers_of_its_window(kinds, window, context, two):
     windows = tuple(window if windowed else None for windowed in kinds)
-    groups = KvGroups.of(windows, context)
+    widths = [two[windowed] for windowed in kinds]
+    groups = KvGroups.of(windows, context, (), widths)
     assert len(set(groups.places)) == len(windows) == len(groups.places)
-    assert len(groups.windows) <= 8
+    assert len(groups.windows) <= (8 if len({*widths}) == 1 else 12)
+    for place, width in zip(groups.places, widths, strict=True):
+        assert (place.part + 1) * width <= math.lcm(*widths)
     assert list(groups.windows) == sorted(groups.windows, key=lambda w: w is not None)
     for place, of_layer in zip(groups.places, windows, strict=True):
         assert groups.windows[place.group] == of_layer

@@ -9,15 +9,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.execution.kv_tensors import allocate_states
+from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.shard import WHOLE
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MOE, VARIANTS
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE, VARIANTS
 
-NAMES = [*FAMILIES, *MOE, *HYBRID, *GPT_OSS, *(name for name in VARIANTS if name != "longrope")]
+NAMES = [
+    *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS),
+    *(name for name in VARIANTS if name != "longrope"),
+]
 MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next")
 EPS = torch.finfo(torch.float32).eps
 
@@ -68,12 +71,11 @@ class Run:
 
     def __init__(self, folder, tokens, dtype=torch.float32, lora=None, model=None):
         model = model or load(folder, tokens.device, dtype)
-        c, groups = model.shape, model.config.kv_groups
-        tokens.windows = groups.windows
-        size = (tokens.all_pages, tokens.page_size, c.kv_heads, c.head_dim)
-        shape = (groups.page_layers, 2, *size)
+        config, tokens.windows = model.config, model.config.kv_groups.windows
+        pages, page_size = tokens.all_pages, tokens.page_size
+        shape = kv_shape(config, model.shape, pages, page_size, tokens.device)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
-        attention = SdpaAttention(model.config.attention_soft_cap)
+        attention = SdpaAttention(config.attention_soft_cap, config.attention_scale)
         states = allocate_states(model.shape, tokens.all_pages, dtype, kv.device)
         for each in states.tensors if states is not None else ():
             each.fill_(torch.nan if each.is_floating_point() else 5)

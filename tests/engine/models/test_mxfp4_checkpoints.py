@@ -8,11 +8,15 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lorikeet_engine.errors import ModelError
+from lorikeet_engine.execution.assembly import assemble
+from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.experts import Experts
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.shard import Shard
+from lorikeet_engine.settings import EngineSettings
+from tests.engine.blobs import Shelf
 from tests.engine.conftest import GPT_OSS, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, reference
 
@@ -75,33 +79,54 @@ def edited(folder, out, change, **keys):
     return out
 
 
-def load(folder, rounding=None):
-    return load_model(folder, torch.device("cpu"), torch.float32, rounding=rounding)
+def load(folder, rounding=None, packed=False):
+    cpu = torch.device("cpu")
+    return load_model(folder, cpu, torch.float32, rounding=rounding, packed=packed)
 
 
-def test_the_model_computes_what_transformers_computes_with_the_exact_values(folders, paged_tokens):
+def floats(weight):
+    return torch.stack([weight.floats(expert) for expert in range(weight.shape[0])])
+
+
+@pytest.mark.parametrize("stays_packed", [False, True])
+def test_the_model_computes_what_transformers_computes_with_the_exact_values(
+    folders, paged_tokens, stays_packed
+):
     packed, exact = folders
     prompt = prompt_of(70)
-    run = Run(packed, paged_tokens())
+    run = Run(packed, paged_tokens(), model=load(packed, packed=stays_packed))
     run.step({"a": prompt})
     assert_equal(run.of("a"), reference(exact, prompt))
 
 
-def test_ranks_keep_their_parts_of_the_values(folders):
+@pytest.mark.parametrize(("world", "stays_packed"), [(2, False), (3, True)])
+def test_ranks_keep_their_parts_of_the_values(folders, monkeypatch, world, stays_packed):
     packed, exact = folders
+    monkeypatch.setattr(Shard, "ranges", lambda *_: ())  # 3 ranks share no heads
     config = ModelConfig.from_folder(packed)
     arguments = packed, torch.device("cpu"), torch.float32, config.quantized_linears
     kept = []
-    for index in range(2):
-        with Checkpoint(*arguments, shard=Shard(index, 2)) as checkpoint:
+    for index in range(world):
+        shard = Shard(index, world)
+        with Checkpoint(*arguments, shard=shard, packed=stays_packed) as checkpoint:
             kept.append(Experts(config, checkpoint, 0))
     tensors, path = load_file(exact / "model.safetensors"), "model.layers.0.mlp.experts"
     gates, values = (tensors[f"{path}.gate_up_proj"][..., at::2].mT for at in range(2))
     for index, each in enumerate(kept):
-        own = slice(48 * index, 48 * (index + 1))
-        assert torch.equal(each.gate_up, torch.cat([gates[:, own], values[:, own]], dim=1))
-        assert torch.equal(each.down, tensors[f"{path}.down_proj"].mT[..., own])
-    assert kept[1].down_bias is None, "it is added once"
+        own = slice(96 * index // world, 96 * (index + 1) // world)
+        assert isinstance(each.gate_up, Mxfp4Experts if stays_packed else torch.Tensor)
+        gate_up, down = map(floats if stays_packed else torch.clone, (each.gate_up, each.down))
+        assert torch.equal(gate_up, torch.cat([gates[:, own], values[:, own]], dim=1))
+        assert torch.equal(down, tensors[f"{path}.down_proj"].mT[..., own])
+    assert kept[1].biases.down is None, "it is added once"
+
+
+def test_ranks_that_would_share_blocks_are_refused(folders):
+    shard = Shard(0, 2)
+    with pytest.raises(ModelError, match=r"down_proj.*0 to 48.*another number of GPUs") as error:
+        rehearse_load(folders[0], torch.float32, shard=shard, packed=True)
+    assert error.value.field == "weight_dtype"
+    rehearse_load(folders[0], torch.float32, shard=shard)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 127, 250])
@@ -120,11 +145,12 @@ def test_a_scale_of_255_is_no_number(folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj_scales", "down_proj_blocks"])
-def test_a_tensor_of_another_layout_is_refused_by_its_name(folders, tmp_path, name):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_tensor_of_another_layout_is_refused_by_its_name(folders, tmp_path, name, packed):
     path = f"model.layers.1.mlp.experts.{name}"
     folder = edited(folders[0], tmp_path / "m", lambda t: t.update({path: t[path].mT.contiguous()}))
     with pytest.raises(ModelError, match=path) as error:
-        load(folder)
+        load(folder, packed=packed)
     assert error.value.field == path
 
 
@@ -136,6 +162,36 @@ def test_other_formats_of_experts_are_refused_by_name(folders, tmp_path, stored)
     assert error.value.field.startswith("quantization_config")
 
 
-def test_experts_in_mxfp4_cannot_stay_packed(folders):
-    with pytest.raises(ModelError, match="are mxfp4, which cannot stay packed: want auto"):
-        rehearse_load(folders[0], torch.float32, packed=True)
+@pytest.mark.parametrize("scale", [129, 255])
+def test_scales_that_cannot_be_packed_are_refused_by_name(folders, tmp_path, scale):
+    name = "model.layers.1.mlp.experts.down_proj"
+    folder = edited(folders[0], tmp_path / "m", lambda t: t[f"{name}_scales"].fill_(scale))
+    with pytest.raises(ModelError, match=f"{name} cannot stay in 4 bits: .*{scale}") as error:
+        load(folder, packed=True)
+    assert error.value.field == "weight_dtype"
+
+
+def test_copies_in_floats_cannot_stay_packed(folders):
+    with pytest.raises(ModelError, match="are floats, which cannot stay packed: want auto"):
+        rehearse_load(folders[1], torch.float32, packed=True)
+
+
+def test_a_rehearsal_knows_the_bytes_of_packed_experts(folders):
+    config, nbytes = rehearse_load(folders[0], torch.bfloat16, packed=True)
+    _, of_floats = rehearse_load(folders[0], torch.bfloat16)
+    sizes = [each.mlp.experts for each in load(folders[0], packed=True)._layers]
+    assert isinstance(sizes[0].gate_up, Mxfp4Experts)
+    packed = sum(each.gate_up.nbytes + each.down.nbytes for each in sizes)
+    weights = config.shape.layers * 3 * 3 * 96 * config.shape.hidden
+    assert of_floats - nbytes == 2 * weights - packed
+
+
+def test_an_engine_keeps_experts_packed_if_its_settings_say_so(folders, tmp_path):
+    settings = EngineSettings(
+        folders[0], tmp_path, weight_dtype="packed", max_batch_tokens=64, max_running=4
+    )
+    made = assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
+    assert made.info.quantization == "mxfp4, packed"
+    layer = made.runner.model._layers[0]
+    assert isinstance(layer.mlp.experts.down, Mxfp4Experts)
+    assert isinstance(layer.mixer.inputs.weight, torch.Tensor)

@@ -7,6 +7,7 @@ from loadtest.engine import random_checkpoint
 from loadtest.engine.random_model import (
     AWQ,
     GEMMA_3_12B,
+    GPT_OSS_20B,
     LLAMA_3_1_8B,
     NF4,
     RandomCheckpoint,
@@ -14,6 +15,7 @@ from loadtest.engine.random_model import (
     write_config,
 )
 from lorikeet_engine.adapter_format import Quantization
+from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
@@ -63,6 +65,22 @@ def test_linears_of_4_bits_keep_the_size_of_their_input(tmp_path, stored):
     assert down.weight.floats().std().item() == pytest.approx(256**-0.5, rel=0.3)
     floats = random_model(folder, cpu, torch.float32, 4096)._layers[1].mlp.down
     assert isinstance(floats.weight, torch.Tensor)
+
+
+def test_experts_of_4_bits_keep_the_size_of_their_input(tmp_path):
+    sizes = {"hidden_size": 160, "intermediate_size": 96, "vocab_size": 100, "num_local_experts": 5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    folder, cpu = write_config(tmp_path, GPT_OSS_20B | sizes | heads), torch.device("cpu")
+    experts, floats = (
+        random_model(folder, cpu, torch.float32, 4096, packed=packed)._layers[1].mlp.experts
+        for packed in (True, False)
+    )
+    assert isinstance(experts.gate_up, Mxfp4Experts)
+    assert (experts.gate_up.shape, experts.down.shape) == ((5, 192, 160), (5, 160, 96))
+    for weight in (experts.gate_up, experts.down):
+        deviation = weight.floats(1).std().item()
+        assert deviation == pytest.approx(weight.d_in**-0.5, rel=0.5)  # a power of two
+    assert isinstance(floats.gate_up, torch.Tensor)
 
 
 def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):

@@ -4,8 +4,10 @@ A new family of decoders needs an entry in FAMILIES. All else follows from its l
 models/config.py reads its switches.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lorikeet_engine.adapter_format.families.family import (
     ExpertKeys,
@@ -15,6 +17,7 @@ from lorikeet_engine.adapter_format.families.family import (
     Linear,
     Parallel,
     QkNormKind,
+    RecurrentKeys,
     Width,
 )
 
@@ -63,7 +66,7 @@ _EXPERT_DOWN = Linear(
 
 _DELTA, _FULL = LayerKind.DELTA_NET, LayerKind.ATTENTION
 _GATED_Q = Linear(
-    "self_attn.q_proj", Width.HIDDEN, (Width.GATED_QUERIES,), "qkv", Parallel.COLUMN, kind=_FULL
+    "self_attn.q_proj", Width.HIDDEN, (Width.GATED_QUERIES,), "qkv", Parallel.COLUMN, kinds=(_FULL,)
 )
 _DELTA_IN = tuple(
     Linear(
@@ -72,7 +75,7 @@ _DELTA_IN = tuple(
         outputs,
         "delta_in",
         Parallel.COLUMN,
-        kind=_DELTA,
+        kinds=(_DELTA,),
     )
     for name, outputs in (
         ("qkv", (Width.DELTA_KEYS, Width.DELTA_KEYS, Width.DELTA_VALUES)),
@@ -87,13 +90,20 @@ _DELTA_OUT = Linear(
     (Width.HIDDEN,),
     "delta_out",
     Parallel.ROW,
-    kind=_DELTA,
+    kinds=(_DELTA,),
 )
 
 _FUSED_DELTA_IN = tuple(
     replace(_DELTA_IN[0], module=f"linear_attn.in_proj_{name}", outputs=(width,))
     for name, width in (("qkvz", Width.DELTA_QKVZ), ("ba", Width.DELTA_BA))
 )
+_WINDOW = LayerKind.WINDOW
+_WINDOW_LINEARS = tuple(replace(linear, kinds=(_WINDOW,)) for linear in (_Q, _K, _V, _O))
+_FULL_Q, _FULL_K, _FULL_V = (
+    replace(linear, outputs=(width,), group="full_qkv", kinds=(_FULL,))
+    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
+)
+_FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kinds=(_FULL,))
 _SHARED_GATE, _SHARED_UP = (
     Linear(
         f"mlp.shared_expert.{name}",
@@ -116,7 +126,7 @@ _SHARED_WEIGHT = Linear(
 )
 
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
-_GATED = (_GATED_Q, *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)))
+_GATED = (_GATED_Q, *(replace(linear, kinds=(_FULL,)) for linear in (_K, _V, _O)))
 _SHARING = (
     *(_ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
     *(_SHARED_GATE, _SHARED_UP, _SHARED_DOWN, _SHARED_WEIGHT),
@@ -124,6 +134,50 @@ _SHARING = (
 _HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, _GATE, _UP, _DOWN)
 _ROUTED_HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, *_SHARING)
 _FUSED_HYBRID = (*_GATED, *_FUSED_DELTA_IN, _DELTA_OUT, *_SHARING)
+_MAMBA = tuple(
+    replace(linear, kinds=(LayerKind.MAMBA,))
+    for linear in (
+        Linear(
+            "mixer.in_proj",
+            Width.HIDDEN,
+            (*[Width.DELTA_VALUES] * 2, *[Width.DELTA_KEYS] * 2, Width.DELTA_GATES),
+            "mamba_in",
+            Parallel.COLUMN,
+        ),
+        Linear("mixer.out_proj", Width.DELTA_VALUES, (Width.HIDDEN,), "mamba_out", Parallel.ROW),
+    )
+)
+_LATENT = LayerKind.LATENT_EXPERTS
+
+
+def _mixer(linear: Linear, name: str, *kinds: LayerKind, **changes: Any) -> Linear:
+    """Return a linear of a layer that consists of one part, the mixer.
+
+    linear: the linear of other families. name: the linear's path in the mixer.
+    kinds: kinds of layers that have the linear. changes: other differences to `linear`.
+    """
+    return replace(linear, module=f"mixer.{name}", kinds=kinds, **changes)
+
+
+_MIXTURE = LayerKind.EXPERTS, _LATENT
+_ALONE = (
+    *(_mixer(each, each.name, _FULL) for each in (_Q, _K, _V, _O)),
+    *_MAMBA,
+    _mixer(_UP, "up_proj", LayerKind.MLP, group="up", outputs=(Width.DENSE_INTERMEDIATE,)),
+    _mixer(_DOWN, "down_proj", LayerKind.MLP, inputs=Width.DENSE_INTERMEDIATE),
+    _mixer(_ROUTER, "gate", *_MIXTURE),
+    _mixer(_ROUTER, "fc1_latent_proj", _LATENT, group="latent_in", outputs=(Width.LATENT,)),
+    _mixer(_SHARED_UP, "shared_experts.up_proj", *_MIXTURE, group="shared_up"),
+    _mixer(_SHARED_DOWN, "shared_experts.down_proj", *_MIXTURE),
+    Linear(
+        "mixer.fc2_latent_proj",
+        Width.LATENT,
+        (Width.HIDDEN,),
+        "latent_out",
+        Parallel.WHOLE,
+        kinds=(_LATENT,),
+    ),
+)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -132,6 +186,20 @@ _QWEN_WINDOW = {
     "max_window_layers": 28,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_QWEN_KEYS = RecurrentKeys(
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+# Names of transformers 5, and those of configs from before.
+_MAMBA_KINDS = {
+    "attention": _FULL,
+    "full_attention": _FULL,
+    "linear_attention": LayerKind.MAMBA,
+    "mamba": LayerKind.MAMBA,
 }
 _QWEN_HYBRID = {
     "attention_bias": False,
@@ -160,6 +228,32 @@ _GEMMA_NORMS = LayerNorms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_GEMMA4 = {
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": None,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "layer_types": None,
+    "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 0,
+    "per_layer_config": None,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": False,
+}
+_GEMMA4_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # By config.json's model_type.
@@ -274,6 +368,19 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embeddings=True,
         scales_in_module=True,
     ),
+    "gemma4_text": Family(
+        "Gemma 4",
+        (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN),
+        _GEMMA4,
+        norms=_GEMMA_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        scaled_embeddings=True,
+        scales_in_module=True,
+        rope_parameters=_GEMMA4_ROPE,
+        attention_scale=1.0,
+        value_norm=True,
+        layer_scalars=True,
+    ),
     "glm4": Family(
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),
@@ -325,7 +432,12 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "qwen3_5_text": Family(
-        "Qwen 3.5", _HYBRID, _QWEN_HYBRID, qk_norm=QkNormKind.HEAD, norms_plus_one=True
+        "Qwen 3.5",
+        _HYBRID,
+        _QWEN_HYBRID,
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
+        recurrent=_QWEN_KEYS,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen 3.5 MoE",
@@ -346,6 +458,7 @@ FAMILIES: Mapping[str, Family] = {
             parameters=True,
             shared=True,
         ),
+        recurrent=_QWEN_KEYS,
     ),
     "qwen3_next": Family(
         "Qwen3-Next",
@@ -363,6 +476,69 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
+        recurrent=_QWEN_KEYS,
+    ),
+    "nemotron_h": Family(
+        "Nemotron 3",
+        _ALONE,
+        {
+            "conv_kernel": 4,
+            "head_dim": 128,
+            "hybrid_override_pattern": None,
+            "intermediate_size": 21504,
+            "layer_norm_epsilon": 1e-5,
+            "layers_block_type": None,
+            "mamba_head_dim": 64,
+            "mamba_num_heads": 128,
+            "moe_intermediate_size": 7688,
+            "moe_latent_size": None,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_groups": 8,
+            "n_routed_experts": 8,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+            "ssm_state_size": 128,
+            "time_step_limit": (0.0, math.inf),
+            "use_conv_bias": True,
+        },
+        o_bias=None,
+        norms=LayerNorms(attention_input="norm", mlp_input="norm"),
+        experts=ExpertKeys(
+            ("n_routed_experts",),
+            "moe_intermediate_size",
+            parameters=True,
+            shared=True,
+            weighed=False,
+            sigmoid=True,
+            shared_width="moe_shared_expert_intermediate_size",
+        ),
+        kinds_key="layers_block_type",
+        kind_names={**_MAMBA_KINDS, "mlp": LayerKind.MLP, "moe": LayerKind.EXPERTS},
+        alone=True,
+        embeddings="embeddings",
+        recurrent=RecurrentKeys(
+            "n_groups",
+            "ssm_state_size",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "conv_kernel",
+            "use_conv_bias",
+            "time_step_limit",
+        ),
+        fixed={
+            "attention_bias": False,
+            "mamba_hidden_act": "silu",
+            "mamba_proj_bias": False,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "residual_in_fp32": False,
+            "sliding_window": None,
+            "topk_group": 1,
+            "use_bias": False,
+        },
     ),
     "gpt_oss": Family(
         "gpt-oss",

@@ -27,7 +27,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
     SettingsError if FlashInfer is not installed, or if KV pages are FP8 and the GPU has no FP8.
     """
     if device.type != "cuda":
-        return SdpaAttention(shape.soft_cap)
+        return SdpaAttention(shape.soft_cap, shape.scale)
     if shape.fp8_kv and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
         raise SettingsError(
             f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
@@ -35,7 +35,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
         )
     if reason := why_slow(shape.head_dim, shape.dtype):
         log.warning("attention_is_slow", extra={"reason": reason})
-        return SdpaAttention(shape.soft_cap)
+        return SdpaAttention(shape.soft_cap, shape.scale)
     try:
         flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
     except ModuleNotFoundError as error:

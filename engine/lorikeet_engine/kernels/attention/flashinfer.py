@@ -4,7 +4,6 @@ FlashInfer's kernels run in large steps, between CUDA graphs or without any. A s
 single captured CUDA graph, whose attention is PagedDecode (paged_decode.py).
 """
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -166,7 +165,7 @@ class FlashInferAttention:
                 self._kv_head_dim,
                 page_size,
                 causal=True,
-                sm_scale=1.0 / math.sqrt(self._shape.head_dim),
+                sm_scale=self._shape.score_scale,
                 window_left=-1 if window is None else window - 1,  # without the token itself
                 logits_soft_cap=self._shape.soft_cap,
                 q_data_type=self._shape.dtype,

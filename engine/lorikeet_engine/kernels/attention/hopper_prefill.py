@@ -5,7 +5,6 @@ of 2,048 tokens takes 0.56 of the time at the beginning of a prompt, and 0.64 if
 precede it.
 """
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -115,7 +114,7 @@ class HopperPrefill:
             _HEAD_DIM,
             shape.page_size,
             causal=wrapper is self._causal,
-            sm_scale=1.0 / math.sqrt(shape.head_dim),
+            sm_scale=shape.score_scale,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             max_token_per_sequence=int(np.diff(batch.query_starts).max()),

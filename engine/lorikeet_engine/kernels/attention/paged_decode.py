@@ -89,7 +89,7 @@ class PagedDecode:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
-        scale = math.log2(math.e) / math.sqrt(shape.head_dim)
+        scale = math.log2(math.e) * shape.score_scale
         value_scale = None
         if scales is not None:
             scale, value_scale = scale * scales.key, scales.value

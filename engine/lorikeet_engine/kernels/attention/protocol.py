@@ -1,5 +1,6 @@
 """Interface of attention back ends, and the page tables that they read."""
 
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class AttentionShape:
     sinks: whether `attend` is called with sinks.
     long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
         compiling.
+    scale: factor of attention scores; None: 1 / √head_dim.
     """
 
     heads: int
@@ -54,6 +56,12 @@ class AttentionShape:
     soft_cap: float | None = None
     sinks: bool = False
     long_contexts: bool = False
+    scale: float | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ class AttentionBackend(Protocol):
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to t itself.
+        """Compute out[t] = softmax(q[t]·Kᵀ · scale)·V over t's own sequence up to t itself.
 
         q [tokens, heads, head_dim], each token contiguous: the last tokens of each sequence
         layer_kv [2, pages, page_size, kv_heads, kv_head_dim(head_dim)], contiguous: keys and
@@ -141,7 +149,8 @@ class AttentionBackend(Protocol):
         → [tokens, heads, head_dim] like q, contiguous
 
         Query head h uses key head h // (heads / kv_heads). Page slots that no sequence has written
-        are never read. With the model's soft cap c, scores s become c · tanh(s / c) before the
+        are never read. The scale is 1 / √head_dim unless the model has another. With the model's
+        soft cap c, scores s become c · tanh(s / c) before the
         softmax.
         """
         ...

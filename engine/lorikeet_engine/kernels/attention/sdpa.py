@@ -13,8 +13,8 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 class SdpaAttention:
     """AttentionBackend by torch, for all devices and any mix of prefill and decode."""
 
-    def __init__(self, soft_cap: float | None = None) -> None:
-        self._soft_cap = soft_cap
+    def __init__(self, soft_cap: float | None = None, scale: float | None = None) -> None:
+        self._soft_cap, self._scale = soft_cap, scale
 
     def plan(self, batch: PagedSequences) -> None:
         """Do nothing: this back end needs no plan."""
@@ -44,7 +44,7 @@ class SdpaAttention:
             if scales is not None:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
             out[begin:end] = _attend_one(
-                q[begin:end], keys, values, scales, window, self._soft_cap, sinks
+                q[begin:end], keys, values, scales, window, self._soft_cap, sinks, self._scale
             )
         return out
 
@@ -57,13 +57,14 @@ def _attend_one(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    scale: float | None,
 ) -> torch.Tensor:
     """Compute attention of one sequence's queries to its keys.
 
     q [queries, heads, head_dim]: the last tokens of the sequence
     keys, values [length, kv_heads, head_dim]
     scales, window, sinks: as for AttentionBackend.attend
-    soft_cap: see AttentionShape
+    soft_cap, scale: see AttentionShape
     → [queries, heads, head_dim] like q
     """
     queries, heads, head_dim = q.shape
@@ -80,7 +81,8 @@ def _attend_one(
         if window is not None:
             seen = seen.triu(length - queries - window + 1)
         mask = seen.repeat(group, 1)  # [group * queries, length]
-    scale = None if scales is None else scales.key / math.sqrt(head_dim)
+    if scales is not None:
+        scale = scales.key * (1 / math.sqrt(head_dim) if scale is None else scale)
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     if soft_cap is None and sinks is None:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)

@@ -10,8 +10,9 @@ on the order in which programs run.
 `routing`: Triton kernels that choose experts, sort pairs and sum results.
 `grouped`: products of few rows in Triton; torch's grouped product multiplies a prefill's many rows.
 `grouped_fp8`: FP8 products of any number of rows, in Triton.
+`mxfp4`: weights of 4 bits, packed; `grouped_mxfp4`: their products of any number of rows.
 `clamp`: gpt-oss's activation of experts.
-`one_token`: a single token's experts in Triton, without sorting.
+`one_token`, `one_token_mxfp4`: a single token's experts in Triton, without sorting.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,16 @@ import torch
 from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 __all__ = [
     "Clamp",
+    "ClampedBiases",
+    "ExpertWeight",
+    "Mxfp4Experts",
     "RoutedRows",
+    "Sigmoids",
     "clamped_swiglu",
     "combine",
     "expert_products",
@@ -34,6 +40,8 @@ __all__ = [
 ]
 
 _operators = by_device(__name__)
+ExpertWeight = torch.Tensor | Fp8Rows | Mxfp4Experts
+"""Weights [experts, d_out, d_in] of a layer's experts, in floats, FP8 or MXFP4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +56,55 @@ class Clamp:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sigmoids:
+    """Weights of experts by sigmoids of their logits, instead of a softmax.
+
+    bias [experts] float32: added to the sigmoids by which experts are chosen, not to weights.
+    scale: factor of all weights.
+    """
+
+    bias: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedBiases:
+    """Biases of experts whose activation is clamped_swiglu.
+
+    gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: no biases.
+    """
+
+    clamp: Clamp
+    gate_up: torch.Tensor
+    down: torch.Tensor | None
+
+
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """Choose the `per_token` likeliest experts of each token; ties go to the lower index.
 
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
-    weights if normalised.
+    weights if normalised. With `sigmoids`, it is sigmoid(logit) instead, times the scale after the
+    division, and the experts of the largest sigmoid(logit) + bias are chosen.
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
     """
     operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)
+    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
     return routed
 
 
 def expert_products(
     x: torch.Tensor | Activations,
-    weight: torch.Tensor | Fp8Rows,
+    weight: ExpertWeight,
     routed: RoutedRows,
     *,
     gathered: bool = False,
@@ -78,7 +116,7 @@ def expert_products(
     → [rows, d_out] like x
 
     Sums are float32. With an FP8 weight, x is rounded to FP8 row by row first (kernels/fp8), unless
-    it is rounded already.
+    it is rounded already. An MXFP4 weight is decoded while it is multiplied, and x not rounded.
     """
     operator = _operators(routed.pairs.device.type).expert_products
     y: torch.Tensor = operator(x, weight, routed, gathered=gathered)
@@ -121,19 +159,22 @@ def combine(
 
 def experts_of_one(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Fp8Rows,
-    down: torch.Tensor | Fp8Rows,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     logits: torch.Tensor,
     lora: LoraDelta | None,
     per_token: int,
     *,
     normalised: bool,
     gelu: bool,
+    biases: ClampedBiases | None = None,
 ) -> torch.Tensor:
     """Compute the experts' MLPs of a single token, from routing to the weighted sum, on CUDA.
 
     Computes `route`, gate_up's products, act_and_mul (kernels/pointwise), down's products and
-    `combine`. Inputs of FP8 weights are not rounded.
+    `combine`. Inputs of FP8 weights are not rounded. With biases, the activation is clamped_swiglu.
+
+    Weights in MXFP4 have biases.
 
     x [1, hidden]
     gate_up [experts, 2 · width, hidden], contiguous
@@ -143,6 +184,7 @@ def experts_of_one(
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(
-        x, gate_up, down, logits, lora, per_token, normalised=normalised, gelu=gelu
-    )
+        x, gate_up, down, logits, lora, per_token,
+        normalised=normalised, gelu=gelu, biases=biases,
+    )  # fmt: skip
     return y

@@ -30,7 +30,13 @@ def gate_clamped(
     gate += tl.load(of_expert, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(of_expert + width, mask=inside, other=0.0).to(tl.float32)
+    out = clamped(gate, value, alpha, limit)
+    tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def clamped(gate: tl.tensor, value: tl.tensor, alpha: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """Return the clamped SwiGLU of gates and values in float32: see kernels.moe.clamped_swiglu."""
     gate = tl.minimum(gate, limit)
     value = tl.minimum(tl.maximum(value, -limit), limit)
-    out = (value + 1.0) * gate * tl.sigmoid(alpha * gate)
-    tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
+    return (value + 1.0) * gate * tl.sigmoid(alpha * gate)

@@ -9,10 +9,19 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.fused import quantize_rows
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, grouped_fp8
+from lorikeet_engine.kernels.moe import (
+    Clamp,
+    ClampedBiases,
+    ExpertWeight,
+    Mxfp4Experts,
+    Sigmoids,
+    grouped_fp8,
+    grouped_mxfp4,
+    one_token,
+    one_token_mxfp4,
+)
 from lorikeet_engine.kernels.moe.clamp import gate_clamped
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
-from lorikeet_engine.kernels.moe.one_token import experts_of_one
 from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
@@ -23,12 +32,19 @@ _COLUMNS = 1024  # of one program of sum_weighed
 
 
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
-    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    chosen, weights = choose_experts(
+        logits, lora, per_token, normalised=normalised, sigmoids=sigmoids
+    )
     rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
     sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)
@@ -37,7 +53,7 @@ def route(
 
 def expert_products(
     x: torch.Tensor | Activations,
-    weight: torch.Tensor | Fp8Rows,
+    weight: ExpertWeight,
     routed: RoutedRows,
     *,
     gathered: bool = False,
@@ -52,6 +68,8 @@ def expert_products(
         dtype = rows_of(x).dtype
         return grouped_fp8.products(rounded, weight, routed, dtype, gathered=gathered)
     x = rows_of(x)
+    if isinstance(weight, Mxfp4Experts):
+        return grouped_mxfp4.products(x, weight, routed, gathered=gathered)
     if is_torchs_better(x, weight, len(routed.pairs), gathered=gathered):
         inputs = x[routed.pairs // routed.per_token] if gathered else x
         y: torch.Tensor = torch._grouped_mm(inputs, weight.transpose(1, 2), offs=routed.starts[1:])
@@ -82,3 +100,28 @@ def combine(
         _COLUMNS,
     )  # fmt: skip
     return out
+
+
+def experts_of_one(
+    x: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    logits: torch.Tensor,
+    lora: LoraDelta | None,
+    per_token: int,
+    *,
+    normalised: bool,
+    gelu: bool,
+    biases: ClampedBiases | None = None,
+) -> torch.Tensor:
+    """See kernels.moe; x [1, hidden], contiguous. This takes three launches."""
+    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    if isinstance(gate_up, Mxfp4Experts):
+        assert isinstance(down, Mxfp4Experts)
+        assert biases is not None
+        gated = one_token_mxfp4.gate_up_of(x, gate_up, chosen, biases)
+        return one_token_mxfp4.down_of(gated, down, chosen, weights, biases.down)
+    assert not isinstance(down, Mxfp4Experts)
+    gated = one_token.gate_up_of(x, gate_up, chosen, gelu=gelu, biases=biases)
+    of_down = None if biases is None else biases.down
+    return one_token.down_of(gated, down, chosen, weights, of_down)

@@ -12,8 +12,8 @@ import triton.language as tl
 from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
 from lorikeet_engine.kernels.gemv import GemvConfig, scaled
 from lorikeet_engine.kernels.lora.expand_act import activated
-from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe.routing import choose_experts
+from lorikeet_engine.kernels.moe import ClampedBiases
+from lorikeet_engine.kernels.moe.clamp import clamped
 
 GATE_UP = GemvConfig(rows=4, columns=2048, warps=4, summed=8)
 """Launch parameters of gate_up's products.
@@ -25,23 +25,6 @@ FP8_DOWN = GemvConfig(rows=1, columns=256, warps=4, summed=8)
 """Launch parameters of down's products with FP8 weights; `rows` counts rows of each expert."""
 
 
-def experts_of_one(
-    x: torch.Tensor,
-    gate_up: torch.Tensor | Fp8Rows,
-    down: torch.Tensor | Fp8Rows,
-    logits: torch.Tensor,
-    lora: LoraDelta | None,
-    per_token: int,
-    *,
-    normalised: bool,
-    gelu: bool,
-) -> torch.Tensor:
-    """See kernels.moe.experts_of_one; x [1, hidden], contiguous."""
-    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
-    gated = gate_up_of(x, gate_up, chosen, gelu=gelu)
-    return down_of(gated, down, chosen, weights)
-
-
 def gate_up_of(
     x: torch.Tensor,
     weight: torch.Tensor | Fp8Rows,
@@ -49,6 +32,7 @@ def gate_up_of(
     config: GemvConfig = GATE_UP,
     *,
     gelu: bool,
+    biases: ClampedBiases | None = None,
 ) -> torch.Tensor:
     """Compute act_and_mul of x·weight[e]ᵀ for each expert e chosen for a single token.
 
@@ -56,6 +40,7 @@ def gate_up_of(
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
     gelu: GELU instead of SiLU
+    biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     → [per_token, d_out / 2]
     """
     matrices, scales, high, wide = kernel_arguments(weight)
@@ -63,11 +48,18 @@ def gate_up_of(
     y = x.new_empty((chosen.shape[1], d_out // 2))
     block = min(config.columns, triton.next_power_of_2(d_in))
     _gate_up[(triton.cdiv(d_out, config.rows), len(y))](
-        x, matrices, scales, chosen, y, d_out, d_in, high, wide, gelu,
+        x, matrices, scales, chosen, y, *bias_arguments(biases), d_out, d_in, high, wide, gelu,
         config.rows, block, min(config.summed, block),
         num_warps=config.warps,
     )  # fmt: skip
     return y
+
+
+def bias_arguments(biases: ClampedBiases | None) -> tuple[torch.Tensor | None, float, float]:
+    """Return the kernel arguments of an activation: biases of gate_up, alpha and limit."""
+    if biases is None:
+        return None, 0.0, 0.0
+    return biases.gate_up, biases.clamp.alpha, biases.clamp.limit
 
 
 def down_of(
@@ -75,6 +67,7 @@ def down_of(
     weight: torch.Tensor | Fp8Rows,
     chosen: torch.Tensor,
     shares: torch.Tensor,
+    biases: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ) over the experts e = chosen[j] of a single token.
 
@@ -82,6 +75,7 @@ def down_of(
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
     shares [1, per_token] float32: weights of the experts
+    biases [experts, d_out]: added to the products; None: no biases
     → [1, d_out]
 
     Each product is rounded before the sum, as if products and sum had a launch each.
@@ -92,7 +86,7 @@ def down_of(
     y = x.new_empty((1, d_out))
     block = min(config.columns, triton.next_power_of_2(d_in))
     _down[(triton.cdiv(d_out, config.rows),)](
-        x, matrices, scales, chosen, shares, y, d_out, d_in, high, wide,
+        x, matrices, scales, chosen, shares, biases, y, d_out, d_in, high, wide,
         len(x), triton.next_power_of_2(len(x)), config.rows, block, min(config.summed, block),
         num_warps=config.warps,
     )  # fmt: skip
@@ -106,6 +100,9 @@ def _gate_up(
     scales: tl.tensor,
     chosen: tl.tensor,
     y: tl.tensor,
+    biases: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
     high: tl.constexpr,
@@ -118,6 +115,7 @@ def _gate_up(
     """Compute some activations of one expert: half of a tile's rows gate the other half.
 
     x, weight, chosen, gelu: see gate_up_of; y: its result. scales: of an FP8 weight; None: floats.
+    biases, alpha, limit: see bias_arguments.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     rows, summed: see GemvConfig. block: columns read at once.
     """
@@ -139,8 +137,13 @@ def _gate_up(
     if scales is not None and wide == 0:
         out *= tl.load(scales + row)
     rounded = out.to(y.dtype.element_ty).to(tl.float32)
+    if biases is not None:
+        rounded += tl.load(biases + row).to(tl.float32)
     gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
-    out = activated(gates, gelu) * values
+    if biases is None:
+        out = activated(gates, gelu) * values
+    else:
+        out = clamped(gates, values, alpha, limit)
     place = tile * (rows // 2) + tl.arange(0, rows // 2)
     mask = place < d_out // 2
     tl.store(y + index * (d_out // 2) + place, out.to(y.dtype.element_ty), mask=mask)
@@ -153,6 +156,7 @@ def _down(
     scales: tl.tensor,
     chosen: tl.tensor,
     shares: tl.tensor,
+    biases: tl.tensor,
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
@@ -166,7 +170,8 @@ def _down(
 ) -> None:
     """Compute some elements of the weighted sum of the outputs of all the token's experts.
 
-    x, weight, chosen, shares: see down_of; y: its result. scales: of an FP8 weight; None: floats.
+    x, weight, chosen, shares, biases: see down_of; y: its result.
+    scales: of an FP8 weight; None: floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     experts: number of the token's experts; expert_block: that, rounded up to a power of two.
     rows, summed: see GemvConfig. block: columns read at once.
@@ -196,6 +201,9 @@ def _down(
     out = tl.sum(total, 2)  # [experts, rows]
     if scales is not None and wide == 0:
         out *= tl.load(scales + line)
-    out = share[:, None] * out.to(y.dtype.element_ty).to(tl.float32)
+    out = out.to(y.dtype.element_ty).to(tl.float32)
+    if biases is not None:
+        out += tl.load(biases + line).to(tl.float32)
+    out *= share[:, None]
     place = tl.program_id(0) * rows + tl.arange(0, rows)
     tl.store(y + place, tl.sum(out, 0).to(y.dtype.element_ty), mask=place < d_out)

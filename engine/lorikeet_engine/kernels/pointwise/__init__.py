@@ -29,12 +29,14 @@ class QkNorm:
     eps: added to the mean square.
     mean_squares [tokens, 4] float32: output of the function `mean_squares`, summed over processes;
         needed if this process has only some of the heads that are normalised together.
+    values: whether each head's value is normalised too, without a weight.
     """
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
     eps: float
     mean_squares: torch.Tensor | None = None
+    values: bool = False
 
 
 def add_rms_norm(
@@ -46,6 +48,7 @@ def add_rms_norm(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> torch.Tensor:
     """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
@@ -57,12 +60,13 @@ def add_rms_norm(
       rounded to its dtype before and after this norm; None: delta is not normalised
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
       all else; None: delta and lora are complete. CUDA only
+    factor: x is multiplied by it in place after the addition, and rounded before and after; None: 1
     → [tokens, width] like x
 
     Computed in float32.
     """
     operator = _operators(x.device.type).add_rms_norm
-    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
+    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
     return y
 
 
@@ -75,13 +79,14 @@ def add_rms_norm_fp8(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> Activations:
     """Compute add_rms_norm, and round each row of its result to FP8 as well.
 
     Arguments: see add_rms_norm.
     """
     operator = _operators(x.device.type).add_rms_norm_fp8
-    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange)
+    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
     return y
 
 
@@ -96,16 +101,19 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    spans_head: bool = False,
+    keys_are_values: bool = False,
     query_gain: torch.Tensor | None = None,
 ) -> None:
     """Apply the rotary embedding to queries and keys, and write keys and values into KV pages.
 
     Each pair (x[i], x[i + rotary_dim / 2]) of a head's first rotary_dim elements, or if interleaved
     (x[2i], x[2i + 1]), is rotated by its position's angle, in float32:
-    (a, b) → (a · cos − b · sin, b · cos + a · sin). The other elements stay.
+    (a, b) → (a · cos − b · sin, b · cos + a · sin). The other elements stay. If spans_head, pairs
+    are (x[i], x[i + head_dim / 2]), of which only the first rotary_dim / 2 are rotated.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim], each token contiguous: queries, keys, values;
-      queries are rotated in place, keys are left undefined
+      queries are rotated in place, keys and values are left undefined
     cos, sin [tokens, rotary_dim / 2] float32, contiguous; without columns if nothing is rotated
     layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
@@ -113,13 +121,16 @@ def rotary_and_store_kv(
     norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to
       qkv's dtype before and after; norm.mean_squares, if given, replaces mean(x²)
     scales: for FP8 layer_kv: keys and values are stored as to_fp8 (kernels/fp8_kv.py) rounds them
+    keys_are_values: qkv [tokens, heads + kv_heads, head_dim] has no values, which are the keys
+      before their norm and rotation
     query_gain [tokens] float32: factor of each token's rotated queries, which are rounded to qkv's
       dtype before and after
     """
     operator = _operators(qkv.device.type).rotary_and_store_kv
     operator(
         qkv, cos, sin, layer_kv, slots, lora, norm, scales,
-        interleaved=interleaved, query_gain=query_gain,
+        interleaved=interleaved, spans_head=spans_head, keys_are_values=keys_are_values,
+        query_gain=query_gain,
     )  # fmt: skip
 
 
@@ -187,6 +198,60 @@ def gated_rms_norm(
     return y
 
 
+def gated_group_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    means: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate): groups gated, then normed.
+
+    x [tokens, groups, width], contiguous: output of Mamba 2's scan
+    gate, lora: as for gated_rms_norm
+    weight [groups · width], in x's dtype or float32
+    means [tokens, groups] float32: replaces mean(y²), if other ranks have parts of the groups
+    → [tokens, groups, width] like x
+
+    Computed in float32, and on CUDA rounded once.
+    """
+    operator = _operators(x.device.type).gated_group_norm
+    y: torch.Tensor = operator(x, gate, weight, eps, lora, means)
+    return y
+
+
+def gated_mean_squares(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """Compute the mean squares of x · silu(gate) → [tokens, groups] float32.
+
+    x, gate, lora: as for gated_group_norm
+    """
+    means: torch.Tensor = _operators(x.device.type).gated_mean_squares(x, gate, lora)
+    return means
+
+
+def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """Compute max(x, 0)², the activation of an MLP without gate.
+
+    x [tokens, width], contiguous
+    lora: LoRA delta of x, added to x
+    → [tokens, width]
+    """
+    y: torch.Tensor = _operators(x.device.type).squared_relu(x, lora)
+    return y
+
+
+def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """Compute squared_relu, and round each row of its result to FP8 as well.
+
+    Arguments: see squared_relu.
+    """
+    y: Activations = _operators(x.device.type).squared_relu_fp8(x, lora)
+    return y
+
+
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -204,15 +269,16 @@ def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
     lora: LoraDelta | None,
-    weights: torch.Tensor,
-    lora_of_weights: LoraDelta | None,
+    weights: torch.Tensor | None = None,
+    lora_of_weights: LoraDelta | None = None,
 ) -> None:
     """Add a shared expert's output to y in place: y becomes y + sigmoid(weights) · x.
 
     y [tokens, width], contiguous: summed output of the routed experts
     x [tokens, width], contiguous: output of the shared expert
     lora: LoRA delta of x, added to x; None: no adapter
-    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight
+    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight. None: the
+      weights are 1
     lora_of_weights: LoRA delta of weights, added to weights
     """
     _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)

@@ -25,13 +25,16 @@ def add_rms_norm(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> torch.Tensor:
     """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
     Returns x if weight is None. See kernels.pointwise. With an exchange, delta + lora is rounded to
     x's dtype and summed over ranks before all else.
     """
-    return _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, None)
+    return _launch_add_rms_norm(
+        x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, None
+    )
 
 
 def add_rms_norm_fp8(
@@ -43,10 +46,13 @@ def add_rms_norm_fp8(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> Activations:
     """Compute add_rms_norm, and round each row of its result to FP8 in the same launch."""
     rounded = empty_rows(x)
-    y = _launch_add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, rounded)
+    y = _launch_add_rms_norm(
+        x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, rounded
+    )
     return Activations(y, rounded)
 
 
@@ -59,6 +65,7 @@ def _launch_add_rms_norm(
     scale: float,
     delta_weight: torch.Tensor | None,
     exchange: RowExchange | None,
+    factor: float | None,
     rounded: Fp8Rows | None,
 ) -> torch.Tensor:
     tokens, width = x.shape
@@ -68,7 +75,7 @@ def _launch_add_rms_norm(
     elements = 16 if rounded is None else 8  # of a thread: rounding takes time of its own
     _add_rms_norm[(tokens,)](
         x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y, *fp8,
-        eps, scale, width, block, LARGEST, LEAST_SCALE,
+        eps, scale, factor, width, block, LARGEST, LEAST_SCALE,
         num_warps=min(256 // elements, max(1, block // (32 * elements))),
     )  # fmt: skip
     return x if y is None else y
@@ -102,6 +109,7 @@ def _add_rms_norm(
     scales: tl.tensor,
     eps: tl.tensor,
     scale: tl.constexpr,
+    factor: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
     largest: tl.constexpr,
@@ -111,7 +119,8 @@ def _add_rms_norm(
 
     All operands that do not depend on a sum over ranks are loaded before the wait for that sum.
 
-    x, delta, weight, eps, scale, delta_weight: see kernels.pointwise.add_rms_norm. y: result.
+    x, delta, weight, eps, scale, delta_weight, factor: see kernels.pointwise.add_rms_norm. y:
+        result.
     lora, adapted: LoRA delta of `delta`, as lora_operands.operands returns it.
     addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
     rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
@@ -145,6 +154,8 @@ def _add_rms_norm(
             added = added.to(x.dtype.element_ty)
         total += scale * added.to(tl.float32)
     rounded = total.to(x.dtype.element_ty)
+    if factor is not None:
+        rounded = (rounded.to(tl.float32) * factor).to(x.dtype.element_ty)
     tl.store(x + at, rounded, mask=inside)
     if weight is not None:
         normed = _rms_normed(rounded.to(tl.float32), gains, eps, width)

@@ -20,6 +20,7 @@ def add_rms_norm(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
     assert exchange is None, "ranks on CPUs have no RowExchange"
@@ -27,6 +28,8 @@ def add_rms_norm(
     if delta_weight is not None:
         delta = _normed(delta, delta_weight, eps)
     x += delta if scale == 1.0 else delta * scale
+    if factor is not None:
+        x *= factor
     if weight is None:
         return x
     return _normed(x, weight, eps)
@@ -41,9 +44,10 @@ def add_rms_norm_fp8(
     scale: float = 1.0,
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
+    factor: float | None = None,
 ) -> Activations:
     """See kernels.pointwise."""
-    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange)
+    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
     return Activations(y, quantize_rows(y))
 
 
@@ -58,17 +62,29 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    spans_head: bool = False,
+    keys_are_values: bool = False,
     query_gain: torch.Tensor | None = None,
 ) -> None:
     """See kernels.pointwise."""
     add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
+    given = qkv[:, :-kv_heads]
+    if keys_are_values:
+        qkv = torch.cat((qkv, qkv[:, -kv_heads:]), dim=1)
     if norm is not None:
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
+        if norm.values:
+            values = qkv[:, -kv_heads:]
+            values.copy_(F.rms_norm(values.float(), values.shape[-1:], eps=norm.eps))
         of_queries, of_keys = _means_of(norm)
         _rms_norm(queries, norm.query_weight, norm.eps, of_queries)
         _rms_norm(keys, norm.key_weight, norm.eps, of_keys)
     turned = qkv[:, :-kv_heads, : 2 * cos.shape[1]]
+    if spans_head:
+        whole = F.pad(cos, (0, qkv.shape[2] // 2 - cos.shape[1]), value=1.0)
+        turned, sin = qkv[:, :-kv_heads], F.pad(sin, (0, whole.shape[1] - sin.shape[1]))
+        cos = whole
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = cos.shape[-1]
     pairs = turned.view(*turned.shape[:-1], *((half, 2) if interleaved else (2, half)))
@@ -77,6 +93,8 @@ def rotary_and_store_kv(
     pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
     if query_gain is not None:
         qkv[:, : -2 * kv_heads].mul_(query_gain[:, None, None])
+    if keys_are_values:
+        given.copy_(qkv[:, : -2 * kv_heads])
     keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
     stored = slots >= 0
     new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
@@ -163,6 +181,43 @@ def gated_rms_norm(
     return (normed * F.silu(gate.float())).to(x.dtype)
 
 
+def gated_group_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    means: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    add_lora_delta(gate, lora)
+    gated = x.float() * F.silu(gate.float())
+    means = gated.square().mean(-1) if means is None else means
+    normed = gated * (means.unsqueeze(-1) + eps).rsqrt()
+    return (normed * weight.float().view(x.shape[1:])).to(x.dtype)
+
+
+def gated_mean_squares(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    gate = gate.clone()
+    add_lora_delta(gate, lora)
+    return (x.float() * F.silu(gate.float())).square().mean(-1)
+
+
+def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """See kernels.pointwise."""
+    add_lora_delta(x, lora)
+    return F.relu(x).square()
+
+
+def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """See kernels.pointwise."""
+    y = squared_relu(x, lora)
+    return Activations(y, quantize_rows(y))
+
+
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -175,11 +230,14 @@ def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
     lora: LoraDelta | None,
-    weights: torch.Tensor,
-    lora_of_weights: LoraDelta | None,
+    weights: torch.Tensor | None = None,
+    lora_of_weights: LoraDelta | None = None,
 ) -> None:
     """See kernels.pointwise."""
     add_lora_delta(x, lora)
+    if weights is None:
+        y += x
+        return
     add_lora_delta(weights, lora_of_weights)
     y += torch.sigmoid(weights) * x
 

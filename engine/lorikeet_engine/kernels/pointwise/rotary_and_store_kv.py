@@ -26,6 +26,8 @@ def rotary_and_store_kv(
     scales: KvScales | None = None,
     *,
     interleaved: bool = False,
+    spans_head: bool = False,
+    keys_are_values: bool = False,
     query_gain: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries in place, and write rotated keys, and values, into KV pages.
@@ -35,6 +37,8 @@ def rotary_and_store_kv(
     """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
+    if keys_are_values:
+        total += kv_heads
     squares = None if norm is None else norm.mean_squares
     weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
     inverses = (None, None) if scales is None else (1.0 / scales.key, 1.0 / scales.value)
@@ -44,7 +48,8 @@ def rotary_and_store_kv(
     _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
         qkv, *operands(lora), *weights, squares, cos, sin, query_gain, layer_kv, *inverses, slots,
         qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
-        cos.shape[1], interleaved, whole, block_heads, block_half,
+        cos.shape[1], interleaved, spans_head, keys_are_values, whole,
+        norm is not None and norm.values, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
     )  # fmt: skip
 
@@ -158,17 +163,21 @@ def _rotary_and_store_kv(
     kv_dim: tl.constexpr,
     rotary_half: tl.constexpr,
     interleaved: tl.constexpr,
+    spans_head: tl.constexpr,
+    keys_are_values: tl.constexpr,
     whole: tl.constexpr,
+    norms_values: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
     """Normalise, rotate and store some heads of one token.
 
-    qkv, cos, sin, query_gain, layer_kv, slots, interleaved: see
+    qkv, cos, sin, query_gain, layer_kv, slots, interleaved, spans_head, keys_are_values: see
         kernels.pointwise.rotary_and_store_kv.
     lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it.
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
+    norms_values: whether values are normalised, without a weight.
     key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
     half, rotary_half: half of head_dim and of rotary_dim. kv_dim: width of a head in layer_kv.
@@ -181,10 +190,15 @@ def _rotary_and_store_kv(
     if interleaved:
         left = tl.where(column < rotary_half, 2 * column, column + rotary_half)
         right = tl.where(column < rotary_half, 2 * column + 1, column + half)
-    elif rotary_half != half:  # columns that are not rotated follow, in pairs too
+    elif (
+        rotary_half != half and not spans_head
+    ):  # columns that are not rotated follow, in pairs too
         left = tl.where(column < rotary_half, column, column + rotary_half)
         right = tl.where(column < rotary_half, column + rotary_half, column + half)
-    place = token * token_stride + head * (2 * half)
+    source = head  # in qkv
+    if keys_are_values:
+        source = tl.where(head < heads + kv_heads, head, head - kv_heads)
+    place = token * token_stride + source * (2 * half)
     first = tl.load(qkv + place + left, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + place + right, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
@@ -209,8 +223,13 @@ def _rotary_and_store_kv(
         width: tl.constexpr = 2 * half if whole else 0
         low = _weight(query_weight, key_weight, head, left, weighed, heads, width)
         high = _weight(query_weight, key_weight, head, right, weighed, heads, width)
-        first = tl.where(turns, (first * scale * low).to(qkv.dtype.element_ty), first)
-        second = tl.where(turns, (second * scale * high).to(qkv.dtype.element_ty), second)
+        normed = turns
+        if norms_values:
+            normed = inside
+            low = tl.where(head < heads + kv_heads, low, 1.0)
+            high = tl.where(head < heads + kv_heads, high, 1.0)
+        first = tl.where(normed, (first * scale * low).to(qkv.dtype.element_ty), first)
+        second = tl.where(normed, (second * scale * high).to(qkv.dtype.element_ty), second)
     turns = turns & (column < rotary_half)
     c = tl.load(cos + token * rotary_half + column, mask=turns, other=1.0)
     s = tl.load(sin + token * rotary_half + column, mask=turns, other=0.0)

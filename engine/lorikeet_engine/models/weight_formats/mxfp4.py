@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.models.weight_formats.protocol import PartReader
+from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, pack, part
+from lorikeet_engine.models.weight_formats.protocol import PartReader, not_divided, not_packed
 
-_BLOCK = 32
 # by code: a sign bit, two bits of exponent, one of mantissa
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LEVELS = (*_MAGNITUDES, *(-level for level in _MAGNITUDES))
@@ -41,13 +42,7 @@ class Mxfp4:
         parts: reader of the stored tensors.
         """
         experts, d_in, d_out = shape
-        if d_in % _BLOCK:
-            raise ModelError(
-                f"{weight} has {d_in} inputs: MXFP4 wants blocks of {_BLOCK}", field=weight
-            )
-        blocks = d_in // _BLOCK
-        packed = parts.part(f"{weight}_blocks", "U8", experts, d_out, blocks, _BLOCK // 2)
-        exponents = parts.part(f"{weight}_scales", "U8", experts, d_out, blocks)
+        packed, exponents = _stored(weight, shape, parts)
         levels = torch.tensor(_LEVELS, device=packed.device)
         values = torch.empty(experts, d_in, d_out, dtype=torch.bfloat16, device=packed.device)
         for expert in range(experts):  # one by one, which bounds the memory
@@ -55,6 +50,44 @@ class Mxfp4:
             floats = levels[codes.int()] * _scales(exponents[expert])[..., None]
             values[expert] = floats.flatten(1).T
         return values
+
+    def pack_experts(
+        self,
+        weight: str,
+        shape: Sequence[int],
+        parts: PartReader,
+        rows: Sequence[range],
+        columns: range,
+    ) -> Mxfp4Experts:
+        """Return a part of experts' weights, packed for the kernels, with their exact values.
+
+        Raises ModelError as `dequantize` does, or if the part or its scales cannot be packed.
+
+        weight, shape, parts: as for dequantize.
+        rows: outputs to keep, in order.
+        columns: inputs to keep.
+        """
+        blocks, exponents = _stored(weight, shape, parts)
+        try:
+            codes, scales = part(blocks.flatten(2), exponents, rows, columns)
+        except ValueError as error:
+            raise not_divided(weight, error) from error
+        try:
+            return pack(codes, scales)
+        except ValueError as error:
+            raise not_packed(weight, error) from error
+
+
+def _stored(
+    weight: str, shape: Sequence[int], parts: PartReader
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read blocks [experts, d_out, d_in / 32, 16] and scales [experts, d_out, d_in / 32]."""
+    experts, d_in, d_out = shape
+    if d_in % BLOCK:
+        raise ModelError(f"{weight} has {d_in} inputs: MXFP4 wants blocks of {BLOCK}", field=weight)
+    blocks = d_in // BLOCK
+    codes = parts.part(f"{weight}_blocks", "U8", experts, d_out, blocks, BLOCK // 2)
+    return codes, parts.part(f"{weight}_scales", "U8", experts, d_out, blocks)
 
 
 def _scales(exponents: torch.Tensor) -> torch.Tensor:

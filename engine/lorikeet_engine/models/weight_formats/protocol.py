@@ -63,7 +63,7 @@ class WeightFormat(Protocol):
 
 @runtime_checkable
 class PackedFormat(WeightFormat, Protocol):
-    """Format of 4 bits, whose weights can stay packed. Implemented by Nf4 and Int4."""
+    """Format of linears of 4 bits that can stay packed. Implemented by Nf4 and Int4."""
 
     def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
         """Return a weight packed for the kernels, with its exact values.
@@ -73,6 +73,15 @@ class PackedFormat(WeightFormat, Protocol):
 
         weight, shape, parts: as for dequantize.
         """
+
+
+def not_divided(weight: str, error: ValueError) -> ModelError:
+    """Return the error for a weight of which a process cannot keep its part in 4 bits."""
+    return ModelError(
+        f"weight_dtype=packed: {weight} cannot be divided among GPUs in 4 bits: {error}: want "
+        "another number of GPUs, or weight_dtype=auto",
+        field="weight_dtype",
+    )
 
 
 def not_packed(weight: str, error: ValueError) -> ModelError:
