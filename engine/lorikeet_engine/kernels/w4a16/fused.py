@@ -22,13 +22,16 @@ import triton.language as tl
 from lorikeet_engine.kernels.split_k import ProductConfig, arrived
 from lorikeet_engine.kernels.w4a16 import MIDDLE, SPAN, PackedWeight
 
-DECODED_FROM = 1024
+DECODED_FROM = 512
 """Number of tokens from which the weight is decoded first."""
 _DECODED_BYTES = 32 << 20  # of the decoded outputs at a time: a Hopper GPU's cache has 50 MB
 _BLOCK_TOKENS = 128  # at most, of one program
-_PROGRAMS = 264  # two for each multiprocessor of an H200
+_PROGRAMS = 512  # at most, if they share inputs: about four for each multiprocessor of an H200
 _MOST_SPLIT = 8
-_FEW_TOKENS = 64
+_WIDE = 128 * 132
+"""Outputs from which larger tiles leave no multiprocessor of an H200 without one."""
+_TURNED = 32
+"""Most tokens of programs that begin with different inputs; more lie in many places anyway."""
 _DECODED_OUTPUTS = 64  # of one program
 # A number of 16 bits whose last four bits are the integer added to `_OFFSETS`, by dtype.
 _ONES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -51,13 +54,21 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
 
 
 def product_config(weight: PackedWeight, tokens: int) -> ProductConfig:
-    """Return launch parameters for a weight [d_out, d_in] and a number of tokens."""
-    if tokens > _FEW_TOKENS:
-        return ProductConfig(block_out=128, block_in=SPAN, split=1, warps=8, stages=3)
-    tiles, split = triton.cdiv(weight.d_out, 128), 1
-    while split < _MOST_SPLIT and tiles * split * 2 <= _PROGRAMS:
+    """Return launch parameters for a weight [d_out, d_in] and a number of tokens.
+
+    The fastest on an H200, or near to it, for the linears of Llama-3.1-8B.
+    """
+    block_tokens = _block_tokens(tokens)
+    block_out = 128 if block_tokens == 32 and weight.d_out >= _WIDE else 64
+    most = _MOST_SPLIT if block_tokens <= 32 else _MOST_SPLIT // 2
+    tiles, split = triton.cdiv(weight.d_out, block_out) * triton.cdiv(tokens, block_tokens), 1
+    while split < most and tiles * split * 2 <= _PROGRAMS:
         split *= 2
-    return ProductConfig(block_out=128, block_in=SPAN, split=split, warps=4, stages=3)
+    return ProductConfig(block_out, block_in=SPAN, split=split, warps=4, stages=3)
+
+
+def _block_tokens(tokens: int) -> int:
+    return min(_BLOCK_TOKENS, max(16, triton.next_power_of_2(tokens)))
 
 
 def multiply(
@@ -65,7 +76,7 @@ def multiply(
 ) -> torch.Tensor:
     """Compute x·Wᵀ + b in one launch.
 
-    x [tokens, d_in]: at most 128 tokens if config.split > 1
+    x [tokens, d_in]
     weight: W [d_out, d_in]
     bias: b [d_out]
     config: launch parameters; block_in is SPAN
@@ -74,22 +85,23 @@ def multiply(
     assert x.stride(1) == 1
     count, d_out, d_in, device = len(x), weight.d_out, weight.d_in, x.device
     y = torch.empty((count, d_out), dtype=x.dtype, device=device)
-    block_tokens = min(_BLOCK_TOKENS, max(16, triton.next_power_of_2(count)))
-    tiles = triton.cdiv(d_out, config.block_out)
+    block_tokens = _block_tokens(count)
+    blocks, tiles = triton.cdiv(count, block_tokens), triton.cdiv(d_out, config.block_out)
     parts = counters = None
     if config.split > 1:
-        size = (tiles, config.split, config.block_out, block_tokens)
+        size = (blocks * tiles, config.split, config.block_out, block_tokens)
         parts = torch.empty(size, dtype=torch.float32, device=device)
         counters = arrived(device)
     # programs that run at the same time read the same weights: token blocks vary fastest
-    _multiply[(triton.cdiv(count, block_tokens), tiles, config.split)](
+    _multiply[(blocks, tiles, config.split)](
         x, weight.codes, weight.scales, weight.zeros, weight.order, weight.levels, bias, y,
         parts, counters,
         count, x.stride(0), d_out, d_in, weight.group,
+        weight.scales.stride(0), weight.scales.stride(1),
         d_in % SPAN == 0, _scales_of_span(weight),
         device.type == "cpu",  # Triton's interpreter, which multiplies 16 bits as integers
         _TRITON[weight.rounded], MIDDLE, _ONES.get(x.dtype, 0), _OFFSETS.get(x.dtype, 0),
-        block_tokens, config.block_out, config.split, config.stages,
+        block_tokens <= _TURNED, block_tokens, config.block_out, config.split, config.stages,
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -191,6 +203,28 @@ def _code(codes: tl.tensor, index: tl.constexpr) -> tl.tensor:
     return (codes.to(tl.int32) >> 4 * index) & 15
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _level(levels: tl.tensor, code: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
+    """Load NF4's values of some codes in float32.
+
+    Triton would make a load an asynchronous copy through shared memory, as it ends in a product.
+
+    interpreted: whether Triton's interpreter runs the kernel.
+    """
+    if interpreted:
+        level = tl.load(levels + code)
+    else:
+        level = tl.inline_asm_elementwise(
+            """{
+            .reg .b64 place;
+            mad.wide.u32 place, $2, 4, $1;
+            ld.global.nc.f32 $0, [place];
+            }""",
+            "=f,l,r", [levels, code], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return level
+
+
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _multiply(
     x: tl.tensor,
@@ -208,6 +242,8 @@ def _multiply(
     d_out: tl.tensor,
     d_in: tl.tensor,
     group: tl.constexpr,
+    by_output: tl.tensor,
+    by_group: tl.tensor,
     even: tl.constexpr,
     scales_of_span: tl.constexpr,
     upcast: tl.constexpr,
@@ -215,6 +251,7 @@ def _multiply(
     middle: tl.constexpr,
     ones: tl.constexpr,
     offset: tl.constexpr,
+    turned: tl.constexpr,
     block_tokens: tl.constexpr,
     block_out: tl.constexpr,
     split: tl.constexpr,
@@ -226,10 +263,12 @@ def _multiply(
     parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
         split-K.
     count: number of tokens. x_stride: elements of x from token to token.
+    by_output, by_group: strides of scales and zeros.
     even: whether the last span is full. scales_of_span: see _scales_of_span.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
     ones, offset: see _ONES and _OFFSETS; 0 for float32.
+    turned: whether programs begin with different inputs.
     block_tokens, block_out: size of an output tile. split, stages: see ProductConfig.
     """
     dtype: tl.constexpr = x.dtype.element_ty
@@ -244,12 +283,13 @@ def _multiply(
     x_at = x + token[:, None].to(tl.int64) * x_stride
     sums = tl.zeros((block_out, block_tokens), tl.float32)
     spans = tl.cdiv(d_in, 128)
-    groups_at = inside * tl.cdiv(d_in, group)
+    groups_at = inside * by_output
     begin, end = part * spans // split, (part + 1) * spans // split
-    turned = tile % tl.maximum(end - begin, 1)
+    turn = tile % tl.maximum(end - begin, 1) if turned else 0
     for step in tl.range(begin, end, num_stages=stages):
-        span = step + turned
-        span = tl.where(span < end, span, span - (end - begin))
+        span = step + turn
+        if turned:
+            span = tl.where(span < end, span, span - (end - begin))
         # evict_first: the next step's weights will not be found in the cache anyway
         at = codes + span.to(tl.int64) * 32 * d_out
         packed = tl.load(at + line, eviction_policy="evict_first")
@@ -266,10 +306,10 @@ def _multiply(
                 column = tl.load(order + column, mask=column < d_in, other=0)
             inputs = tl.load(x_at + column[None, :], mask=known, other=0.0)
             if i % (4 // scales_of_span) == 0:
-                place = groups_at + tl.minimum(first, d_in - 1) // group
+                place = groups_at + tl.minimum(first, d_in - 1) // group * by_group
                 scale, zero = _of_group(scales, zeros, place, middle)
             if levels is not None:
-                level = tl.load(levels + _code(packed, i))
+                level = _level(levels, _code(packed, i), upcast)
                 w = (level * scale[:, None]).to(rounded).to(dtype)
             elif ones and not upcast:
                 # exact: (offset + q) − (offset + z)
@@ -285,16 +325,17 @@ def _multiply(
     if split > 1:
         cell = m[:, None] * block_tokens + n[None, :]
         size: tl.constexpr = block_out * block_tokens
-        of_tile = parts + tile * split * size + cell
+        place = tl.program_id(0) * tl.num_programs(1) + tile
+        of_tile = parts + place.to(tl.int64) * split * size + cell
         tl.store(of_tile + part * size, sums)
         tl.debug_barrier()  # all of this program's sums are stored before it counts itself done
-        if tl.atomic_add(arrived + tile, 1) < split - 1:
+        if tl.atomic_add(arrived + place, 1) < split - 1:
             return
         sums = tl.zeros((block_out, block_tokens), tl.float32)
         for other in tl.static_range(split):
             # .cg: from the L2 cache, which holds other programs' sums
             sums += tl.load(of_tile + other * size, cache_modifier=".cg")
-        tl.store(arrived + tile, 0)
+        tl.store(arrived + place, 0)
     real = row < d_out
     if bias is not None:
         sums += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[:, None]
