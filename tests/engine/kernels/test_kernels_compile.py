@@ -568,12 +568,12 @@ def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
     group = {"whole": d_in, "nf4": 64, "small groups": 32}.get(stored, 128)
     scales = empty(d_out, d_in // group, dtype=torch.float16)
     zeros = empty(d_out, d_in // group, dtype=torch.uint8)
-    codes = empty(d_in // 32, d_out, 16, dtype=torch.uint8)
+    codes = empty(d_in // 128, d_out, 32, dtype=torch.int16)
     if stored == "nf4":
         levels = empty(16, dtype=torch.float32)
-        return PackedWeight(codes, scales.float(), None, 64, None, levels, torch.bfloat16)
+        return PackedWeight(codes, scales.float(), None, 64, d_in, None, levels, torch.bfloat16)
     order = empty(d_in, dtype=torch.int32) if stored == "act-order" else None
-    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, order)
+    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, d_in, order)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 256])

@@ -7,9 +7,6 @@ eight inputs, and each two of them become numbers of 16 bits in two instructions
 exact in 16 bits, and their scale multiplies the sums of a group: no value of the weight is ever
 rounded.
 
-All programs need all inputs of x, each of its bytes lies in one place of the GPU's L2 cache, and
-that place answers one request at a time: so each program begins with other inputs.
-
 A product of many tokens is bound by the tensor cores, and decoding would be repeated for each 128
 tokens. There some outputs of the weight at a time are decoded to x's dtype, in a buffer that the
 GPU's cache holds, and cuBLAS multiplies.
@@ -19,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.split_k import ProductConfig, arrived
+from lorikeet_engine.kernels.split_k import ProductConfig, arrived, turned
 from lorikeet_engine.kernels.w4a16 import MIDDLE, SPAN, PackedWeight
 
 DECODED_FROM = 512
@@ -31,7 +28,7 @@ _MOST_SPLIT = 8
 _WIDE = 128 * 132
 """Outputs from which larger tiles leave no multiprocessor of an H200 without one."""
 _TURNED = 32
-"""Most tokens of programs that begin with different inputs; more lie in many places anyway."""
+"""Most tokens of programs that begin with different inputs, see split_k.turned."""
 _DECODED_OUTPUTS = 64  # of one program
 # A number of 16 bits whose last four bits are the integer added to `_OFFSETS`, by dtype.
 _ONES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -251,7 +248,7 @@ def _multiply(
     middle: tl.constexpr,
     ones: tl.constexpr,
     offset: tl.constexpr,
-    turned: tl.constexpr,
+    turn: tl.constexpr,
     block_tokens: tl.constexpr,
     block_out: tl.constexpr,
     split: tl.constexpr,
@@ -268,7 +265,7 @@ def _multiply(
     upcast: whether to multiply in float32, as Triton's interpreter must.
     rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
     ones, offset: see _ONES and _OFFSETS; 0 for float32.
-    turned: whether programs begin with different inputs.
+    turn: whether programs begin with different inputs.
     block_tokens, block_out: size of an output tile. split, stages: see ProductConfig.
     """
     dtype: tl.constexpr = x.dtype.element_ty
@@ -285,11 +282,8 @@ def _multiply(
     spans = tl.cdiv(d_in, 128)
     groups_at = inside * by_output
     begin, end = part * spans // split, (part + 1) * spans // split
-    turn = tile % tl.maximum(end - begin, 1) if turned else 0
     for step in tl.range(begin, end, num_stages=stages):
-        span = step + turn
-        if turned:
-            span = tl.where(span < end, span, span - (end - begin))
+        span = turned(step, begin, end, tile) if turn else step
         # evict_first: the next step's weights will not be found in the cache anyway
         at = codes + span.to(tl.int64) * 32 * d_out
         packed = tl.load(at + line, eviction_policy="evict_first")
