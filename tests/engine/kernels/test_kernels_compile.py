@@ -593,7 +593,7 @@ def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_mem
     monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
     w4a16_fused.linear(empty(16, 4096), packed_weight("groups", 6144, 4096))
     loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
-    assert loop.count("warp_group_dot ") == 2
+    assert loop.count("warp_group_dot ") == 4
     assert "convert_layout" not in loop
     assert "async_copy_global_to_local" in loop
 
