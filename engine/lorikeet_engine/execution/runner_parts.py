@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -38,21 +39,8 @@ class RunnerParts:
 
         weights: memory of the adapters' weights on the device.
         """
-        config, own = model.config, model.shape
-        shape = AttentionShape(
-            own.heads,
-            own.kv_heads,
-            own.widest_head,
-            settings.page_size,
-            model.dtype,
-            settings.torch_kv_dtype == FP8_KV,
-            config.kv_groups.windows,
-            config.attention_soft_cap,
-            config.sinks,
-            config.max_context >= _LONG_CONTEXT,
-            config.attention_scale,
-        )
-        return cls(model, choose_attention(shape, model.device), weights, settings)
+        shapes = _attention_shapes(model, settings)
+        return cls(model, choose_attention(shapes, model.device), weights, settings)
 
     def build(
         self, pages: int, slots: int, runner: Callable[..., ModelRunner] = ModelRunner
@@ -68,6 +56,30 @@ class RunnerParts:
         states = allocate_states(model.shape, slots, model.dtype, model.device, state_dtype)
         graphs = _capture(model, self.attention, self.weights, kv, states, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs, states)
+
+
+def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[AttentionShape]:
+    """Return the shape of each kind of heads, with the windows of its groups of layers."""
+    config, own = model.config, model.shape
+    places = enumerate(config.kv_groups.places)
+    heads = {place.group: own.heads_of(layer) for layer, place in places if place is not None}
+    kinds = groupby(sorted(heads), key=lambda group: heads[group])
+    return [
+        AttentionShape(
+            own.heads,
+            each.kv_heads,
+            each.head_dim,
+            settings.page_size,
+            model.dtype,
+            settings.torch_kv_dtype == FP8_KV,
+            tuple(config.kv_groups.windows[group] for group in groups),
+            config.attention_soft_cap,
+            config.sinks,
+            config.max_context >= _LONG_CONTEXT,
+            config.attention_scale,
+        )
+        for each, groups in kinds
+    ]
 
 
 def _capture(
