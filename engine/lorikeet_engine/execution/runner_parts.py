@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from lorikeet_engine.adapter_format.shape import AttentionHeads
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.kv_tensors import allocate_kv, allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
@@ -61,9 +62,11 @@ class RunnerParts:
 def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[AttentionShape]:
     """Return the shape of each kind of heads, with the windows of its groups of layers."""
     config, own = model.config, model.shape
-    places = enumerate(config.kv_groups.places)
-    heads = {place.group: own.heads_of(layer) for layer, place in places if place is not None}
-    kinds = groupby(sorted(heads), key=lambda group: heads[group])
+    groups, places = range(len(config.kv_groups.windows)), enumerate(config.kv_groups.places)
+    heads = {group: AttentionHeads(own.kv_heads, own.head_dim) for group in groups}
+    if own.full is not None:
+        heads |= {place.group: own.heads_of(layer) for layer, place in places if place is not None}
+    kinds = groupby(groups, key=lambda group: heads[group])
     return [
         AttentionShape(
             own.heads,
@@ -72,13 +75,13 @@ def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[Atten
             settings.page_size,
             model.dtype,
             settings.torch_kv_dtype == FP8_KV,
-            tuple(config.kv_groups.windows[group] for group in groups),
+            tuple(config.kv_groups.windows[group] for group in of_kind),
             config.attention_soft_cap,
             config.sinks,
             config.max_context >= _LONG_CONTEXT,
             config.attention_scale,
         )
-        for each, groups in kinds
+        for each, of_kind in kinds
     ]
 
 
