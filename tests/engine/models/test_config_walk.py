@@ -36,6 +36,7 @@ IDLE_IN = {
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
     # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
     # prompts alone, to none's use: no trainer and no other engine has such a least time step.
+    ("granitemoehybrid", "mamba_chunk_size"),
     ("nemotron_h", "chunk_size"),
     ("nemotron_h", "expand"),
     ("nemotron_h", "hidden_dropout"),
@@ -51,11 +52,17 @@ IDLE_IN = {
     ("nemotron_h", "use_mamba_kernels"),
 }
 # Where all of a family's keys at their defaults make a model that is refused.
-BESIDE = {"gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}}
+BESIDE = {
+    "gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
 ALONE = ["linear_attention", "moe", "full_attention", "mlp"]
-LAYERS = {"nemotron_h": {"layers_block_type": ALONE}}
+LAYERS = {
+    "granitemoehybrid": {"layer_types": HYBRID_LAYERS[::-1]},
+    "nemotron_h": {"layers_block_type": ALONE},
+}
 GLOBAL = {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 GEMMA4 = {
     "hidden_size_per_layer_input": 8,
@@ -103,6 +110,7 @@ OTHERWISE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "original_max_position_embeddings": 16,
+    "position_embedding_type": "nope",
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
     "use_bidirectional_attention": True,

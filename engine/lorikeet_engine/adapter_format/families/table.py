@@ -159,6 +159,18 @@ def _mixer(linear: Linear, name: str, *kinds: LayerKind, **changes: Any) -> Line
     return replace(linear, module=f"mixer.{name}", kinds=kinds, **changes)
 
 
+_GRANITE_HYBRID = (
+    *(replace(linear, kinds=(_FULL,)) for linear in (_Q, _K, _V, _O)),
+    *(replace(each, module=each.module.replace("mixer.", "mamba.")) for each in _MAMBA),
+    replace(_ROUTER, module="mlp.router"),
+    *(_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
+    replace(
+        _SHARED_UP,
+        module="shared_mlp.input_linear",
+        outputs=(Width.SHARED_INTERMEDIATE, Width.SHARED_INTERMEDIATE),
+    ),
+    replace(_SHARED_DOWN, module="shared_mlp.output_linear"),
+)
 _MIXTURE = LayerKind.EXPERTS, _LATENT
 _ALONE = (
     *(_mixer(each, each.name, _FULL) for each in (_Q, _K, _V, _O)),
@@ -477,6 +489,52 @@ FAMILIES: Mapping[str, Family] = {
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
         recurrent=_QWEN_KEYS,
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4",
+        _GRANITE_HYBRID,
+        {
+            "attention_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "layer_types": None,
+            "logits_scaling": 1.0,
+            "mamba_conv_bias": True,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+            "residual_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            "time_step_limit": (0.0, math.inf),
+        },
+        experts=ExpertKeys(
+            ("num_local_experts",),
+            "intermediate_size",
+            normalised=True,
+            parameters=True,
+            shared=True,
+            weighed=False,
+            may_lack=True,
+            shared_width="shared_intermediate_size",
+        ),
+        kind_names=_MAMBA_KINDS,
+        recurrent=RecurrentKeys(
+            "mamba_n_groups",
+            "mamba_d_state",
+            "mamba_n_heads",
+            "mamba_d_head",
+            "mamba_d_conv",
+            "mamba_conv_bias",
+            "time_step_limit",
+            "mamba_expand",
+        ),
+        fixed={"mamba_proj_bias": False},
     ),
     "nemotron_h": Family(
         "Nemotron 3",
