@@ -132,7 +132,7 @@ class BaseShape:
         keys = FAMILIES[family].experts
         kinds = _kinds(config, FAMILIES[family])
         of_state = FAMILIES[family].recurrent
-        routed = keys and (not FAMILIES[family].alone or {*kinds} & {*_MIXTURES})
+        routed = not FAMILIES[family].alone or not {*_MIXTURES}.isdisjoint(kinds)
         if keys and keys.may_lack and config[keys.counts[0]] == 0:
             routed = False
         if config.get("per_layer_config") and "per_layer_config" not in FAMILIES[family].switches:
