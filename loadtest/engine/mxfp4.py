@@ -10,7 +10,7 @@ call of a graph: no call finds its weights in the GPU's cache. Takes about a min
 compile. Prints a row for each config.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,15 +33,26 @@ from lorikeet_engine.kernels.moe import (
 )
 from lorikeet_engine.kernels.moe.grouped import TileConfig
 from lorikeet_engine.kernels.moe.mxfp4 import GROUP
+from lorikeet_engine.kernels.split_k import ProductConfig
 
 TOKENS = (1, 4, 32, 256, 2048)
 TILES = {
     # for up to so many rows of an expert: rows, outputs, warps, stages
     12: ((16, 64, 4, 5), (16, 64, 4, 8), (16, 128, 4, 4), (16, 128, 8, 5)),
     64: ((32, 64, 4, 5), (32, 128, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4)),
-    1 << 20: ((128, 128, 8, 3), (128, 128, 8, 4), (256, 64, 4, 3), (256, 128, 8, 3)),
+    1 << 20: (
+        (128, 64, 4, 3),
+        (128, 128, 8, 2),
+        (128, 128, 8, 4),
+        (256, 64, 4, 3),
+        (256, 128, 8, 3),
+    ),
 }
-ONE_TOKEN_TILES = ((16, 64, 4, 4), (16, 64, 4, 6), (16, 64, 4, 8), (16, 128, 4, 5))
+ONE_TOKENS = {
+    # outputs, split, warps, stages
+    "gate_up": ((64, 1, 4, 4), (64, 1, 4, 6), (64, 1, 4, 8), (128, 1, 4, 5)),
+    "down": ((64, 1, 4, 6), (64, 2, 4, 4), (64, 3, 4, 4), (128, 4, 4, 4)),
+}
 _CLAMP = Clamp(1.702, 7.0)
 _CALLS = 8  # of a graph
 _TIMES = 5
@@ -56,7 +67,7 @@ Call = Callable[[Any, RoutedRows], torch.Tensor]
 class Row:
     """Time of one config, or of the product in bfloat16.
 
-    product: gate_up or down of all rows, or of a single token with what follows in the launch.
+    product: gate_up or down.
     experts: number of experts that the tokens have, on average over the routings.
     tb_s: rate at which the weights of these experts are read, in TB/s.
     chosen: whether an engine chooses this config.
@@ -68,7 +79,12 @@ class Row:
     us: float
     tb_s: float
     chosen: bool
-    config: TileConfig | str
+    config: TileConfig | ProductConfig | str
+
+
+def _one_token_configs(product: str) -> Iterator[ProductConfig]:
+    for outputs, split, warps, stages in ONE_TOKENS[product]:
+        yield ProductConfig(outputs, GROUP, split, warps, stages)
 
 
 class Layer:
@@ -86,11 +102,13 @@ class Layer:
 
     def rows(self, tokens: int) -> Iterator[Row]:
         """Check and time all configs for a number of tokens. Raises AssertionError if wrong."""
-        logits = [self._normal(tokens, self._experts) for _ in range(_CALLS)]
-        routings = [fused.route(each, self._per_token, normalised=True) for each in logits]
+        routings = self._routings(tokens)
         of_rows = tokens * self._per_token
-        chosen = grouped_mxfp4.tile_config(of_rows, self._experts)
         tiles = next(tiles for most, tiles in TILES.items() if of_rows <= most * self._experts)
+        configs = [
+            grouped_mxfp4.tile_config(of_rows, self._experts),
+            *(TileConfig(rows, outputs, GROUP, *more) for rows, outputs, *more in tiles),
+        ]
         for name, weights in self._weights.items():
             gathered = name == "gate_up"
             x = self._normal(tokens if gathered else of_rows, weights[0].d_in)
@@ -107,34 +125,40 @@ class Layer:
                 return fused.expert_products(x, weight, routed, gathered=gathered)
 
             exact = reference.expert_products(x.float(), weights[0], routings[0], gathered=gathered)
-            yield from _timed(name, product, weights, routings, exact, chosen, tiles)
+            yield from _timed(name, product, weights, routings, exact, configs)
             floats = [self._normal(*weights[0].shape)]
             yield _row(name, _us(product, floats, routings), floats[0], routings, "bfloat16")
-        if tokens == 1:
-            yield from self._of_one_token(routings)
 
-    def _of_one_token(self, routings: Sequence[RoutedRows]) -> Iterator[Row]:
-        (routed, *_), biases = routings, self._biases
+    def of_one_token(self) -> Iterator[Row]:
+        """Check and time all configs of a single token. Raises AssertionError if wrong."""
+        routings, biases = self._routings(1), self._biases
+        routed = routings[0]
         x, gated = self._normal(1, self._hidden), self._normal(self._per_token, self._width)
 
-        def gate_up(weight: Mxfp4Experts, routed: RoutedRows, config: TileConfig) -> torch.Tensor:
+        def gate_up(
+            weight: Mxfp4Experts, routed: RoutedRows, config: ProductConfig
+        ) -> torch.Tensor:
             return one_token_mxfp4.gate_up_of(x, weight, routed.experts, biases, config)
 
-        def down(weight: Mxfp4Experts, routed: RoutedRows, config: TileConfig) -> torch.Tensor:
+        def down(weight: Mxfp4Experts, routed: RoutedRows, config: ProductConfig) -> torch.Tensor:
             chosen, shares = routed.experts, routed.weights
             return one_token_mxfp4.down_of(gated, weight, chosen, shares, biases.down, config)
 
-        weights, chosen = self._weights["gate_up"], one_token_mxfp4.GATE_UP
+        weights = self._weights["gate_up"]
+        configs = [one_token_mxfp4.GATE_UP, *_one_token_configs("gate_up")]
         y = reference.expert_products(x.float(), weights[0], routed, gathered=True).bfloat16()
         activated = reference.clamped_swiglu(y, biases.gate_up, routed, _CLAMP)[routed.rows[0]]
-        given = weights, routings, activated, chosen, ONE_TOKEN_TILES
-        yield from _timed("one token's gate_up", gate_up, *given)
-        weights, chosen = self._weights["down"], one_token_mxfp4.DOWN
+        yield from _timed("gate_up", gate_up, weights, routings, activated, configs)
+        weights = self._weights["down"]
+        configs = [one_token_mxfp4.DOWN, *_one_token_configs("down")]
         of_rows = gated[routed.pairs].float()
         y = reference.expert_products(of_rows, weights[0], routed).bfloat16()
         total = reference.combine(y, routed, biases.down)
-        given = weights, routings, total, chosen, ONE_TOKEN_TILES
-        yield from _timed("one token's down", down, *given)
+        yield from _timed("down", down, weights, routings, total, configs)
+
+    def _routings(self, tokens: int) -> list[RoutedRows]:
+        logits = [self._normal(tokens, self._experts) for _ in range(_CALLS)]
+        return [fused.route(each, self._per_token, normalised=True) for each in logits]
 
     def _mxfp4(self, d_out: int, d_in: int) -> Mxfp4Experts:
         """Draw weights whose blocks have scales of four sizes."""
@@ -155,15 +179,14 @@ def _timed(
     weights: Sequence[Mxfp4Experts],
     routings: Sequence[RoutedRows],
     want: torch.Tensor,
-    chosen: TileConfig,
-    tiles: Iterable[tuple[int, int, int, int]],
+    configs: Sequence[TileConfig | ProductConfig],
 ) -> Iterator[Row]:
-    """Check and time a call with its chosen config, and then with the others.
+    """Check and time a call with each config.
 
     want: result for the first weight and routing.
+    configs: an engine chooses the first.
     """
-    others = [TileConfig(rows, outputs, GROUP, *more) for rows, outputs, *more in tiles]
-    for config in dict.fromkeys([chosen, *others]):
+    for config in dict.fromkeys(configs):
         try:
             got, again = (call(weights[0], routings[0], config) for _ in range(2))
         except Exception as error:  # Triton's OutOfResources is not a RuntimeError
@@ -173,11 +196,11 @@ def _timed(
         assert off < _NEAR, f"{name}, {config}: the product is off by {off:.3g}"
         assert torch.equal(got, again), f"{name}, {config}: the second product differs"
         us = _us(partial(_with, call, config), weights, routings)
-        yield _row(name, us, weights[0], routings, config, chosen=config == chosen)
+        yield _row(name, us, weights[0], routings, config, chosen=config == configs[0])
 
 
 def _with(
-    call: Callable[..., torch.Tensor], config: TileConfig, weight: Any, routed: RoutedRows
+    call: Callable[..., torch.Tensor], config: object, weight: Any, routed: RoutedRows
 ) -> torch.Tensor:
     return call(weight, routed, config)
 
@@ -187,7 +210,7 @@ def _row(
     us: float,
     weight: ExpertWeight,
     routings: Sequence[RoutedRows],
-    config: TileConfig | str,
+    config: TileConfig | ProductConfig | str,
     *,
     chosen: bool = False,
 ) -> Row:
@@ -225,7 +248,8 @@ def main() -> None:
     options = parser.parse_args()
     known, layer = harness.facts(options.commit), Layer(CONFIGS[options.config])
     rows = harness.show(row for tokens in options.tokens for row in layer.rows(tokens))
-    harness.write(options.json, known, config=options.config, mxfp4=rows)
+    of_one = harness.show(layer.of_one_token())
+    harness.write(options.json, known, config=options.config, mxfp4=rows, one_token=of_one)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Sizes of piecewise passes. The small ones are for short chunks deep in a prompt, whose attention
@@ -113,7 +113,7 @@ class CudaGraphs:
         weights: LoraWeights,
         kv: torch.Tensor,
         limits: StepLimits,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Capture all graphs, which takes some seconds.
 

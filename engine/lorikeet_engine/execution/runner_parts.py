@@ -18,8 +18,8 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.settings import EngineSettings
 
 _LONG_CONTEXT = 16_384  # tokens; at half of them, FA3 would save a sixth of a step of 2,048 tokens
@@ -90,7 +90,7 @@ def _capture(
     attention: AttentionBackend,
     weights: LoraWeights,
     kv: torch.Tensor,
-    states: DeltaStates | None,
+    states: RecurrentStates | None,
     settings: EngineSettings,
 ) -> CudaGraphs | None:
     """Capture the CUDA graphs of steps; return None if the attention kernels cannot be captured."""

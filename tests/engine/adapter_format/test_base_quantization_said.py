@@ -17,6 +17,12 @@ def test_a_quantised_checkpoint_is_called_by_its_format(stored: Quantization) ->
     assert is_nf4(said) is (stored is Quantization.NF4)
 
 
+def test_every_format_but_fp8_has_4_bits_that_can_stay_packed() -> None:
+    assert [stored for stored in Quantization if not stored.has_4_bits] == [Quantization.FP8]
+    mxfp4 = QuantizedLinears(Quantization.MXFP4)
+    assert served_quantization(mxfp4, "packed") == "mxfp4, packed"
+
+
 def test_rounding_while_loading_is_described() -> None:
     assert served_quantization(None, "nf4") == "rounded to nf4"
     assert is_nf4("rounded to nf4")

@@ -15,6 +15,7 @@ FILES = (
     "test_gemv.py",
     "test_log_softmax_kernels.py",
     "test_lora_triton.py",
+    "test_mamba_kernels.py",
     "test_mask_kernel.py",
     "test_moe.py",
     "test_mxfp4.py",

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ from lorikeet_engine.kernels.lora.types import (
     LoraWeights,
     Segments,
 )
+from lorikeet_engine.kernels.mamba import Scan
+from lorikeet_engine.kernels.mamba import fused as mamba
 from lorikeet_engine.kernels.masks.fused import forbid_others
 from lorikeet_engine.kernels.moe import (
     Clamp,
@@ -263,6 +266,61 @@ def test_gated_delta_net(
         "_scan_chunks",
     }
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype", "adapters", "entries"),
+    [
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.float32, True, 3),
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.bfloat16, False, None),
+        (Heads(1, 128, 128, 64), torch.bfloat16, torch.float32, False, 3),
+        (Heads(1, 64, 128, 64), torch.float32, torch.float32, True, None),
+    ],
+    ids=["Nano", "Nano, rounded states", "Granite small", "floats"],
+)
+def test_mamba(
+    compiled: set[str],
+    heads: Heads,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    adapters: bool,
+    entries: int | None,
+) -> None:
+    floats, integers = (partial(empty, dtype=each) for each in (torch.float32, torch.int32))
+    channels, count = sum(heads.widths), heads.value_heads
+    wider = empty(300, channels + count, dtype=dtype)
+    xbc, dt = wider[:, :channels], wider[:, channels:]
+    weight, inputs = empty(channels, 4, dtype=dtype), empty(9, 3, channels, dtype=dtype)
+    bias, scan = empty(channels, dtype=dtype), Scan(*(floats(count) for _ in "adD"), (0.0, inf))
+    states = empty(9, count, heads.value_dim, heads.key_dim, dtype=state_dtype)
+    deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (xbc, dt)]
+    prefills = Prefills(*(integers(4) for _ in range(3)), integers(8, 2), integers(5), integers(8))
+    ring = None
+    if entries is not None:
+        ring = Ring.empty([9], heads, entries, torch.float32, torch.device("meta"))
+    for convolve, apply, where in (
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(integers(300))),
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(*integers(2, 300))),
+        (delta_net.prefill_convolution, mamba.prefill_scan, prefills),
+    ):
+        y = convolve(xbc, weight, inputs, where, deltas[0], None, bias)
+        o = apply(y, dt, scan, states, where, heads, deltas[1], ring=ring)
+        assert o.shape == (300, count, heads.value_dim)
+    width = count * heads.value_dim // heads.key_heads
+    o, gate = o.view(300, -1, width), wider[:, : count * heads.value_dim].view(300, -1, width)
+    delta, gains = LoraDelta(gate, integers(1)) if adapters else None, empty(count * 64)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta)
+    means = fused.gated_mean_squares(o, gate, delta)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
+    scans = {"_decode_scan", "_prefill_scan", "_gate_group"}
+    assert compiled == {"_decode_convolution", "_prefill_convolution", *scans}
+
+
+def test_squared_relu(compiled: set[str]) -> None:
+    x = empty(8, 1856)
+    fused.squared_relu(x, LoraDelta(x, empty(1, dtype=torch.int32)))
+    fused.squared_relu_fp8(x)
+    assert compiled >= {"_squared_relu"}
 
 
 def test_adding_lora_to_a_product(compiled: set[str]) -> None:
@@ -570,9 +628,17 @@ def mxfp4_experts(d_out: int) -> Mxfp4Experts:
     return mxfp4.pack(codes, empty(32, d_out, 90, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", [config for _, config in grouped_mxfp4.TILES])
-def test_experts_in_mxfp4(compiled: set[str], config: TileConfig, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        *((config, torch.bfloat16) for _, config in grouped_mxfp4.TILES),
+        (None, torch.float16),
+        (None, torch.float32),
+    ],
+)
+def test_experts_in_mxfp4(
+    compiled: set[str], config: TileConfig | None, dtype: torch.dtype
+) -> None:
     routed, x = moe.route(empty(64, 32), 4, None, normalised=True), empty(64, 2880, dtype=dtype)
     y = grouped_mxfp4.products(x, mxfp4_experts(5760), routed, config, gathered=True)
     assert y.shape == (256, 5760)

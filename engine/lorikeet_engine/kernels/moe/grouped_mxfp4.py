@@ -28,7 +28,6 @@ TILES = (
 
 Not yet tuned on a GPU.
 """
-_WIDE_STAGES = 2
 _CODES = tl.constexpr(0x81C0)  # bits of a code in a word, once it is shifted
 # Decodes two words: mxfp4.BITS in Python. Each operation handles two codes; a product with −0 as
 # addend is exact, and is an instruction on Ampere too.
@@ -76,17 +75,19 @@ def products(
 ) -> torch.Tensor:
     """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
-    config: launch parameters; None: tile_config's
+    config: launch parameters; None: tile_config's, or in float32 the first of TILES
     """
     experts, d_out, d_in = weight.shape
     rows = len(routed.pairs)
-    c = config or tile_config(rows, experts)
+    wide = decodes_in_float32(x)
+    # more sums of float32 than those of the first do not fit a program's registers
+    c = config or (TILES[0][1] if wide else tile_config(rows, experts))
     tiles = rows // c.rows + min(rows, experts)
     y = x.new_empty((rows, d_out))
     _products_mxfp4[(tiles, triton.cdiv(d_out, c.outputs))](
         x, weight.words, weight.scales, routed.pairs, routed.starts, y,
-        experts, d_out, d_in, routed.per_token, gathered, decodes_in_float32(x),
-        triton.next_power_of_2(experts), c.rows, c.outputs, stages_for(x, c),
+        experts, d_out, d_in, routed.per_token, gathered, wide,
+        triton.next_power_of_2(experts), c.rows, c.outputs, c.stages,
         num_warps=c.warps,
     )  # fmt: skip
     return y
@@ -95,11 +96,6 @@ def products(
 def decodes_in_float32(x: torch.Tensor) -> bool:
     """Return whether products with x are of float32: x is no bfloat16, or Triton interprets."""
     return x.dtype is not torch.bfloat16 or x.device.type == "cpu"
-
-
-def stages_for(x: torch.Tensor, config: TileConfig) -> int:
-    """Return the stages for which a multiprocessor has memory: float32 takes twice as much."""
-    return min(config.stages, _WIDE_STAGES) if decodes_in_float32(x) else config.stages
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -140,7 +136,7 @@ def _products_mxfp4(
     at_x = x + token.to(tl.int64) * d_in
     line = tl.minimum(output, d_out - 1)
     sums = multiplied(
-        at_x, None, words, scales, expert, line, d_out, d_in, upcast,
+        at_x, None, words, scales, expert, line, 0, tl.cdiv(d_in, 128), d_out, d_in, upcast,
         block_rows, block_outputs, stages,
     )  # fmt: skip
     at_y = y + row[None, :].to(tl.int64) * d_out + output[:, None]
@@ -156,6 +152,8 @@ def multiplied(
     scales: tl.tensor,
     expert: tl.tensor,
     line: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
     upcast: tl.constexpr,
@@ -167,17 +165,17 @@ def multiplied(
 
     at_x [rows]: pointers to the rows. real [rows]: rows to read, others are 0; None: all.
     words, scales: see Mxfp4Experts. line [outputs]: the outputs. upcast: see decodes_in_float32.
+    begin, end: the groups of inputs to multiply.
     → [outputs, rows]
     """
-    groups: tl.constexpr = (d_in + 127) // 128
-    first = expert.to(tl.int64) * (groups * d_out)
+    first = (expert.to(tl.int64) * tl.cdiv(d_in, 128) + begin) * d_out
     element = tl.arange(0, 32)
     at_words = words + first * 32 + (line[:, None] * 32 + element[None, :])
     at_scales = scales + first + line
     at_x = at_x[:, None] + element[None, :]
     sums = tl.zeros((block_outputs, block_rows), tl.float32)
     # Stages of the loop, not of the launch: the latter prefetch only the operands of tl.dot.
-    for group in tl.range(0, groups, num_stages=stages):
+    for group in tl.range(begin, end, num_stages=stages):
         packed, exponents = tl.load(at_words), tl.load(at_scales)
         w_0, w_1, w_2, w_3 = decoded(packed, exponents, upcast)
         sums = _add_block(sums, w_0, at_x, real, group * 128, d_in, upcast)

@@ -10,15 +10,18 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.moe import ClampedBiases
 from lorikeet_engine.kernels.moe.clamp import clamped
-from lorikeet_engine.kernels.moe.grouped import TileConfig
-from lorikeet_engine.kernels.moe.grouped_mxfp4 import decodes_in_float32, multiplied, stages_for
+from lorikeet_engine.kernels.moe.grouped_mxfp4 import decodes_in_float32, multiplied
 from lorikeet_engine.kernels.moe.mxfp4 import GROUP, Mxfp4Experts
 from lorikeet_engine.kernels.moe.one_token import bias_arguments
-from lorikeet_engine.kernels.split_k import arrived
+from lorikeet_engine.kernels.split_k import ProductConfig, arrived
 
-GATE_UP = TileConfig(rows=16, outputs=64, inputs=GROUP, warps=4, stages=5)
-DOWN = TileConfig(rows=16, outputs=64, inputs=GROUP, warps=4, stages=6)
-"""Launch parameters of gate_up's and of down's products. Not yet tuned on a GPU."""
+GATE_UP = ProductConfig(block_out=64, block_in=GROUP, split=1, warps=4, stages=5)
+DOWN = ProductConfig(block_out=64, block_in=GROUP, split=2, warps=4, stages=5)
+"""Launch parameters of gate_up's products, which are not split, and of down's.
+
+Not yet tuned on a GPU.
+"""
+_ROWS = 16  # of a tile: the fewest that tensor cores multiply
 
 
 def gate_up_of(
@@ -26,7 +29,7 @@ def gate_up_of(
     weight: Mxfp4Experts,
     chosen: torch.Tensor,
     biases: ClampedBiases,
-    config: TileConfig = GATE_UP,
+    config: ProductConfig = GATE_UP,
 ) -> torch.Tensor:
     """Compute clamped_swiglu of x·weight[e]ᵀ for each expert e chosen for a single token.
 
@@ -35,9 +38,9 @@ def gate_up_of(
     """
     _, d_out, d_in = weight.shape
     y = x.new_empty((chosen.shape[1], d_out // 2))
-    _gate_up_mxfp4[(triton.cdiv(d_out, config.outputs), len(y))](
+    _gate_up_mxfp4[(triton.cdiv(d_out, config.block_out), len(y))](
         x, weight.words, weight.scales, chosen, y, *bias_arguments(biases), d_out, d_in,
-        decodes_in_float32(x), config.rows, config.outputs, stages_for(x, config),
+        decodes_in_float32(x), _ROWS, config.block_out, config.stages,
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -49,7 +52,7 @@ def down_of(
     chosen: torch.Tensor,
     shares: torch.Tensor,
     biases: torch.Tensor | None,
-    config: TileConfig = DOWN,
+    config: ProductConfig = DOWN,
 ) -> torch.Tensor:
     """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ + biases[e]) over the experts e = chosen[j].
 
@@ -59,11 +62,11 @@ def down_of(
     Each product is rounded before the sum, as if products and sum had a launch each.
     """
     _, d_out, d_in = weight.shape
-    y, products = x.new_empty((1, d_out)), x.new_empty((len(x), d_out))
-    _down_mxfp4[(triton.cdiv(d_out, config.outputs), len(x))](
-        x, weight.words, weight.scales, chosen, shares, biases, products, arrived(x.device), y,
-        d_out, d_in, decodes_in_float32(x), len(x), config.rows, config.outputs,
-        stages_for(x, config),
+    y, parts = x.new_empty((1, d_out)), shares.new_empty((len(x), config.split, d_out))
+    _down_mxfp4[(triton.cdiv(d_out, config.block_out), len(x), config.split)](
+        x, weight.words, weight.scales, chosen, shares, biases, parts, arrived(x.device), y,
+        d_out, d_in, decodes_in_float32(x), len(x), config.split, _ROWS, config.block_out,
+        config.stages,
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -76,6 +79,8 @@ def _of_one(
     scales: tl.tensor,
     expert: tl.tensor,
     line: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
     upcast: tl.constexpr,
@@ -85,11 +90,11 @@ def _of_one(
 ) -> tl.tensor:
     """Return the products of one row x [d_in] and some outputs of an expert, in float32: [outputs].
 
-    line: the outputs. Other operands: see grouped_mxfp4.multiplied.
+    All operands: see grouped_mxfp4.multiplied.
     """
     row = tl.arange(0, block_rows)
     sums = multiplied(
-        x + row * 0, row == 0, words, scales, expert, line, d_out, d_in, upcast,
+        x + row * 0, row == 0, words, scales, expert, line, begin, end, d_out, d_in, upcast,
         block_rows, block_outputs, stages,
     )  # fmt: skip
     return tl.sum(sums, 1)  # the other rows are 0
@@ -122,8 +127,9 @@ def _gate_up_mxfp4(
     line = place // 2 + place % 2 * (d_out // 2)
     expert = tl.load(chosen + index)
     out = _of_one(
-        x, words, scales, expert, line, d_out, d_in, upcast, block_rows, block_outputs, stages
-    )
+        x, words, scales, expert, line, 0, tl.cdiv(d_in, 128), d_out, d_in, upcast,
+        block_rows, block_outputs, stages,
+    )  # fmt: skip
     out = out.to(y.dtype.element_ty).to(tl.float32)
     out += tl.load(biases + expert.to(tl.int64) * d_out + line).to(tl.float32)
     gates, values = tl.split(tl.reshape(out, (block_outputs // 2, 2)))
@@ -141,38 +147,47 @@ def _down_mxfp4(
     chosen: tl.tensor,
     shares: tl.tensor,
     biases: tl.tensor,
-    products: tl.tensor,
+    parts: tl.tensor,
     arrived: tl.tensor,
     y: tl.tensor,
     d_out: tl.constexpr,
     d_in: tl.constexpr,
     upcast: tl.constexpr,
     per_token: tl.constexpr,
+    split: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """Compute some outputs of one expert; the last program of a tile adds up those of all experts.
+    """Compute some outputs of one expert, or their partial sums over some inputs.
+
+    The last program of a tile adds up those of all experts.
 
     x, chosen, shares, biases: see down_of; y: its result. words, scales: see Mxfp4Experts.
-    products [per_token, d_out]: outputs of all programs. arrived: counters (split_k.arrived).
+    parts [per_token, split, d_out]: partial sums of all programs. split: see ProductConfig.
+    arrived: counters (split_k.arrived).
     upcast: see decodes_in_float32.
     """
-    tile, index = tl.program_id(0), tl.program_id(1)
+    tile, index, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    groups: tl.constexpr = tl.cdiv(d_in, 128)
     place = tile * block_outputs + tl.arange(0, block_outputs)
     line, held = tl.minimum(place, d_out - 1), place < d_out
     out = _of_one(
-        x + index * d_in, words, scales, tl.load(chosen + index), line, d_out, d_in, upcast,
+        x + index * d_in, words, scales, tl.load(chosen + index), line,
+        part * groups // split, (part + 1) * groups // split, d_out, d_in, upcast,
         block_rows, block_outputs, stages,
     )  # fmt: skip
-    tl.store(products + index * d_out + place, out.to(y.dtype.element_ty), mask=held)
-    tl.debug_barrier()  # all of this program's outputs are stored before it counts itself done
-    if tl.atomic_add(arrived + tile, 1) < per_token - 1:
+    tl.store(parts + (index * split + part) * d_out + place, out, mask=held)
+    tl.debug_barrier()  # all of this program's sums are stored before it counts itself done
+    if tl.atomic_add(arrived + tile, 1) < per_token * split - 1:
         return
     total = tl.zeros((block_outputs,), tl.float32)
     for j in tl.static_range(per_token):
-        # .cg: from the L2 cache, which holds other programs' outputs
-        out = tl.load(products + j * d_out + line, cache_modifier=".cg").to(tl.float32)
+        out = tl.zeros((block_outputs,), tl.float32)
+        for of in tl.static_range(split):
+            # .cg: from the L2 cache, which holds other programs' sums
+            out += tl.load(parts + (j * split + of) * d_out + line, cache_modifier=".cg")
+        out = out.to(y.dtype.element_ty).to(tl.float32)
         if biases is not None:
             out += tl.load(biases + tl.load(chosen + j).to(tl.int64) * d_out + line).to(tl.float32)
         total += tl.load(shares + j) * out
