@@ -55,7 +55,7 @@ def _as_three(draft: Draft) -> None:
     rank = 3 * draft.rank
     options = {"rank_pattern": {_QKV: rank}, "alpha_pattern": {_QKV: 2 * rank}}
     save(draft, target_modules=[*_ATTENTION, *_DELTA, "out_proj", "lm_head"], **options)
-    net = draft.base.shape.delta_net
+    net = draft.base.shape.recurrent
     assert net is not None
     keys = net.key_heads * net.key_dim
     place = torch.arange(2 * keys + net.value_heads * net.value_dim).div(keys).long().clamp(max=2)
@@ -71,7 +71,7 @@ def _as_three(draft: Draft) -> None:
 
 def _apart(draft: Draft, name: str, tensor: torch.Tensor) -> Tensors:
     """Return the tensors of q, k and v that Tinker has in place of one of in_proj_qkv's."""
-    net, rank = draft.base.shape.delta_net, draft.rank
+    net, rank = draft.base.shape.recurrent, draft.rank
     assert net is not None
     keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
     parts = tensor.split(rank if "lora_A" in name else [keys, keys, values])
@@ -261,7 +261,7 @@ def _vision_alone(draft: Draft) -> None:
 
 _NET = "model.layers.0.linear_attn"
 _DRAFT_HEAD = {f"mtp.layers.0.self_attn.q_proj.lora_{side}.weight": (4, 64) for side in "AB"}
-_NO_LINEAR = "of a delta net cannot be adapted; train its linears alone"
+_NO_LINEAR = "of a delta net or Mamba 2 cannot be adapted; train its linears alone"
 _QKV_APART = Feature("q, k and v apart", Axis.TRAINING, _as_three)
 _PLAIN = Feature("all-linear", Axis.TRAINING, _plain)
 _EVERY_LINEAR = _peft("every linear by name", target_modules=EVERY_LINEAR)

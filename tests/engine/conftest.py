@@ -191,10 +191,60 @@ GPT_OSS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "truncate": False},
     },
 }
+MAMBA: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "initializer_range": 0.2,
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"),
+            *("full_attention", "linear_attention"),
+        ],
+        "head_dim": 24,
+        "mamba_head_dim": 12,
+        "mamba_num_heads": 8,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+        "n_groups": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+        "ssm_state_size": 20,
+        "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
+    },
+}
+MAMBA["granitemoehybrid"] = {
+    "model_type": "granitemoehybrid",
+    "initializer_range": 0.1,  # at 0.2, transformers itself is 120 eps off its float64 result
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 1.3,
+    "residual_multiplier": 0.6,
+    "mamba_d_state": 20,
+    "mamba_n_heads": 8,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 6,
+    "shared_intermediate_size": 56,
+}
+MAMBA["granite_rope"] = MAMBA["granitemoehybrid"] | {
+    "layer_types": [*["linear_attention", "full_attention"] * 2],
+    "attention_bias": True,
+    "num_local_experts": 0,
+    "mamba_n_groups": 4,
+    "position_embedding_type": "rope",
+}
+MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "moe"],
+    "moe_latent_size": 28,
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
+    "mamba_num_heads": 16,
+    "mamba_n_heads": 16,
 }
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -260,6 +310,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    # transformers' decodes, unlike its prompts, have no limits
+    "mamba_limits": {**MAMBA["granite_rope"], "time_step_limit": (0.4, 0.9)},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
     "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},
 }
@@ -294,8 +346,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, GPT_OSS, VARIANTS; "tied " before a family's name ties its
-    embeddings.
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties
+    its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -303,7 +355,9 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **GPT_OSS, **VARIANTS}[name.removeprefix("tied ")]
+        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[
+            name.removeprefix("tied ")
+        ]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)
@@ -437,7 +491,9 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(family, **settings), dtype=torch.float32
         )
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("inv_freq"):
+                continue
             if weight.dim() == 1 or name.endswith(
                 "_bias"
             ):  # norms start as 1 and biases as 0, which would hide them

@@ -19,7 +19,7 @@ import torch
 from loadtest.engine.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.adapter_format.families import LayerKind
-from lorikeet_engine.adapter_format.shape import DeltaNetShape
+from lorikeet_engine.adapter_format.shape import RecurrentShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.execution.memory_plan import least_states, state_bytes
@@ -27,8 +27,8 @@ from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.kv_groups import KvGroups
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -68,8 +68,8 @@ class HashModel:
     def __init__(self, config: ModelConfig, *, states: bool = False) -> None:
         self.config, self.shape = config, config.shape
         if states:
-            kinds, net = (LayerKind.DELTA_NET,), DeltaNetShape(1, 1, 1, 1, 2)
-            self.shape = replace(config.shape, kinds=kinds, delta_net=net)
+            kinds, net = (LayerKind.DELTA_NET,), RecurrentShape(1, 1, 1, 1, 2)
+            self.shape = replace(config.shape, kinds=kinds, recurrent=net)
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.tokens = 0  # tokens computed so far
         self.started = False  # at an engine's start sequences share pages as they never do later
@@ -82,7 +82,7 @@ class HashModel:
         kv: torch.Tensor,
         lora: LoraWeights,
         attention: object,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> torch.Tensor:
         self.before(batch)
         self.tokens += len(batch.token_ids)

@@ -387,7 +387,7 @@ def test_the_plan_of_a_devices_memory_counts_states(tiny_checkpoints, tmp_path):
     settings = EngineSettings(folder, tmp_path, max_running=4, kv_bytes=1 << 20)
     config = ModelConfig.from_folder(folder)
     plan = plan_memory(config, 0, replace(settings, state_bytes=9 * STATE + 5), 1 << 30)
-    net = config.shape.delta_net
+    net = config.shape.recurrent
     each = 3 * (3 * net.convolved + net.value_heads * net.key_dim * net.value_dim)
     entry = net.key_heads * net.key_dim + net.value_heads * (net.value_dim + 1)
     rings = 3 * (4 * 3 * entry + net.value_heads * net.value_dim)  # float32, and counts of a byte

@@ -16,20 +16,27 @@ from lorikeet_engine.adapter_format.families import (
     Family,
     LayerKind,
     Linear,
+    RecurrentKeys,
     Width,
 )
 
+_MIXTURES = LayerKind.EXPERTS, LayerKind.LATENT_EXPERTS
+# Nemotron's key for the kinds of layers, and its letters.
+_PATTERN = "hybrid_override_pattern"
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _WINDOWS_AND_FULL = 6
 """Number of layers from one without a window to the next, if layer_types is not given."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetShape:
-    """Sizes of the gated delta nets of a base model; widths are numbers of elements.
+class RecurrentShape:
+    """Sizes of the delta nets or Mamba 2 mixers of a base model; widths are numbers of elements.
 
     Each key head, of width key_dim, serves value_heads / key_heads value heads of width value_dim.
+    Each value head has a state [value_dim, key_dim]. What Mamba 2 calls heads are value heads here;
+    its groups, each with a B and a C, are key heads, and key_dim is the width of a B.
 
-    convolution: number of tokens that the convolution before the delta rule reads.
+    convolution: number of tokens that the convolution before the states' update reads.
     """
 
     key_heads: int
@@ -77,9 +84,11 @@ class BaseShape:
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
     shared_intermediate: width of the expert that all tokens share; 0: there is none.
     kinds: kind of each layer; empty: all layers have attention.
-    delta_net: sizes of the delta nets; None if no layer has one.
+    recurrent: sizes of the delta nets or of Mamba 2; None if no layer has states.
     full: heads of layers without a window (LayerKind.ATTENTION), if heads of layers with a window
         are others; None: all layers have the same.
+    dense_intermediate: width of dense MLPs in a model that has mixtures of experts, too.
+    latent: width of the vectors that experts read and write; 0: hidden states.
     """
 
     family: str
@@ -94,8 +103,10 @@ class BaseShape:
     experts: int = 0
     shared_intermediate: int = 0
     kinds: tuple[LayerKind, ...] = ()
-    delta_net: DeltaNetShape | None = None
+    recurrent: RecurrentShape | None = None
     full: AttentionHeads | None = None
+    dense_intermediate: int = 0
+    latent: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -119,14 +130,17 @@ class BaseShape:
         if head_dim % 2:
             raise refusal("head_dim", head_dim, "an even number")
         keys = FAMILIES[family].experts
-        layers = integer(config, "num_hidden_layers")
-        kinds = _kinds(config, FAMILIES[family], layers)
+        kinds = _kinds(config, FAMILIES[family])
+        of_state = FAMILIES[family].recurrent
+        routed = not FAMILIES[family].alone or not {*_MIXTURES}.isdisjoint(kinds)
+        if keys and keys.may_lack and config[keys.counts[0]] == 0:
+            routed = False
         if config.get("per_layer_config") and "per_layer_config" not in FAMILIES[family].switches:
             want = "none: all layers have the same sizes"
             raise refusal("per_layer_config", config["per_layer_config"], want)
         return cls(
             family=family,
-            layers=layers,
+            layers=len(kinds) or integer(config, "num_hidden_layers"),
             hidden=hidden,
             intermediate=integer(config, keys.width if keys else "intermediate_size"),
             heads=heads,
@@ -134,13 +148,17 @@ class BaseShape:
             head_dim=head_dim,
             vocabulary=integer(config, "vocab_size"),
             tied=flag(config, "tie_word_embeddings"),
-            experts=_experts(config, keys.counts) if keys else 0,
-            shared_intermediate=integer(config, Width.SHARED_INTERMEDIATE)
-            if keys and keys.shared
-            else 0,
+            experts=_experts(config, keys.counts) if keys and routed else 0,
+            shared_intermediate=integer(config, keys.shared_width) if keys and keys.shared else 0,
             kinds=kinds,
-            delta_net=_delta_net(config) if LayerKind.DELTA_NET in kinds else None,
+            recurrent=_recurrent(config, of_state)
+            if of_state and any(kind.has_state for kind in kinds)
+            else None,
             full=_full_heads(config, kinds, heads, kv_heads) if LayerKind.WINDOW in kinds else None,
+            dense_intermediate=integer(config, "intermediate_size")
+            if LayerKind.MLP in kinds
+            else 0,
+            latent=integer(config, Width.LATENT) if LayerKind.LATENT_EXPERTS in kinds else 0,
         )
 
     @property
@@ -164,6 +182,11 @@ class BaseShape:
         """Return the kind of the decoder layer with this index."""
         return self.kinds[layer] if self.kinds else LayerKind.ATTENTION
 
+    @property
+    def has_mamba(self) -> bool:
+        """Whether some layers are Mamba 2 mixers."""
+        return LayerKind.MAMBA in self.kinds
+
     def is_full(self, layer: int) -> bool:
         """Whether a layer has the heads `full`."""
         return self.full is not None and self.kind(layer) is LayerKind.ATTENTION
@@ -181,7 +204,8 @@ class BaseShape:
 
     def has(self, layer: int, linear: int) -> bool:
         """Whether the decoder layer with this index has the linear with this index."""
-        return self.linears[linear].kind in (None, self.kind(layer))
+        kinds = self.linears[linear].kinds
+        return not kinds or self.kind(layer) in kinds
 
     def in_layer(self, layer: int, linear: int) -> int:
         """Return the index of the linear that a layer has under the same name as the given one.
@@ -219,7 +243,7 @@ class BaseShape:
         """Return the number of pieces that a width can be divided into, and the elements of a
         piece.
         """
-        delta = self.delta_net or DeltaNetShape(0, 0, 0, 0, 0)
+        delta = self.recurrent or RecurrentShape(0, 0, 0, 0, 0)
         full = self.full or AttentionHeads(0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
@@ -236,6 +260,8 @@ class BaseShape:
             Width.INTERMEDIATE: (self.intermediate, 1),
             Width.EXPERTS: (self.experts, 1),
             Width.SHARED_INTERMEDIATE: (self.shared_intermediate, 1),
+            Width.DENSE_INTERMEDIATE: (self.dense_intermediate, 1),
+            Width.LATENT: (self.latent or self.hidden, 1),
             Width.ONE: (1, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
@@ -243,15 +269,17 @@ class BaseShape:
 
     def key(self, width: Width) -> str:
         """Return the key of config.json that holds the number of a width's pieces."""
-        keys = FAMILIES[self.family].experts
-        if keys and width is Width.INTERMEDIATE:
-            return keys.width
+        keys, of_state = FAMILIES[self.family].experts, FAMILIES[self.family].recurrent
+        if keys and width in (Width.INTERMEDIATE, Width.SHARED_INTERMEDIATE):
+            return keys.width if width is Width.INTERMEDIATE else keys.shared_width
+        if of_state and width in (Width.DELTA_VALUES, Width.DELTA_GATES):
+            return of_state.value_heads
+        if of_state and width in (Width.DELTA_KEYS, Width.DELTA_QKVZ, Width.DELTA_BA):
+            return of_state.key_heads
         shared = {
+            Width.DENSE_INTERMEDIATE: Width.INTERMEDIATE,
             Width.GATED_QUERIES: Width.QUERIES,
             Width.FULL_QUERIES: Width.QUERIES,
-            Width.DELTA_GATES: Width.DELTA_VALUES,
-            Width.DELTA_QKVZ: Width.DELTA_KEYS,
-            Width.DELTA_BA: Width.DELTA_KEYS,
         }
         return shared.get(width, width)
 
@@ -264,7 +292,7 @@ class BaseShape:
         part is a range of a piece's elements; parts are in the order of products. Returns () for a
         width whose pieces are not divided into parts.
         """
-        head, delta = self.head_dim, self.delta_net or DeltaNetShape(1, 0, 0, 0, 0)
+        head, delta = self.head_dim, self.recurrent or RecurrentShape(1, 0, 0, 0, 0)
         key, values, group = delta.key_dim, delta.values_of_key, delta.group
         sizes = {Width.DELTA_QKVZ: (key, key, values, values), Width.DELTA_BA: (group, group)}
         if width is Width.GATED_QUERIES:  # gates first: queries are then beside keys and values
@@ -277,29 +305,40 @@ class BaseShape:
         return count * each
 
 
-def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> tuple[LayerKind, ...]:
+def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; empty for a family whose layers all have attention.
 
     config: the base model's config, with defaults of the family's switches for missing keys.
     """
-    if not family.is_hybrid:
+    if not family.kinds:
         return ()
-    kinds = config["layer_types"]
+    key, kinds = family.kinds_key, config[family.kinds_key]
+    if kinds is None and config.get(_PATTERN) is not None:
+        key, kinds = _PATTERN, config[_PATTERN]
+        if not isinstance(kinds, str) or not {*kinds} <= {*_LETTERS}:
+            raise refusal(key, kinds, f"a text of {', '.join(_LETTERS)}")
+        kinds = [_LETTERS[letter] for letter in kinds]
+    layers = integer(config, "num_hidden_layers", len(kinds or ()))
     if kinds is None and LayerKind.WINDOW in family.kinds:
         window, full = LayerKind.WINDOW, LayerKind.ATTENTION
         kinds = [window if layer % _WINDOWS_AND_FULL else full for layer in range(1, layers)]
         kinds.append(full)
-    if kinds is None:
+    if kinds is None and "full_attention_interval" in family.switches:
         every = integer(config, "full_attention_interval")
         full, delta = LayerKind.ATTENTION, LayerKind.DELTA_NET
         kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*family.kinds}:
-        raise refusal("layer_types", kinds, f"a list of {layers} of {' and '.join(family.kinds)}")
-    if LayerKind.WINDOW in family.kinds and kinds[-1] != LayerKind.ATTENTION:
-        raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for the last layer")
-    if LayerKind.ATTENTION not in kinds:
-        raise refusal("layer_types", kinds, f"{LayerKind.ATTENTION} for at least one layer")
-    return tuple(map(LayerKind, kinds))
+    names = family.kind_names or {kind.value: kind for kind in family.kinds}
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*names}:
+        raise refusal(key, kinds, f"a list of num_hidden_layers ({layers}) of {', '.join(names)}")
+    found = [names[kind] for kind in kinds]
+    if LayerKind.WINDOW in family.kinds and found[-1] is not LayerKind.ATTENTION:
+        raise refusal(key, kinds, f"{LayerKind.ATTENTION} for the last layer")
+    if LayerKind.ATTENTION not in found:
+        raise refusal(key, kinds, f"{LayerKind.ATTENTION} for at least one layer")
+    if config.get(Width.LATENT) is None:
+        return tuple(found)
+    latent = {LayerKind.EXPERTS: LayerKind.LATENT_EXPERTS}
+    return tuple(latent.get(kind, kind) for kind in found)
 
 
 def _full_heads(
@@ -337,22 +376,28 @@ def _full_heads(
     return AttentionHeads(kv_heads, head_dim)
 
 
-def _delta_net(config: Mapping[str, Any]) -> DeltaNetShape:
-    """Return the sizes of a base model's delta nets.
+def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape:
+    """Return the sizes of a base model's delta nets or Mamba 2 mixers.
 
     config: the base model's config, with defaults of the family's switches for missing keys.
     """
-    key_heads = integer(config, "linear_num_key_heads")
-    value_heads = integer(config, "linear_num_value_heads")
+    key_heads, value_heads = integer(config, keys.key_heads), integer(config, keys.value_heads)
     if value_heads % key_heads:
-        want = f"a multiple of the {key_heads} key heads"
-        raise refusal("linear_num_value_heads", value_heads, want)
-    return DeltaNetShape(
+        want = f"a multiple of {keys.key_heads} ({key_heads})"
+        raise refusal(keys.value_heads, value_heads, want)
+    value_dim = config[keys.value_dim]
+    if keys.expand is not None:
+        width = integer(config, keys.expand) * integer(config, "hidden_size")
+        value_dim = width // value_heads if value_dim == "auto" else value_dim
+        if value_dim * value_heads != width:
+            want = f"{width} elements, as {keys.expand} says, divided by {keys.value_heads}"
+            raise refusal(keys.value_dim, value_dim, f"{want} ({value_heads})")
+    return RecurrentShape(
         key_heads=key_heads,
-        key_dim=integer(config, "linear_key_head_dim"),
+        key_dim=integer(config, keys.key_dim),
         value_heads=value_heads,
-        value_dim=integer(config, "linear_value_head_dim"),
-        convolution=integer(config, "linear_conv_kernel_dim"),
+        value_dim=integer({keys.value_dim: value_dim}, keys.value_dim),
+        convolution=integer(config, keys.convolution),
     )
 
 

@@ -15,7 +15,6 @@ from lorikeet_engine.adapter_format.families import (
     FAMILIES,
     HEAD,
     OUTER_MODULES,
-    LayerKind,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
@@ -34,11 +33,6 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
-_KINDS = {
-    LayerKind.ATTENTION: "attention",
-    LayerKind.WINDOW: "attention with a window",
-    LayerKind.DELTA_NET: "a gated delta net",
-}
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
 
@@ -421,7 +415,7 @@ def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
     for layer, kinds in enumerate(config.kinds[: shape.layers]):
         if shape.kind(layer) not in kinds:
             raise AdapterRejected(
-                f"its config selects linears of layer {layer}, {_KINDS[shape.kind(layer)]} in the "
+                f"its config selects linears of layer {layer}, {shape.kind(layer).words} in the "
                 "base model, that have no weights: the file is incomplete, or it was trained for "
                 "another base model",
                 field="target_modules",
@@ -459,7 +453,7 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     linear = shape.in_layer(layer, linear)
     if not shape.has(layer, linear):
         raise AdapterRejected(
-            f"{module}: layer {layer} of the base model is {_KINDS[shape.kind(layer)]} and has no "
+            f"{module}: layer {layer} of the base model is {shape.kind(layer).words} and has no "
             f"{shape.linears[linear].name}; was this trained for another?",
             field=module,
         )

@@ -115,7 +115,20 @@ def check_targets(
         raise bad_config(_missing(canonical_module(module), last, layers), key)
     hybrid = all(FAMILIES[family].is_hybrid for family in whole)
     families = None if len(whole) == len(expected) and not listed else tuple(whole)
-    return TargetedBases(families, kinds[whole[0]] if hybrid else ())
+    return TargetedBases(families, _union([kinds[family] for family in whole]) if hybrid else ())
+
+
+def _union(
+    kinds: Sequence[tuple[tuple[LayerKind, ...], ...]],
+) -> tuple[tuple[LayerKind, ...], ...]:
+    """Return, by layer, the kinds that the layer may have in some family.
+
+    kinds: for each family, the kinds that each layer may have.
+    """
+    return tuple(
+        tuple(dict.fromkeys(kind for of_family in layer for kind in of_family))
+        for layer in zip(*kinds, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +170,10 @@ class _Expected:
             adapted = set[str]().union(*kinds.values()) & given
             has = [kind for kind, names in kinds.items() if adapted <= names]
             if not has:
-                problem = f"layer {layer} has weights of attention and of a delta net"
+                parts = [
+                    each.words for each, names in kinds.items() if not names.isdisjoint(adapted)
+                ]
+                problem = f"layer {layer} has weights of {' and of '.join(parts)}"
                 raise bad_config(f"{problem}: no layer has both", "target_modules")
             lacks = {kind: _lacking(kinds[kind], given, targeted) for kind in has}
             possible = tuple(kind for kind, lacking in lacks.items() if not lacking)
@@ -207,7 +223,6 @@ def _expected(
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
     beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
-    outside = {m if m == HEAD.module else place + m.removeprefix("model.") for m in beside}
     found: dict[tuple[tuple[Linear, ...], bool, bool], _Expected] = {}
     expected = {}
 
@@ -223,6 +238,7 @@ def _expected(
         if not {linear.module for linear in family.linears}.issuperset(with_weights):
             continue
         if kind not in found:
+            outside = {m if m == HEAD.module else place + family.embeddings for m in beside}
             saved = _SavedNames(configured(old_linears, parameters), place, family, given)
             found[kind] = _Expected(outside | saved.of(layers))
             if family.is_hybrid:
@@ -260,7 +276,9 @@ class _SavedNames:
         kind: only linears that layers of this kind alone have; None: only linears that layers of
             every kind have.
         """
-        linears = [each for each in self.family.linears if each.kind is kind]
+        linears = [
+            each for each in self.family.linears if (kind in each.kinds if kind else not each.kinds)
+        ]
         forms = {each: self._forms(each) for each in linears}
         found = set[str]()
         for layer, linear in ((layer, each) for layer in layers for each in linears):

@@ -19,7 +19,7 @@ _TENSOR = re.compile(
 _SAVED = re.compile(
     r"(?:base_model\.model\.)?([\w.]{1,256})\."
     r"(?:lora_([AB])(?:\.[\w-]{1,64})?\.weight"
-    r"|(?<=embed_tokens\.)lora_embedding_([AB])(?:\.[\w-]{1,64})?)"
+    r"|(?:(?<=embed_tokens\.)|(?<=embeddings\.))lora_embedding_([AB])(?:\.[\w-]{1,64})?)"
 )
 _SAVED_ROWS = re.compile(
     r"(?:base_model\.model\.)?([\w.]{1,256})\.token_adapter\.trainable_tokens_delta"
@@ -31,9 +31,11 @@ _WRAPPERS = re.compile(
 )
 # Tinker's name for self_attn of gpt-oss (tinker-cookbook 0.6.1, weights/_merge_gpt_oss.py).
 _TINKER_ATTENTION = re.compile(r"(\blayers\.[0-9]{1,6}\.)attn\.")
-_SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
+# Nemotron's code on the Hub has `backbone` where other models have `model`.
+_MODELS = r"(?:(?:language_)?model\.|backbone\.)"
+_SAVED_MODULE = re.compile(rf"({_MODELS}{{0,3}})(layers\.([0-9]{{1,6}})\.[\w.]+)")
 _COPY = re.compile(
-    r"(?:base_model\.model\.)?(?:(?:language_)?model\.){0,2}(lm_head|embed_tokens)"
+    rf"(?:base_model\.model\.)?{_MODELS}{{0,2}}(lm_head|embed_tokens|embeddings)"
     r"(?:\.base_layer)?\.weight"
 )
 # Parts of vision-language models that see images: encoders, and projectors to hidden states.
@@ -43,13 +45,14 @@ _VISION = re.compile(
 )
 # Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
-_SAVED_OUTER = re.compile(r"(?:(?:language_)?model\.){0,3}(lm_head|embed_tokens)")
+_SAVED_OUTER = re.compile(rf"{_MODELS}{{0,3}}(lm_head|embed_tokens|embeddings)")
+_OURS = {"embeddings": EMBEDDINGS.name}
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _PART = re.compile(r"((?:.*\.)?linear_attn\.in_proj_)([qkv])")
 PARTS = ("q", "k", "v")
 """Endings of the matrices that trainers may adapt apart, in the order in which in_proj_qkv stacks
 them."""
-_NO_LINEAR = re.compile(r"\.linear_attn\.(?:conv1d|A_log|dt_bias|norm)(?:\.|$)")
+_NO_LINEAR = re.compile(r"\.(?:linear_attn|mamba|mixer)\.(?:conv1d|A_log|D|dt_bias|norm)(?:\.|$)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "only embed_tokens can have such weights",
@@ -78,12 +81,12 @@ def split_saved_name(name: str) -> tuple[str, str]:
     """Parse the name of a LoRA tensor in a trainer's file: return (module, "A" or "B").
 
     The module is named as in the trainer's config. Raises AdapterRejected if the tensor is not
-    part of a LoRA adapter, or of a delta net's part that is no linear.
+    part of a LoRA adapter, or of a part of a delta net or Mamba 2 that is no linear.
     """
     if _NO_LINEAR.search(name):
         raise AdapterRejected(
-            f"tensor {name}: conv1d, A_log, dt_bias and norm of a delta net cannot be adapted; "
-            "train its linears alone",
+            f"tensor {name}: conv1d, A_log, D, dt_bias and norm of a delta net or Mamba 2 cannot "
+            "be adapted; train its linears alone",
             field=name,
         )
     match = _SAVED.fullmatch(_TINKER_ATTENTION.sub(r"\1self_attn.", _WRAPPERS.sub("", name)))
@@ -96,7 +99,7 @@ def copied_module(name: str) -> str | None:
     None for other tensors.
     """
     match = _COPY.fullmatch(_WRAPPERS.sub("", name))
-    return match[1] if match else None
+    return _OURS.get(match[1], match[1]) if match else None
 
 
 def is_of_vision(name: str) -> bool:
@@ -176,7 +179,7 @@ def is_outer(saved: str, outer: Linear) -> bool:
     outer: HEAD or EMBEDDINGS.
     """
     match = _SAVED_OUTER.fullmatch(saved)
-    return match is not None and match[1] == outer.name
+    return match is not None and _OURS.get(match[1], match[1]) == outer.name
 
 
 def layers_prefix(saved: Iterable[str]) -> str:

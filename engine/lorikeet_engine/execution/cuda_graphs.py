@@ -36,8 +36,8 @@ from lorikeet_engine.kernels.attention.protocol import (
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Sizes of piecewise passes. The small ones are for short chunks deep in a prompt, whose attention
@@ -113,7 +113,7 @@ class CudaGraphs:
         weights: LoraWeights,
         kv: torch.Tensor,
         limits: StepLimits,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Capture all graphs, which takes some seconds.
 
@@ -215,9 +215,8 @@ class CudaGraphs:
 
     def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
         model, c = self._model, self._model.shape
-        both = torch.zeros(
-            2, sizes[-1], c.heads, c.head_dim, dtype=model.dtype, device=model.device
-        )
+        elements = sizes[-1] * c.heads * c.widest_head
+        both = torch.zeros(2, elements, dtype=model.dtype, device=model.device)
         queries, outputs = both
         buffers = AttentionBuffers(queries, outputs)
         ladder: _Ladder = {}
@@ -225,7 +224,7 @@ class CudaGraphs:
             most = min(self._limits.adapters, size)
             ladder[size] = {
                 held: self._record_piecewise(
-                    self._static_batch(size, held, whole=False), attention, buffers.first(size)
+                    self._static_batch(size, held, whole=False), attention, buffers
                 )
                 for held in self._adapters(0, min(_FEW_SEGMENTS, most), most)
             }

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.adapter_format.families import LayerKind
 from lorikeet_engine.kernels.attention.protocol import kv_head_dim
 from lorikeet_engine.kernels.delta_net import Heads, Ring
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.delta_net import DeltaStates
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.settings import EngineSettings
 
 _RING = 3
@@ -107,17 +106,17 @@ def allocate_states(
     dtype: torch.dtype,
     device: torch.device,
     state_dtype: torch.dtype = torch.float32,
-) -> DeltaStates | None:
-    """Allocate the states of `slots` sequences; None for a model without delta nets.
+) -> RecurrentStates | None:
+    """Allocate the states of `slots` sequences; None for a model whose layers have none.
 
     shape: part of the base model that this rank computes.
     dtype: dtype of the model, in which the convolution's last inputs are kept.
-    state_dtype: dtype of the delta rule's states.
+    state_dtype: dtype of the heads' states.
     """
-    net = shape.delta_net
+    net = shape.recurrent
     if net is None:
         return None
-    each = shape.kinds.count(LayerKind.DELTA_NET), slots
+    each = sum(kind.has_state for kind in shape.kinds), slots
     inputs = torch.zeros(*each, net.convolution - 1, net.convolved, dtype=dtype, device=device)
     matrices = torch.zeros(
         *each, net.value_heads, net.value_dim, net.key_dim, dtype=state_dtype, device=device
@@ -126,4 +125,4 @@ def allocate_states(
     if _RING:
         heads = Heads(net.key_heads, net.value_heads, net.key_dim, net.value_dim)
         ring = Ring.empty(each, heads, _RING, torch.float32, device)
-    return DeltaStates(inputs, matrices, ring)
+    return RecurrentStates(inputs, matrices, ring)

@@ -111,7 +111,7 @@ def count_states_and_pages(
     least: returns the smallest of the numbers that the ranks pass to it.
     """
     slots = 0
-    if shape.delta_net is not None:
+    if shape.recurrent is not None:
         slots = least(count_states(config, shape, settings, memory))
         memory.take("states", slots * state_bytes(shape, settings))
     return slots, least(count_pages(config, shape, settings, memory))
@@ -186,7 +186,7 @@ def count_pages(
         f"kv_bytes={settings.kv_bytes}: room for {needs.tokens(pages, context)} tokens in "
         f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
         f"{memory}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
-        + (" or state_bytes" if shape.delta_net else "")
+        + (" or state_bytes" if shape.recurrent else "")
     )
 
 
@@ -224,7 +224,8 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
     GiB (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    kinds = {shape.heads_of(layer) for layer in range(shape.layers)}
+    qkv = max((shape.heads + 2 * each.kv_heads) * each.head_dim for each in kinds)
     mlp = 3 * shape.intermediate
     if config.experts_per_token:  # each of a token's experts has a row, an input and an output
         mlp = config.experts_per_token * (mlp + 2 * shape.hidden)

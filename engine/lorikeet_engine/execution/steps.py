@@ -20,8 +20,8 @@ from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.models.delta_net import DeltaStates
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import LogprobsMode, TokenLogprobs
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.grammar import Grammars
@@ -54,7 +54,7 @@ class ModelRunner:
         weights: LoraWeights | None,
         kv: torch.Tensor,
         graphs: CudaGraphs | None = None,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Take a loaded model and the tensors that it works on.
 

@@ -19,7 +19,7 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
-from lorikeet_engine.adapter_format.families import LayerKind
+from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys
 from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
@@ -40,6 +40,7 @@ class ModelConfig:
     attention_soft_cap, logits_soft_cap: c of c · tanh(x / c) for attention scores and for logits;
         None: no cap.
     gelu: whether MLPs are gated by GELU instead of SiLU.
+    squared_relu: whether MLPs have no gate, and squared ReLU instead of SiLU.
     norms_plus_one: see Family.
     embedding_multiplier: factor of embeddings, rounded to the model's dtype.
     residual_multiplier: factor of the outputs that layers add to hidden states.
@@ -52,6 +53,10 @@ class ModelConfig:
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
     clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
+    sigmoid_scale: factor of the weights of a token's experts, where these are sigmoids
+        (ExpertKeys.sigmoid); None: they are of a softmax.
+    conv_bias: whether the convolution of Mamba 2 has a bias.
+    time_limits: smallest and largest time step of Mamba 2.
     """
 
     shape: BaseShape
@@ -64,6 +69,7 @@ class ModelConfig:
     attention_soft_cap: float | None
     logits_soft_cap: float | None
     gelu: bool
+    squared_relu: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -83,6 +89,9 @@ class ModelConfig:
     experts_per_token: int
     normalised_experts: bool
     clamp: Clamp | None
+    sigmoid_scale: float | None
+    conv_bias: bool
+    time_limits: tuple[float, float]
 
     @classmethod
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":
@@ -106,6 +115,9 @@ class ModelConfig:
         shape = BaseShape.from_config(raw)
         family = FAMILIES[shape.family]
         raw = {**family.switches, **raw}
+        for key, value in family.fixed.items():
+            if raw.get(key) not in (None, value):
+                raise refusal(key, raw[key], f"{value!r}, or none")
         context = _context(raw, family, max_context)
         if "use_bidirectional_attention" in family.switches:
             _refuse_bidirectional(raw)
@@ -119,13 +131,16 @@ class ModelConfig:
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
             max_context=context,
-            norm_eps=number(raw, "rms_norm_eps", 1e-6),
+            norm_eps=number(raw, "layer_norm_epsilon")
+            if "layer_norm_epsilon" in family.switches
+            else number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
             windows=(seen := _windows(raw, sliding, context)),
             kv_groups=KvGroups.of(seen, context, _have_kv(shape), _kv_widths(shape)),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
+            squared_relu="mlp_hidden_act" in family.fixed,
             qkv_bias=bias or family.qkv_bias,
             o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
             mlp_bias=_flag(raw, family, "mlp_bias"),
@@ -143,15 +158,40 @@ class ModelConfig:
             sinks=family.sinks,
             value_norm=family.value_norm,
             layer_scalars=family.layer_scalars,
-            attention_scale=family.attention_scale,
+            attention_scale=_own_scale(raw, family),
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
             clamp=_clamp(raw, family),
+            sigmoid_scale=number(raw, "routed_scaling_factor")
+            if family.experts and family.experts.sigmoid
+            else None,
+            conv_bias=_conv_bias(raw, family.recurrent),
+            time_limits=_time_limits(raw, family.recurrent),
         )
 
 
+def _conv_bias(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> bool:
+    return keys is not None and keys.conv_bias is not None and flag(raw, keys.conv_bias)
+
+
+def _time_limits(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> tuple[float, float]:
+    """Return the smallest and the largest time step of Mamba 2; (0, ∞) for other families."""
+    if keys is None or keys.time_limits is None:
+        return 0.0, math.inf
+    given = raw[keys.time_limits]
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise refusal(keys.time_limits, given, "a list of two numbers")
+    # transformers 5 writes {"__float__": "Infinity"}
+    numbers = [math.inf if each == {"__float__": "Infinity"} else each for each in given]
+    if any(type(each) not in (int, float) for each in numbers) or not 0 <= numbers[0] < numbers[1]:
+        raise refusal(keys.time_limits, given, "two numbers from 0, the larger one last")
+    least, most = map(float, numbers)
+    return least, most
+
+
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
-    return tuple(shape.kind(layer) is not LayerKind.DELTA_NET for layer in range(shape.layers))
+    kinds = map(shape.kind, range(shape.layers))
+    return tuple(kind.mixes and not kind.has_state for kind in kinds)
 
 
 def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
@@ -212,7 +252,9 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    is_silu = LayerKind.DELTA_NET in family.kinds or "swiglu_limit" in family.switches
+    if "mlp_hidden_act" in family.fixed:
+        return False
+    is_silu = family.recurrent is not None or "swiglu_limit" in family.switches
     known = ("silu",) if is_silu else tuple(_IS_GELU)
     if activation not in known:
         raise refusal(key, activation, " or ".join(known))
@@ -243,8 +285,9 @@ def _ropes(
 ) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
     ropes = rope_configs(raw, family, shape, context)
-    if family.attention_scale is not None:
-        return tuple(ropes.sliding if slides else ropes.full for slides in sliding)
+    if _own_scale(raw, family) is not None:
+        own = zip(turning, sliding, strict=True)
+        return tuple((ropes.sliding if s else ropes.full) if turns else None for turns, s in own)
     # Attention divides by √head_dim; another scale is split evenly into queries' and keys' gains.
     scale = math.sqrt(_attention_scale(raw, family, shape.head_dim) * math.sqrt(shape.head_dim))
     full, local = (replace(rope, gain=rope.gain * scale) for rope in (ropes.full, ropes.sliding))
@@ -252,6 +295,16 @@ def _ropes(
         (local if slides else full) if turns else None
         for turns, slides in zip(turning, sliding, strict=True)
     )
+
+
+def _own_scale(raw: Mapping[str, Any], family: Family) -> float | None:
+    """Return the factor of attention scores that attention itself applies; None: 1 / √head_dim.
+
+    In other families a factor is part of the rotary embeddings, which these families may lack.
+    """
+    if "position_embedding_type" in family.switches:
+        return number(raw, "attention_multiplier")
+    return family.attention_scale
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
@@ -271,6 +324,13 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
 
     raw: content of config.json.
     """
+    if family.alone:
+        return (False,) * layers
+    if "position_embedding_type" in family.switches:
+        kind = raw["position_embedding_type"]
+        if kind not in (None, "nope", "rope"):
+            raise refusal("position_embedding_type", kind, "rope, nope or null")
+        return (kind == "rope",) * layers
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without

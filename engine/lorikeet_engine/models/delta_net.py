@@ -3,15 +3,10 @@
 kernels/delta_net defines the convolution and the delta rule.
 """
 
-from dataclasses import dataclass
-
-import torch
-
 from lorikeet_engine.adapter_format.families import Width
 from lorikeet_engine.kernels.delta_net import (
     Decay,
     Heads,
-    Ring,
     decode_convolution,
     decode_delta_rule,
     prefill_convolution,
@@ -26,58 +21,8 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.norms import Product, summed_product
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.parallel.rank_group import RankGroup
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaStates:
-    """States of sequences in all layers with a delta net, by slot.
-
-    inputs [layers, slots, convolution − 1, channels] in the model's dtype: the last inputs of the
-        convolution; zeros stand for tokens before the first.
-    matrices [layers, slots, value_heads, value_dim, key_dim]: states of the delta rule.
-    ring: last tokens, which are not yet added to the matrices, with dimensions [layers, slots, …];
-        None: all tokens are added.
-    """
-
-    inputs: torch.Tensor
-    matrices: torch.Tensor
-    ring: Ring | None = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors, each with dimensions [layers, slots, …]."""
-        return [self.inputs, self.matrices, *(self.ring or ())]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(each.nbytes for each in self.tensors)
-
-    @property
-    def slots(self) -> int:
-        """Number of slots."""
-        return self.inputs.shape[1]
-
-    def begin(self, rows: StateRows) -> None:
-        """Set the states of sequences that begin to zeros or cached states; copy states to the
-        cache.
-
-        rows: states that the next step reads and updates.
-        """
-        for states in self.tensors:
-            for source, slot in rows.copies:
-                states[:, slot].copy_(states[:, source])
-            if len(rows.fresh):
-                states[:, rows.fresh] = 0
-
-    def layer(self, index: int) -> "DeltaStates":
-        """Return the states of one layer, without the first dimension.
-
-        index: index of the layer among those with a delta net.
-        """
-        ring = None if self.ring is None else self.ring.layer(index)
-        return DeltaStates(self.inputs[index], self.matrices[index], ring)
 
 
 class DeltaNet:
@@ -98,7 +43,7 @@ class DeltaNet:
         ranks: processes that share the layers; None: this process alone.
         """
         shape, shard = config.shape, checkpoint.shard
-        whole, own = shape.delta_net, shard.part_of(shape).delta_net
+        whole, own = shape.recurrent, shard.part_of(shape).recurrent
         assert whole is not None
         assert own is not None
         self.heads = Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim)
@@ -120,7 +65,7 @@ class DeltaNet:
         self.norm = checkpoint.read_parts([f"{path}.norm.weight"], [Cut.whole(whole.value_dim)])
 
     def __call__(
-        self, x: Inputs, states: DeltaStates, rows: StateRows, lora: LoraStep | None
+        self, x: Inputs, states: RecurrentStates, rows: StateRows, lora: LoraStep | None
     ) -> Product:
         """Compute the delta net of x [tokens, hidden] → Product [tokens, hidden].
 

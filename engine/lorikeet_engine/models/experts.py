@@ -15,17 +15,26 @@ from lorikeet_engine.kernels.moe import (
     Clamp,
     ClampedBiases,
     ExpertWeight,
+    Sigmoids,
     clamped_swiglu,
     combine,
     expert_products,
     experts_of_one,
     route,
 )
-from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8, add_weighed
+from lorikeet_engine.kernels.pointwise import (
+    act_and_mul,
+    act_and_mul_fp8,
+    add_delta,
+    add_weighed,
+    squared_relu,
+    squared_relu_fp8,
+)
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.linears import LoraLinear
+from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import Product, read_norm_weight, summed_product
 from lorikeet_engine.parallel.rank_group import RankGroup
 
@@ -33,7 +42,8 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 class Experts:
     """Experts of a layer: y[t] = Σ p(t, e) · down(e)·(silu(gate(e)·x[t]) · up(e)·x[t]).
 
-    gpt-oss's experts have biases and a clamped activation (kernels.moe.clamped_swiglu) instead.
+    gpt-oss's experts have biases and a clamped activation (kernels.moe.clamped_swiglu) instead;
+    Nemotron's have no gate, and squared ReLU.
 
     The sum is over the experts e chosen for token t, with their weights p(t, e). Products work on
     rows, one for each pair of a token and one of its experts, sorted by expert (kernels/moe). With
@@ -41,8 +51,9 @@ class Experts:
     of y; the parts must be added up over ranks.
 
     gate_up [experts, 2 · width, hidden], in floats, FP8 or MXFP4; width is the shape's
-        `intermediate`.
+        `intermediate`. Without gate: [experts, width, hidden].
     down [experts, hidden, width], in floats, FP8 or MXFP4.
+    hidden: width of hidden states or, if the shape has one, of `latent` vectors.
     biases: None if experts have no biases; with tensor parallelism, only the first process has
         those of down.
     """
@@ -62,17 +73,26 @@ class Experts:
             )
         whole, shape = config.shape, checkpoint.shard.part_of(config.shape)
         self.layer = layer
+        self.squared_relu = config.squared_relu
+        before = "expert_up" if self.squared_relu else "expert_gate_up"
         self.gate_up_group, self.down_group = (
-            _lora_group(shape, group) for group in ("expert_gate_up", "expert_down")
+            _lora_group(shape, group) for group in (before, "expert_down")
         )
         self.per_token, self.normalised = config.experts_per_token, config.normalised_experts
         self.gelu = config.gelu
         self.biases: ClampedBiases | None = None
+        self.sigmoids: Sigmoids | None = None
         self.gate_up: ExpertWeight
         self.down: ExpertWeight
-        width, hidden, first = shape.intermediate, shape.hidden, checkpoint.shard.index
-        own, every = range(first * width, (first + 1) * width), range(hidden)
-        path = f"model.layers.{layer}.mlp.experts"
+        width, hidden = shape.intermediate, shape.latent or shape.hidden
+        first = checkpoint.shard.index * width
+        own, every = range(first, first + width), range(hidden)
+        router = shape.linears[shape.groups["router"][0]].path(layer)
+        path = f"{router.rpartition('.')[0]}.experts"
+        if config.sigmoid_scale is not None:
+            cut = Cut.whole(whole.experts)
+            bias = checkpoint.read_float32(f"{router}.e_score_correction_bias", cut)
+            self.sigmoids = Sigmoids(bias, config.sigmoid_scale)
         if config.clamp is not None:
             if checkpoint.packs_experts:
                 self._read_packed(checkpoint, path, whole, own)
@@ -81,7 +101,8 @@ class Experts:
             self.biases = _read_biases(checkpoint, path, whole, own, config.clamp)
             return
         gate_up = Cut((whole.intermediate, hidden), own, every)
-        self.gate_up = _read(checkpoint, path, ("gate_proj", "up_proj"), whole.experts, gate_up)
+        parts = ("up_proj",) if self.squared_relu else ("gate_proj", "up_proj")
+        self.gate_up = _read(checkpoint, path, parts, whole.experts, gate_up)
         down = Cut((hidden, whole.intermediate), every, own)
         self.down = _read(checkpoint, path, ("down_proj",), whole.experts, down)
 
@@ -136,12 +157,15 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        if rows.is_cuda and len(rows) == 1 and not adapts:
+        usual = self.sigmoids is None and not self.squared_relu
+        if rows.is_cuda and len(rows) == 1 and not adapts and usual:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
                 normalised=self.normalised, gelu=self.gelu, biases=self.biases,
             )  # fmt: skip
-        routed = route(logits, self.per_token, lora, normalised=self.normalised)
+        routed = route(
+            logits, self.per_token, lora, normalised=self.normalised, sigmoids=self.sigmoids
+        )
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
         if self.gate_up_group is not None:
@@ -149,6 +173,9 @@ class Experts:
         gated: Inputs
         if self.biases is not None:
             gated = clamped_swiglu(gate_up, self.biases.gate_up, routed, self.biases.clamp)
+        elif self.squared_relu:
+            activate = squared_relu_fp8 if isinstance(self.down, Fp8Rows) else squared_relu
+            gated = activate(gate_up)
         else:
             gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
             gated = gate(gate_up, gelu=self.gelu)
@@ -159,9 +186,10 @@ class Experts:
 
 
 class SharedExpert:
-    """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · down(silu(gate(x)) · up(x)).
+    """Expert of a layer that all tokens share: y = sigmoid(weigh(x)) · mlp(x).
 
     `weigh` is a linear layer with one output, whose sigmoid is the weight of the expert's output.
+    None: the weight is 1.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
@@ -172,9 +200,10 @@ class SharedExpert:
         layer: index of the layer.
         """
         shape = config.shape
-        self.gate_up = LoraLinear(checkpoint, shape, layer, "shared_gate_up", bias=False)
-        self.down = LoraLinear(checkpoint, shape, layer, "shared_down", bias=False)
-        self.weigh = LoraLinear(checkpoint, shape, layer, "shared_weight", bias=False)
+        self.mlp = Mlp(config, checkpoint, layer, None, None, shared=True)
+        self.weigh: LoraLinear | None = None
+        if "shared_weight" in shape.groups:
+            self.weigh = LoraLinear(checkpoint, shape, layer, "shared_weight", bias=False)
 
     def add_to(self, y: torch.Tensor, x: Inputs, lora: LoraStep | None) -> None:
         """Add this rank's part of the expert's output to y [tokens, hidden].
@@ -182,15 +211,17 @@ class SharedExpert:
         x: input [tokens, hidden].
         lora: LoRA work of the forward pass; None: no adapter.
         """
-        hidden = act_and_mul(*self.gate_up.before_act(x, lora))
-        add_weighed(y, *self.down(hidden, lora), *self.weigh(x, lora))
+        weights = () if self.weigh is None else self.weigh(x, lora)
+        add_weighed(y, *self.mlp.partial(x, lora), *weights)
 
 
 class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Each rank computes its part of every expert.
+    experts. Each rank computes its part of every expert. Experts may read and write vectors that
+    are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
+    hidden states of the experts' sum; every rank has both whole.
     """
 
     def __init__(
@@ -213,13 +244,21 @@ class RoutedMlp:
         self.router = LoraLinear(
             checkpoint, config.shape, layer, "router", bias=config.clamp is not None
         )
+        self.latent_in: LoraLinear | None = None
+        if config.shape.latent:
+            self.latent_in, self.latent_out = (
+                LoraLinear(checkpoint, config.shape, layer, group, bias=False)
+                for group in ("latent_in", "latent_out")
+            )
         self.experts = Experts(config, checkpoint, layer)
         has_shared = config.shape.shared_intermediate > 0
         self.shared = SharedExpert(config, checkpoint, layer) if has_shared else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the experts' products round an input of this many tokens to FP8."""
+        """Return whether the first products round an input of this many tokens to FP8."""
+        if self.latent_in is not None:
+            return fp8.rounds(self.latent_in.weight, tokens)
         return fp8.rounds(self.experts.gate_up, tokens)
 
     def __call__(self, x: Inputs, lora: LoraStep | None) -> Product:
@@ -228,10 +267,22 @@ class RoutedMlp:
         lora: LoRA work of the forward pass; None: no adapter.
         """
         logits, delta = self.router(x, lora)
-        mixed = self.experts(x, logits, delta, lora)
+        mixed = self.experts(self._narrowed(x, lora), logits, delta, lora)
+        of_mixed: LoraDelta | None = None
+        if self.latent_in is not None:
+            mixed, of_mixed = self.latent_out(mixed, lora)
         if self.shared is not None:
             self.shared.add_to(mixed, x, lora)
-        return summed_product(mixed, None, self.output_weight, self._ranks)
+        return summed_product(mixed, of_mixed, self.output_weight, self._ranks)
+
+    def _narrowed(self, x: Inputs, lora: LoraStep | None) -> Inputs:
+        """Return the experts' input: x, or its latent vectors [tokens, latent]."""
+        if self.latent_in is None:
+            return x
+        y, delta = self.latent_in(x, lora)
+        if delta is not None:
+            add_delta(y, delta)
+        return y
 
 
 def _pairs(own: range) -> range:

@@ -6,20 +6,19 @@ from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.models.checkpoint import Checkpoint
 
-# Names under model.layers.N.self_attn, of compressed-tensors, vLLM, ModelOpt, compressed-tensors up
+# Names under a layer's attention, of compressed-tensors, vLLM, ModelOpt, compressed-tensors up
 # to 0.5, and AutoFP8's first release.
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "kv_scale")
 
 
-def read_kv_scales(checkpoint: Checkpoint, layer: int) -> KvScales:
+def read_kv_scales(checkpoint: Checkpoint, path: str) -> KvScales:
     """Read a layer's scales of FP8 keys and values. A scale that the checkpoint lacks is 1.
 
     If each head has a scale, the largest is returned. Raises ModelError, whose `field` is the
     tensor's name, unless all scales are numbers above 0.
 
-    layer: index of the layer.
+    path: path of the layer's attention, such as model.layers.0.self_attn.
     """
-    path = f"model.layers.{layer}.self_attn"
     return KvScales(key=_scale(checkpoint, path, "k"), value=_scale(checkpoint, path, "v"))
 
 

@@ -43,11 +43,12 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
-from lorikeet_engine.models.delta_net import DeltaNet, DeltaStates
+from lorikeet_engine.models.delta_net import DeltaNet
 from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
+from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
     Product,
@@ -60,6 +61,7 @@ from lorikeet_engine.models.norms import (
 )
 from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
+from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.stored_tensors import check_tied_head
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
@@ -78,7 +80,7 @@ class _Step:
     turns: Mapping[RopeConfig | None, Turns]
     kv_slots: tuple[torch.Tensor, ...]
     layers_kv: tuple[torch.Tensor, ...]
-    states: DeltaStates | None
+    states: RecurrentStates | None
 
 
 class LlamaModel:
@@ -134,7 +136,7 @@ class LlamaModel:
         kv: torch.Tensor,
         lora: LoraWeights | None,
         attention: AttentionBackend,
-        states: DeltaStates | None = None,
+        states: RecurrentStates | None = None,
     ) -> torch.Tensor:
         """Compute the last hidden states of a batch, and write its keys and values to the KV cache.
 
@@ -142,7 +144,7 @@ class LlamaModel:
             layer's place is in config.kv_groups
         lora: weights of all adapters; may be None if batch.segments is None
         attention: back end that has planned this batch
-        states: states of delta nets, which are updated; None for a model without delta nets
+        states: states of delta nets or Mamba 2, which are updated; None if no layer has them
         → [tokens, hidden] in the model's dtype
 
         On CUDA, this code runs when graphs are captured at start, and in steps that are too large
@@ -284,44 +286,54 @@ class _Layer:
         def path(norm: str | None) -> str | None:
             return norm and f"model.layers.{layer}.{norm}"
 
-        norms = config.norms
+        norms, kind = config.norms, config.shape.kind(layer)
         scalar = read_layer_scalar(config, checkpoint, layer - 1)
-        self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input), scalar)
-        output_norm = path(norms.attention_output)
-        self.mixer: _Attention | _DeltaNet
-        if config.shape.kind(layer) is LayerKind.DELTA_NET:
-            self.mixer = _DeltaNet(config, checkpoint, layer, ranks)
-        else:
+        self.mixer: _Attention | _Recurrent | None = None
+        if kind.mixes:
+            self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input), scalar)
+        if kind.has_state:
+            self.mixer = _Recurrent(config, checkpoint, layer, ranks)
+        elif kind.mixes:
+            output_norm = path(norms.attention_output)
             self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
+        self.mlp: Mlp | RoutedMlp | None = None
+        if kind.mixes and FAMILIES[config.shape.family].alone:
+            return
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
         output_norm = path(norms.mlp_output)
-        self.mlp: Mlp | RoutedMlp
-        if config.experts_per_token:
+        if config.experts_per_token and kind is not LayerKind.MLP:
             self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
-            self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm)
+            shared = config.shape.shared_intermediate > 0 and kind is not LayerKind.MLP
+            self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm, shared=shared)
 
     def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
         """Compute one decoder layer.
 
-        Adds delta and the output of attention or of the delta net to the hidden states x in place.
-        Returns the MLP's output, which the next layer adds.
+        Adds delta, and the output of all parts but the last, to the hidden states x in place.
+        Returns the last part's output, which the next layer adds. The parts are attention, a delta
+        net or Mamba 2, and an MLP; in some families, a layer has one of them alone.
 
         x [tokens, hidden]: hidden states.
         delta: product to add to x first, such as the previous layer's MLP output.
         """
-        rounded = fp8.rounds(self.mixer.inputs.weight, len(x))
-        delta = self.mixer(self.mixer_norm.inputs(x, delta, rounded=rounded), step)
-        inputs = self.mlp_norm.inputs(x, delta, rounded=self.mlp.rounds(len(x)))
-        return self.mlp(inputs, step.lora)
+        if self.mixer is not None:
+            rounded = fp8.rounds(self.mixer.inputs.weight, len(x))
+            delta = self.mixer(self.mixer_norm.inputs(x, delta, rounded=rounded), step)
+        if self.mlp is not None:
+            inputs = self.mlp_norm.inputs(x, delta, rounded=self.mlp.rounds(len(x)))
+            delta = self.mlp(inputs, step.lora)
+        return delta
 
 
-class _DeltaNet:
+class _Recurrent:
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
     ) -> None:
-        self._net = DeltaNet(config, checkpoint, layer, ranks)
-        self._index = config.shape.kinds[:layer].count(LayerKind.DELTA_NET)
+        kinds = config.shape.kinds
+        net = Mamba if kinds[layer] is LayerKind.MAMBA else DeltaNet
+        self._net = net(config, checkpoint, layer, ranks)
+        self._index = sum(kind.has_state for kind in kinds[:layer])
         self.inputs = self._net.inputs
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
@@ -357,7 +369,8 @@ class _Attention:
         self.gates = self.heads * self.head_dim if gated else 0
         self.o = LoraLinear(checkpoint, shape, layer, o, bias=config.o_bias)
         self._ranks = ranks
-        self.kv_scales = read_kv_scales(checkpoint, layer)
+        path = shape.linears[self.inputs.group.linears[0]].path(layer).rpartition(".")[0]
+        self.kv_scales = read_kv_scales(checkpoint, path)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
         self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
@@ -365,7 +378,7 @@ class _Attention:
         if config.sinks:
             first = checkpoint.shard.index * own.heads
             cut = Cut((shape.heads,), range(first, first + own.heads))
-            self.sinks = checkpoint.read_float32(f"model.layers.{layer}.self_attn.sinks", cut)
+            self.sinks = checkpoint.read_float32(f"{path}.sinks", cut)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
         layer_kv, group = step.layers_kv[self.place.layer], self.place.group

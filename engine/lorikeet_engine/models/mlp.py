@@ -1,9 +1,16 @@
-"""Gated, dense MLP of a layer; experts.py has mixtures of experts."""
+"""Dense MLP of a layer; experts.py has mixtures of experts."""
+
+import torch
 
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
-from lorikeet_engine.kernels.lora.types import LoraStep
-from lorikeet_engine.kernels.pointwise import act_and_mul, act_and_mul_fp8
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
+from lorikeet_engine.kernels.pointwise import (
+    act_and_mul,
+    act_and_mul_fp8,
+    squared_relu,
+    squared_relu_fp8,
+)
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.linears import LoraLinear
@@ -12,7 +19,10 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 
 
 class Mlp:
-    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, divided among ranks."""
+    """MLP y = down(silu(gate(x)) · up(x)), or with GELU instead of SiLU, divided among ranks.
+
+    By the config, MLPs without gate compute y = down(max(up(x), 0)²).
+    """
 
     def __init__(
         self,
@@ -21,6 +31,8 @@ class Mlp:
         layer: int,
         ranks: RankGroup | None,
         output_norm: str | None,
+        *,
+        shared: bool = False,
     ) -> None:
         """Read this rank's part of a layer's MLP.
 
@@ -29,12 +41,14 @@ class Mlp:
         layer: index of the layer.
         ranks: processes that share the layers; None: this process alone.
         output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
+        shared: whether to read the expert that all tokens of a mixture share.
         """
-        shape, bias = config.shape, config.mlp_bias
-        self.gate_up = LoraLinear(checkpoint, shape, layer, "gate_up", bias=bias)
-        self.down = LoraLinear(checkpoint, shape, layer, "down", bias=bias)
+        shape, bias, part = config.shape, config.mlp_bias and not shared, "shared_" * shared
+        self.squared_relu, self.gelu = config.squared_relu, config.gelu
+        first = f"{part}up" if self.squared_relu else f"{part}gate_up"
+        self.gate_up = LoraLinear(checkpoint, shape, layer, first, bias=bias)
+        self.down = LoraLinear(checkpoint, shape, layer, f"{part}down", bias=bias)
         self._ranks = ranks
-        self.gelu = config.gelu
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
@@ -46,12 +60,20 @@ class Mlp:
 
         lora: LoRA work of the forward pass; None: no adapter.
         """
-        down = self.down(self._gated(x, lora), lora)
-        return summed_product(*down, self.output_weight, self._ranks)
+        return summed_product(*self.partial(x, lora), self.output_weight, self._ranks)
 
-    def _gated(self, x: Inputs, lora: LoraStep | None) -> Inputs:
-        first, gelu = self.gate_up, self.gelu
-        if fp8.rounds(self.down.weight, len(rows_of(x))):
+    def partial(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
+        """Compute this rank's part of the MLP, and the LoRA delta to add to it.
+
+        Arguments: see __call__.
+        """
+        return self.down(self._activated(x, lora), lora)
+
+    def _activated(self, x: Inputs, lora: LoraStep | None) -> Inputs:
+        first, gelu, rounds = self.gate_up, self.gelu, fp8.rounds(self.down.weight, len(rows_of(x)))
+        if self.squared_relu:
+            return (squared_relu_fp8 if rounds else squared_relu)(*first(x, lora))
+        if rounds:
             return act_and_mul_fp8(*first.before_act(x, lora), gelu=gelu)
         if lora is None:
             return linear_act_and_mul(x, first.weight, first.bias, gelu=gelu)

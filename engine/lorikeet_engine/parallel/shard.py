@@ -9,7 +9,8 @@ q, k and v are divided at heads. For o and down, a process adds B·A·x of its i
 the base product, and the all-reduce that the base product needs anyway sums both. Embeddings, with
 their adapters, and the router of a mixture of experts are whole in every process; each expert's
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
-z, b and a by output, out_proj by input.
+z, b and a by output, out_proj by input; Mamba 2 at its groups or, where several processes share a
+group, at its heads.
 
 A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
 them: first the gates of all its heads, then their queries, so that queries, keys and values lie
@@ -96,18 +97,19 @@ class Shard:
         cannot be divided among `world` processes.
         """
         self.ranges(shape)
-        delta, full = shape.delta_net, shape.full
+        delta, full = shape.recurrent, shape.full
         return replace(
             shape,
             intermediate=shape.intermediate // self.world,
             shared_intermediate=shape.shared_intermediate // self.world,
+            dense_intermediate=shape.dense_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
             full=full and replace(full, kv_heads=max(1, full.kv_heads // self.world)),
-            delta_net=delta
+            recurrent=delta
             and replace(
                 delta,
-                key_heads=delta.key_heads // self.world,
+                key_heads=max(1, delta.key_heads // self.world),
                 value_heads=delta.value_heads // self.world,
             ),
         )
@@ -155,7 +157,10 @@ class Shard:
         if width is Width.VOCABULARY:
             return self.vocabulary(count)
         first, last = self.index * count // self.world, (self.index + 1) * count // self.world
-        if width in (Width.KEYS, Width.FULL_KEYS) and self.world > count and not self.world % count:
+        is_shared = width in (Width.KEYS, Width.FULL_KEYS) or (
+            width is Width.DELTA_KEYS and shape.has_mamba
+        )
+        if is_shared and self.world > count and not self.world % count:
             last = first + 1  # several processes keep the same head: their queries read it
         elif count % self.world:
             raise SettingsError(

@@ -69,8 +69,8 @@ def test_both_forms_agree_at_every_length():
     starts = torch.tensor([0, *accumulate(lengths)])
     operands = reference._operands(given.qkv, given.ba, given.decay, heads)
     for got, want in zip(
-        reference.chunked_delta_rule(*operands, starts, given.states),
-        reference.recurrent_delta_rule(*operands, starts, given.states),
+        reference.chunked_recurrence(operands, starts, given.states),
+        reference.recurrence(operands, starts, given.states),
         strict=True,
     ):
         assert_equal(got, want)

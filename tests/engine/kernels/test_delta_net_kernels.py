@@ -69,17 +69,26 @@ def merged(rows, lora):
     return summed
 
 
+def bias_of(given, has_bias):
+    """A bias of the convolution: the weight's last column, or none."""
+    return given.weight[:, -1].contiguous() if has_bias else None
+
+
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("width", [4, 2])
-def test_decode_convolution(kind, width, adapters):
+def test_decode_convolution(kind, width, adapters, has_bias):
     given = inputs(5, HEADS[1], kind[1], width=width, device=kind[0])
     x, slots = strided(given.qkv), indices([5, 0, -1, 6, 2], kind[0])
     decodes = Decodes(slots)
     lora = adapted(x, 3) if adapters else None
     states, want_states = given.last_inputs.clone(), given.last_inputs.clone()
-    want = reference.decode_convolution(merged(x, lora), given.weight, want_states, decodes)
-    y = fused.decode_convolution(x, given.weight, states, decodes, lora)
+    bias = bias_of(given, has_bias)
+    want = reference.decode_convolution(
+        merged(x, lora), given.weight, want_states, decodes, bias=bias
+    )
+    y = fused.decode_convolution(x, given.weight, states, decodes, lora, bias=bias)
     kept = slots >= 0
     eps = eps_of(kind[1])
     torch.testing.assert_close(y[kept], want[kept], rtol=4 * eps, atol=4 * eps)
@@ -87,16 +96,20 @@ def test_decode_convolution(kind, width, adapters):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("width", [4, 3])
-def test_prefill_convolution(kind, width, lengths, adapters):
+def test_prefill_convolution(kind, width, lengths, adapters, has_bias):
     given = inputs(sum(lengths), HEADS[2], kind[1], width=width, device=kind[0])
     x, prefills = strided(given.qkv), Prefills.of(lengths, [5, 0, 6, 2][: len(lengths)], kind[0])
     lora = adapted(x, len(x) // 2 + 1) if adapters else None
     states, want_states = given.last_inputs.clone(), given.last_inputs.clone()
-    want = reference.prefill_convolution(merged(x, lora), given.weight, want_states, prefills)
-    y = fused.prefill_convolution(x, given.weight, states, prefills, lora)
+    bias = bias_of(given, has_bias)
+    want = reference.prefill_convolution(
+        merged(x, lora), given.weight, want_states, prefills, bias=bias
+    )
+    y = fused.prefill_convolution(x, given.weight, states, prefills, lora, bias=bias)
     eps = eps_of(kind[1])
     torch.testing.assert_close(y, want, rtol=4 * eps, atol=4 * eps)
     assert torch.equal(states, want_states)
@@ -219,10 +232,8 @@ def test_equal_keys_without_decay_are_as_exact_as_others(operators, device):
     given.ba.fill_(20.0)[:, 1:].fill_(-40.0)  # β is 1, g is 0
     exact, prefills = wide(given), Prefills.of([length], [0], device)
     starts = torch.tensor([0, length], device=device)
-    want, _ = reference.recurrent_delta_rule(
-        *reference._operands(exact.qkv, exact.ba, exact.decay, heads), starts,
-        exact.states[:1],
-    )  # fmt: skip
+    operands = reference._operands(exact.qkv, exact.ba, exact.decay, heads)
+    want, _ = reference.recurrence(operands, starts, exact.states[:1])
     o = operators.prefill_delta_rule(
         given.qkv, given.ba, given.decay, given.states, prefills, heads
     )

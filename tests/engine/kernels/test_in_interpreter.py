@@ -15,6 +15,7 @@ FILES = (
     "test_gemv.py",
     "test_log_softmax_kernels.py",
     "test_lora_triton.py",
+    "test_mamba_kernels.py",
     "test_mask_kernel.py",
     "test_moe.py",
     "test_mxfp4.py",
@@ -25,6 +26,7 @@ FILES = (
     "test_prefixes.py",
     "test_sampling_kernels.py",
     "test_w4a16.py",
+    "test_wide_heads.py",
 )
 
 

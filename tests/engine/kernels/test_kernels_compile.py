@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
+from lorikeet_engine.kernels.attention.paged_prefill import PagedPrefill, Tiling
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
@@ -46,6 +48,8 @@ from lorikeet_engine.kernels.lora.types import (
     LoraWeights,
     Segments,
 )
+from lorikeet_engine.kernels.mamba import Scan
+from lorikeet_engine.kernels.mamba import fused as mamba
 from lorikeet_engine.kernels.masks.fused import forbid_others
 from lorikeet_engine.kernels.moe import (
     Clamp,
@@ -264,6 +268,61 @@ def test_gated_delta_net(
     assert compiled == {"_decode_convolution", "_prefill_convolution", *rules}
 
 
+@pytest.mark.parametrize(
+    ("heads", "dtype", "state_dtype", "adapters", "entries"),
+    [
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.float32, True, 3),
+        (Heads(8, 64, 128, 64), torch.bfloat16, torch.bfloat16, False, None),
+        (Heads(1, 128, 128, 64), torch.bfloat16, torch.float32, False, 3),
+        (Heads(1, 64, 128, 64), torch.float32, torch.float32, True, None),
+    ],
+    ids=["Nano", "Nano, rounded states", "Granite small", "floats"],
+)
+def test_mamba(
+    compiled: set[str],
+    heads: Heads,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    adapters: bool,
+    entries: int | None,
+) -> None:
+    floats, integers = (partial(empty, dtype=each) for each in (torch.float32, torch.int32))
+    channels, count = sum(heads.widths), heads.value_heads
+    wider = empty(300, channels + count, dtype=dtype)
+    xbc, dt = wider[:, :channels], wider[:, channels:]
+    weight, inputs = empty(channels, 4, dtype=dtype), empty(9, 3, channels, dtype=dtype)
+    bias, scan = empty(channels, dtype=dtype), Scan(*(floats(count) for _ in "adD"), (0.0, inf))
+    states = empty(9, count, heads.value_dim, heads.key_dim, dtype=state_dtype)
+    deltas = [LoraDelta(each, integers(1)) if adapters else None for each in (xbc, dt)]
+    prefills = Prefills(*(integers(4) for _ in range(3)), integers(8, 2), integers(5), integers(8))
+    ring = None
+    if entries is not None:
+        ring = Ring.empty([9], heads, entries, torch.float32, torch.device("meta"))
+    for convolve, apply, where in (
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(integers(300))),
+        (delta_net.decode_convolution, mamba.decode_scan, Decodes(*integers(2, 300))),
+        (delta_net.prefill_convolution, mamba.prefill_scan, prefills),
+    ):
+        y = convolve(xbc, weight, inputs, where, deltas[0], None, bias)
+        o = apply(y, dt, scan, states, where, heads, deltas[1], ring=ring)
+        assert o.shape == (300, count, heads.value_dim)
+    width = count * heads.value_dim // heads.key_heads
+    o, gate = o.view(300, -1, width), wider[:, : count * heads.value_dim].view(300, -1, width)
+    delta, gains = LoraDelta(gate, integers(1)) if adapters else None, empty(count * 64)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta)
+    means = fused.gated_mean_squares(o, gate, delta)
+    fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
+    scans = {"_decode_scan", "_prefill_scan", "_gate_group"}
+    assert compiled == {"_decode_convolution", "_prefill_convolution", *scans}
+
+
+def test_squared_relu(compiled: set[str]) -> None:
+    x = empty(8, 1856)
+    fused.squared_relu(x, LoraDelta(x, empty(1, dtype=torch.int32)))
+    fused.squared_relu_fp8(x)
+    assert compiled >= {"_squared_relu"}
+
+
 def test_adding_lora_to_a_product(compiled: set[str]) -> None:
     fused.add_delta(empty(8, 4096), LoraDelta(empty(8, 4096), empty(1, dtype=torch.int32)))
     assert compiled >= {"_add_delta"}
@@ -396,6 +455,29 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     assert compiled == {"_decode"}
     add_sinks(empty(tokens, 64, 64), empty(tokens, 64), empty(64, dtype=torch.float32))
     assert compiled == {"_decode", "_add_sinks"}
+
+
+@pytest.mark.parametrize("tiling", [Tiling.of(232_448), Tiling.of(166_912), Tiling.of(0)])
+def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
+    shape = AttentionShape(32, 4, 512, 16, torch.bfloat16, scale=1.0)
+    prefill = PagedPrefill(shape, torch.device("cpu"))
+    prefill._tiling, prefill._rows = tiling, tiling.rows
+    prefill._tiles = dict.fromkeys((None, 1024), empty(8, 4, dtype=torch.int32))
+    prefill._pages = empty(1, 100, dtype=torch.int32)
+    q, size, out = empty(64, 36, 512)[:, :32], (2, 100, 16, 4, 512), empty(64, 32, 512)
+    prefill.attend(q, empty(*size), out)
+    prefill.attend(q, empty(*size), out, window=1024)
+    prefill.attend(q, empty(*size, dtype=FP8_KV), out, KvScales(0.1, 0.2))
+    assert compiled == {"_prefill"}
+    for tokens in (1, 1024):
+        workspace = empty(workspace_bytes(shape, tokens), dtype=torch.uint8)
+        pages = empty(1, 4096, dtype=torch.int32)
+        decode = PagedDecode(shape, tokens, pages, workspace)
+        decode.attend(empty(tokens, 36, 512)[:, :32], empty(*size), None)
+        decode.attend(
+            empty(tokens, 36, 512)[:, :32], empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2)
+        )
+    assert compiled == {"_prefill", "_decode"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

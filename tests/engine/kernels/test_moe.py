@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, expert_products, reference
+from lorikeet_engine.kernels.moe import Clamp, Sigmoids, expert_products, reference
 from tests.engine.interpreter import KINDS, random, slow
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
@@ -63,15 +63,32 @@ def test_many_tokens_are_routed(kind, adapters, normalised):
     assert_routed(kind, *ROUTES[-1], adapters, normalised)
 
 
-def assert_routed(kind, tokens, experts, per_token, adapters, normalised):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "per_token"), ROUTES[:-1])
+def test_route_by_sigmoids(kind, tokens, experts, per_token, adapters, normalised):
+    bias = random((kind[0], torch.float32), experts) / 4
+    sigmoids = Sigmoids(bias, 2.5)
+    assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoids)
+
+
+def test_sigmoids_with_their_biases_choose_experts_and_alone_weigh_them():
+    logits, bias = torch.zeros(1, 4), torch.tensor([0.0, 0.3, 0.1, 0.2])
+    routed = reference.route(logits, 2, normalised=False, sigmoids=Sigmoids(bias, 3.0))
+    assert routed.experts.tolist() == [[1, 3]]
+    assert routed.weights.tolist() == [[1.5, 1.5]]
+
+
+def assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoids=None):
     from lorikeet_engine.kernels.moe import fused
 
     logits, lora = random(kind, tokens, experts), None
     if adapters:
         some = torch.tensor([tokens // 2], dtype=torch.int32, device=kind[0])
         lora = LoraDelta(random(kind, experts, tokens).T.contiguous(), some)
-    got = fused.route(logits, per_token, lora, normalised=normalised)
-    want = reference.route(logits, per_token, lora, normalised=normalised)
+    got = fused.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
+    want = reference.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
     torch.testing.assert_close(got.weights, want.weights)
     for name in ("pairs", "rows", "experts", "starts"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name

@@ -333,6 +333,61 @@ def test_gates_of_heads(kind, heads, dim, sigmoid, adapters, tokens):
         assert_close(y, want)
 
 
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("groups", "width"), [(4, 24), (1, 1500)])
+def test_groups_are_gated_and_then_normed(kind, groups, width, adapters, tokens):
+    x, wider = random(kind, tokens, groups, width), random(kind, tokens, groups, 2 * width)
+    lora, summed = None, wider.float()
+    if adapters:
+        lora, summed = adapted(kind, wider)
+        lora = LoraDelta(lora.rows.view_as(wider)[..., width:], lora.tokens)
+    weight = random((kind[0], torch.float32), groups * width)
+    gated = x.float() * torch.nn.functional.silu(summed[..., width:])
+    means = gated.square().mean(-1)
+    want = gated / (means.unsqueeze(-1) + 1e-5).sqrt() * weight.view(groups, width)
+    for operators in (fused, reference):
+        copy = wider.clone()[..., width:]
+        got = operators.gated_mean_squares(x, copy, lora)
+        # torch rounds the sum of gate and LoRA
+        torch.testing.assert_close(got, means, rtol=4 * torch.finfo(kind[1]).eps, atol=0)
+        for given in (None, got):
+            copy = wider.clone()[..., width:]
+            y = operators.gated_group_norm(x, copy, weight, 1e-5, lora, given)
+            assert y.dtype == kind[1]
+            assert_close(y, want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("width", [8, 1500])
+def test_squared_relu(kind, width, adapters, tokens):
+    x, lora = random(kind, tokens, width), None
+    summed = x.float()
+    if adapters:
+        lora, summed = adapted(kind, x)
+    want = summed.clamp(min=0).square()
+    for operators in (fused, reference):
+        assert_close(operators.squared_relu(x.clone(), lora), want)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_expert_of_all_tokens_is_added_without_weights(kind, adapters, tokens):
+    y, x, lora = random(kind, tokens, 1500), random(kind, 1500, tokens).T.contiguous(), None
+    summed = x.float()
+    if adapters:
+        lora, summed = adapted(kind, x)
+    want = y.float() + summed
+    for operators in (fused, reference):
+        changed = y.clone()
+        operators.add_weighed(changed, x.clone(), lora)
+        assert_close(changed, want)
+
+
 def test_gates_equal_those_of_transformers():
     norm, x, gate = Qwen3_5RMSNormGated(32, eps=1e-6), *random(("cpu", torch.float32), 2, 3, 4, 32)
     norm.weight.data.normal_(generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID and GPT_OSS of
+A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA and GPT_OSS of
 tests/engine/conftest.py)
 with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
 every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
@@ -12,10 +12,10 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MOE
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
-from tests.engine.matrix.traffic import ADAPTERS, FEATURES, answers_of, assert_equal
+from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
 from tests.engine.moe_adapters import BOTH
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_followers")
@@ -45,8 +45,42 @@ GPT_OSS_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
 }
-EVERY = (*FAMILIES, *MOE, *HYBRID, *GPT_OSS)
+# Mixers and shared experts. PEFT adapts no out_proj of Mamba.
+MAMBA_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"]
+    | {"target_modules": ["in_proj", *(name for name in ALL if name != "out_proj")]},
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["v_proj", "shared_experts.down_proj", "in_proj"],
+        "rank_pattern": {r"layers\.[12]\.mixer\.shared_experts\.down_proj": 12},
+    },
+    "head": ADAPTERS["head"]
+    | {
+        "target_modules": ["q_proj", "up_proj", "lm_head", "embeddings"],
+        "rank_pattern": {"lm_head": 12, "embeddings": 5},
+    },
+    "rows": ADAPTERS["rows"]
+    | {
+        "trainable_token_indices": {
+            {"embed_tokens": "embeddings"}.get(name, name): ids
+            for name, ids in ADAPTERS["rows"]["trainable_token_indices"].items()
+        },
+    },
+}
+# Mixers and the MLP that all tokens share.
+GRANITE_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"] | {"target_modules": "all-linear"},
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["v_proj", "output_linear", "in_proj"],
+        "rank_pattern": {r"layers\.1\.shared_mlp\.output_linear": 12},
+    },
+    "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
+}
+EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
+NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
 # stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
@@ -56,26 +90,29 @@ SOME = {
     "packed_act_order": tuple(FAMILIES),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID),
-    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID),
+    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
+    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
     "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("granite", *HYBRID),
+    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
-    "fp8_weights": ("qwen3", "olmo3", "gpt_oss"),
+    "fp8_weights": ("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss"),
-    "two_ranks": ("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+    "two_ranks": (
+        *("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+        "granite_rope",
+    ),
     "fp8_of_two_ranks": ("llama", "mixtral"),
-    "fp8_channels": ("mistral",),
+    "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
     "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
@@ -98,9 +135,13 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     adapters = MOE_ADAPTERS if shape.experts else ADAPTERS
     if request.param in (*GPT_OSS, *IN_BLOCKS):
         adapters = GPT_OSS_ADAPTERS
-    return SavedFamily(
-        checkpoint, folder, SHARED_ADAPTERS if shape.shared_intermediate else adapters
-    )
+    elif shape.family == "granitemoehybrid":
+        adapters = GRANITE_ADAPTERS
+    elif request.param in MAMBA:
+        adapters = MAMBA_ADAPTERS
+    elif shape.shared_intermediate:
+        adapters = SHARED_ADAPTERS
+    return SavedFamily(checkpoint, folder, adapters)
 
 
 @pytest.fixture(scope="module")

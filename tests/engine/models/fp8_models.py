@@ -11,12 +11,16 @@ import transformers
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from lorikeet_engine.kernels.fp8 import BLOCK_WIDTHS, DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.fp8.reference import quantize_rows
 
 # A layer, an expert's number, and its linear, as checkpoints of Qwen 3 MoE and of Mixtral name it.
-EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"((?:model|backbone)\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+
+
+_BY_INPUT = (".o_proj", ".out_proj", ".down_proj", ".output_linear")  # divided so among ranks
 
 
 class RoundedLinear(torch.nn.Linear):
@@ -36,11 +40,13 @@ class RoundedExperts(torch.nn.Module):
 
     PEFT adds an adapter to the parameters during a forward pass; the difference is the adapter.
 
+    first: parameter of the first products.
     rounds: products whose inputs are rounded.
     down_parts: parts of down's input, each rounded with a scale of its own.
     """
 
-    rounds = ("gate_up_proj", "down_proj")
+    first = "gate_up_proj"
+    rounds = ("gate_up_proj", "up_proj", "down_proj")
     down_parts = 1
 
     def forward(
@@ -49,7 +55,7 @@ class RoundedExperts(torch.nn.Module):
         out = torch.zeros_like(x)
         for expert in experts.unique():
             token, place = torch.where(experts == expert)
-            y = self._gated(self._product(x[token], "gate_up_proj", expert), expert)
+            y = self._gated(self._product(x[token], self.first, expert), expert)
             y = self._product(y, "down_proj", expert) + self._bias_of("down_proj", expert)
             out.index_add_(0, token, y * weights[token, place, None])
         return out
@@ -71,6 +77,16 @@ class RoundedExperts(torch.nn.Module):
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
+
+
+class RoundedUngatedExperts(RoundedExperts):
+    """Nemotron's experts as RoundedExperts: without gate."""
+
+    first = "up_proj"
+
+    def _gated(self, y: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        activated: torch.Tensor = self.act_fn(y)
+        return activated
 
 
 class RoundedClampedExperts(RoundedExperts, GptOssExperts):
@@ -108,13 +124,17 @@ def set_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         if expert := EXPERT.fullmatch(name):
             _matrix_of(model, *expert.groups()).copy_(weight)
         elif "_proj" in name:
-            model.get_parameter(name).data = weight
+            model.get_parameter(name.replace("backbone.", "model.")).data = weight
 
 
 def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor:
     """Return the part of a parameter of all experts in which transformers holds one expert's
     linear.
     """
+    if layer.startswith("backbone."):
+        of_all = model.get_submodule(layer.replace("backbone.", "model.")).mixer.experts
+        ungated: torch.Tensor = of_all.get_parameter(linear).data[int(expert)]
+        return ungated
     experts = model.get_submodule(f"{layer}.mlp.experts")
     if linear in ("down_proj", "w2"):
         matrix: torch.Tensor = experts.down_proj.data[int(expert)]
@@ -136,14 +156,21 @@ def round_linears(
             linear.__class__, linear.down_parts = RoundedClampedExperts, ranks
             for weight, parts in ((linear.gate_up_proj, 1), (linear.down_proj, ranks)):
                 weight.data = _stored(weight.data.mT, parts, block).mT.contiguous()
+        elif type(linear) is NemotronHExperts:
+            linear.__class__, linear.down_parts = RoundedUngatedExperts, ranks
+            linear.up_proj.data = _stored(linear.up_proj.data, 1, block)
+            linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         elif type(linear).__name__.endswith("Experts"):
             linear.__class__, linear.down_parts = RoundedExperts, ranks
             gate_and_up = linear.gate_up_proj.data.chunk(2, 1)  # two linears, with their own blocks
             linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)
             linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
-        if name.endswith(("_proj", "_qkv", "_z", "_qkvz")) and type(linear) is torch.nn.Linear:
-            parts = ranks if name.endswith((".o_proj", ".out_proj", ".down_proj")) else 1
+        if (
+            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear"))
+            and type(linear) is torch.nn.Linear
+        ):
+            parts = ranks if name.endswith(_BY_INPUT) else 1
             linear.__class__, linear.parts = RoundedLinear, parts
             linear.weight.data = _stored(linear.weight.data, parts, block)
 

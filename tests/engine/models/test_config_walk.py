@@ -34,11 +34,35 @@ IDLE_IN = {
     *(("gemma4_text", key) for key in ("moe_intermediate_size", "num_experts", "top_k_experts")),
     *(("gemma4_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
+    # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
+    # prompts alone, to none's use: no trainer and no other engine has such a least time step.
+    ("granitemoehybrid", "mamba_chunk_size"),
+    ("nemotron_h", "chunk_size"),
+    ("nemotron_h", "expand"),
+    ("nemotron_h", "hidden_dropout"),
+    ("nemotron_h", "mamba_ssm_cache_dtype"),
+    ("nemotron_h", "moe_shared_expert_overlap"),
+    ("nemotron_h", "mtp_layers_block_type"),
+    ("nemotron_h", "num_logits_to_keep"),
+    ("nemotron_h", "num_nextn_predict_layers"),
+    ("nemotron_h", "rescale_prenorm_residual"),
+    ("nemotron_h", "time_step_floor"),
+    ("nemotron_h", "time_step_max"),
+    ("nemotron_h", "time_step_min"),
+    ("nemotron_h", "use_mamba_kernels"),
 }
 # Where all of a family's keys at their defaults make a model that is refused.
-BESIDE = {"gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}}
+BESIDE = {
+    "gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
+ALONE = ["linear_attention", "moe", "full_attention", "mlp"]
+LAYERS = {
+    "granitemoehybrid": {"layer_types": HYBRID_LAYERS[::-1]},
+    "nemotron_h": {"layers_block_type": ALONE},
+}
 GLOBAL = {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 GEMMA4 = {
     "hidden_size_per_layer_input": 8,
@@ -76,14 +100,17 @@ OTHERWISE = {
     "hidden_act": "gelu",
     "hidden_size": 128,
     "layer_types": ["full_attention", "sliding_attention"],
+    "layers_block_type": ALONE[::-1],
     "max_position_embeddings": 2**19,  # beyond the context of any family's own YaRN
     "max_window_layers": 0,
     "mlp_only_layers": [1],
+    "moe_latent_size": 32,
     "no_rope_layer_interval": 2,
     "no_rope_layers": [0, 1],
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "original_max_position_embeddings": 16,
+    "position_embedding_type": "nope",
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
     "use_bidirectional_attention": True,
@@ -135,7 +162,7 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain = {**keys_of(family), **SIZES, "model_type": family, "sliding_window": None}
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
     plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
-    plain |= BESIDE.get(family, {})
+    plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     if family == "gemma4_text":
         plain |= {"num_hidden_layers": 4, "sliding_window": 64}
         beside, changed = {}, GEMMA4.get(key, otherwise(key, plain[key]))
@@ -162,20 +189,24 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
         **GLOBAL,
         "rope_local_base_freq": theta["local"],
         "rope_theta": theta["global"],
+        "hybrid_override_pattern": None,
         "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
     }
     for key, value in FAMILIES[family].switches.items():
         assert value == (outside[key] if key in outside else known[key]), key
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     sizes |= {"max_position_embeddings": 8192, "num_hidden_layers": 8, **BESIDE.get(family, {})}
+    if family in LAYERS:
+        sizes |= {key: 2 * kinds for key, kinds in LAYERS[family].items()}
     config = parse({**sizes, "model_type": family})
-    assert config.norm_eps == known["rms_norm_eps"]
+    assert config.norm_eps == known.get("rms_norm_eps", known.get("layer_norm_epsilon"))
     assert config.tied_embeddings == config.shape.tied == known["tie_word_embeddings"]
     want = transformers.AutoConfig.for_model(family, **sizes)
     slides = [kind == "sliding_attention" for kind in layer_types(want)]
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
     if FAMILIES[family].is_hybrid:
-        assert list(config.shape.kinds) == want.layer_types
+        names = FAMILIES[family].kind_names
+        assert list(config.shape.kinds) == [names.get(kind, kind) for kind in want.layer_types]
     if "sliding_attention" in FAMILIES[family].rope_parameters:
         assert FAMILIES[family].rope_parameters == want.rope_parameters
         kinds = {"global": "full_attention", "local": "sliding_attention"}
@@ -197,6 +228,6 @@ def layer_types(config):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_other_tools_add_are_ignored(family, parse):
     plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, "sliding_window": None}
-    plain |= BESIDE.get(family, {})
+    plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
     assert parse(plain | added) == parse(plain)

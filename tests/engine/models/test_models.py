@@ -15,9 +15,12 @@ from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.shard import WHOLE
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MOE, VARIANTS
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE, VARIANTS
 
-NAMES = [*FAMILIES, *MOE, *HYBRID, *GPT_OSS, *(name for name in VARIANTS if name != "longrope")]
+NAMES = [
+    *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS),
+    *(name for name in VARIANTS if name != "longrope"),
+]
 MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next")
 EPS = torch.finfo(torch.float32).eps
 

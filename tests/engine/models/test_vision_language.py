@@ -16,7 +16,7 @@ from lorikeet_engine.adapter_format.families import (
     VISION_LANGUAGE,
     LayerKind,
 )
-from lorikeet_engine.adapter_format.shape import DeltaNetShape
+from lorikeet_engine.adapter_format.shape import RecurrentShape
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
@@ -236,7 +236,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
         experts=getattr(text, "num_experts", 0),
         shared_intermediate=getattr(text, "shared_expert_intermediate_size", 0),
         kinds=tuple(map(LayerKind, text.layer_types)) if kinds else (),
-        delta_net=DeltaNetShape(16, 128, 32, 128, 4) if LayerKind.DELTA_NET in kinds else None,
+        recurrent=RecurrentShape(16, 128, 32, 128, 4) if LayerKind.DELTA_NET in kinds else None,
     )
     assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps

@@ -10,7 +10,7 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.conftest import EIGHT_HEADS, FAMILIES, HYBRID, MOE, PagedTokens, save_all
+from tests.engine.conftest import EIGHT_HEADS, FAMILIES, HYBRID, MAMBA, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
@@ -22,6 +22,8 @@ CONFIGS = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     **MOE,
     **{name: config | FOUR_KEY_HEADS for name, config in HYBRID.items()},
+    # two groups, so that two of four ranks share each, and add up their parts of its norm
+    **{name: config | {"n_groups": 2} for name, config in MAMBA.items()},
 }
 NAMES = list(CONFIGS)
 ROUNDED = dict.fromkeys(("llama", "phi3", "qwen3_5_text"), Quantization.NF4)

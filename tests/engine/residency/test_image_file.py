@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.adapter_format.families import LayerKind
-from lorikeet_engine.adapter_format.shape import DeltaNetShape
+from lorikeet_engine.adapter_format.shape import AttentionHeads, RecurrentShape
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
@@ -33,7 +33,10 @@ OTHER_SHAPES = {
     "experts": 4,
     "shared_intermediate": 16,
     "kinds": (LayerKind.ATTENTION,) * 2,
-    "delta_net": DeltaNetShape(2, 8, 4, 8, 4),
+    "recurrent": RecurrentShape(2, 8, 4, 8, 4),
+    "dense_intermediate": 16,
+    "latent": 8,
+    "full": AttentionHeads(1, 8),
 }
 
 

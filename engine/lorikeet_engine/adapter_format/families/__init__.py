@@ -16,6 +16,7 @@ from lorikeet_engine.adapter_format.families.family import (
     Linear,
     Parallel,
     QkNormKind,
+    RecurrentKeys,
     Width,
 )
 from lorikeet_engine.adapter_format.families.table import FAMILIES
@@ -39,5 +40,6 @@ __all__ = [
     "Linear",
     "Parallel",
     "QkNormKind",
+    "RecurrentKeys",
     "Width",
 ]

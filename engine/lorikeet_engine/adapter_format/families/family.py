@@ -20,14 +20,16 @@ class Width(StrEnum):
     KEYS = "num_key_value_heads"  # and values, of the same width
     FULL_QUERIES = "full queries"  # in layers without a window, if their heads differ
     FULL_KEYS = "num_global_key_value_heads"  # and values, in these layers
-    DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net
-    DELTA_VALUES = "linear_num_value_heads"
-    DELTA_GATES = "delta gates"  # a number for each value head of a delta net
+    DELTA_KEYS = "linear_num_key_heads"  # and queries, of a delta net; B, and C, of Mamba 2
+    DELTA_VALUES = "linear_num_value_heads"  # x, and z, of Mamba 2
+    DELTA_GATES = "delta gates"  # a number for each value head of a delta net or of Mamba 2
     DELTA_QKVZ = "delta qkvz"  # of each key head, all that its query, key and value heads have
     DELTA_BA = "delta ba"  # of each key head, both numbers of its value heads
     INTERMEDIATE = "intermediate_size"
     EXPERTS = "num_local_experts"
     SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
+    DENSE_INTERMEDIATE = "dense intermediate"  # of MLPs in a model that has mixtures, too
+    LATENT = "moe_latent_size"  # what a mixture's experts read and write, if not hidden states
     ONE = "one"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
@@ -36,17 +38,47 @@ class Width(StrEnum):
 class LayerKind(StrEnum):
     """Kind of a decoder layer, by what mixes a sequence's tokens.
 
-    Values are those of layer_types.
+    Layers of the last three kinds mix none; they occur in families whose layers consist of one part
+    (Family.alone).
 
     ATTENTION: attention to all earlier tokens or to a window. WINDOW: attention to a window, in
         families whose layers with a window have other linears; ATTENTION is to all earlier tokens
         then. DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
-        context.
+        context. MAMBA: Mamba 2 (arXiv 2405.21060), with such a state, too.
+    MLP: dense MLP. EXPERTS: mixture of experts. LATENT_EXPERTS: mixture of experts that read and
+        write vectors narrower than hidden states.
     """
 
     ATTENTION = "full_attention"
     WINDOW = "sliding_attention"
     DELTA_NET = "linear_attention"
+    MAMBA = "mamba"
+    MLP = "mlp"
+    EXPERTS = "moe"
+    LATENT_EXPERTS = "latent_moe"
+
+    @property
+    def has_state(self) -> bool:
+        """Whether layers of this kind keep a state for each sequence."""
+        return self in (LayerKind.DELTA_NET, LayerKind.MAMBA)
+
+    @property
+    def words(self) -> str:
+        """Name of such a layer, or of what mixes its tokens, for error messages."""
+        return {
+            LayerKind.ATTENTION: "attention",
+            LayerKind.WINDOW: "attention with a window",
+            LayerKind.DELTA_NET: "a gated delta net",
+            LayerKind.MAMBA: "a Mamba 2 mixer",
+            LayerKind.MLP: "an MLP",
+            LayerKind.EXPERTS: "a mixture of experts",
+            LayerKind.LATENT_EXPERTS: "a mixture of experts with latent projections",
+        }[self]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether layers of this kind mix a sequence's tokens."""
+        return self in (LayerKind.ATTENTION, LayerKind.WINDOW) or self.has_state
 
 
 class Parallel(StrEnum):
@@ -68,7 +100,7 @@ class Linear:
         computed together.
     parallel: side that tensor parallel ranks divide.
     of_experts: whether each expert has such a linear, with an adapter of its own.
-    kind: only layers of this kind have the linear; None: all layers.
+    kinds: only layers of these kinds have the linear; empty: all layers.
     """
 
     module: str
@@ -77,7 +109,7 @@ class Linear:
     group: str
     parallel: Parallel
     of_experts: bool = False
-    kind: LayerKind | None = None
+    kinds: tuple[LayerKind, ...] = ()
 
     @property
     def gathers(self) -> bool:
@@ -92,11 +124,13 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Last part of the linear's path, such as q_proj; shared_expert.up_proj for up_proj of a
-        shared expert.
+        """Last part of the linear's path, such as q_proj; with the part before for linears of a
+        shared expert, such as shared_expert.up_proj, and of experts beside dense MLPs.
         """
         before, _, last = self.module.rpartition(".")
-        return f"shared_expert.{last}" if before.endswith(".shared_expert") else last
+        owner = before.rpartition(".")[2]
+        named = owner.startswith("shared_") or before == "mixer.experts"
+        return f"{owner}.{last}" if named else last
 
     def path(self, layer: int) -> str:
         """Return the linear's full name in a layer, as in a checkpoint and in PEFT's files."""
@@ -138,8 +172,13 @@ class ExpertKeys:
     old_linears: whether trainers' configs call the linears w1, w3 and w2.
     parameters: whether every release of transformers has parameters of all experts, not linears of
         each, so that PEFT's target_modules selects none of them.
-    shared: whether every token also passes one more expert, the shared one, whose output is
-        multiplied by the sigmoid of shared_expert_gate's output.
+    shared: whether every token also passes one more expert, the shared one.
+    weighed: whether the shared expert's output is multiplied by the sigmoid of shared_expert_gate's
+        output; else it is added as it is.
+    shared_width: key for the width of the shared expert's intermediate vector.
+    may_lack: whether a model of the family may have no experts, and the shared one alone.
+    sigmoid: whether an expert's weight is the sigmoid of its logit, not a softmax over all; experts
+        are chosen by this weight plus a trained bias (DeepSeek V3's router).
     clamped: whether experts are gpt-oss's: router and experts have biases, gates and the values
         that they gate are clamped, and checkpoints store the weights of all experts as one tensor
         [experts, d_in, d_out] in which gates and values alternate.
@@ -151,7 +190,31 @@ class ExpertKeys:
     old_linears: bool = False
     parameters: bool = False
     shared: bool = False
+    weighed: bool = True
+    may_lack: bool = False
+    sigmoid: bool = False
     clamped: bool = False
+    shared_width: str = Width.SHARED_INTERMEDIATE
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentKeys:
+    """Keys of config.json for a family's delta nets or Mamba 2 mixers. See RecurrentShape.
+
+    conv_bias: whether the convolution has a bias; None: it has none.
+    expand: width of all value heads together, as a multiple of hidden_size; it replaces a value_dim
+        "auto". None: the family has no such key.
+    time_limits: smallest and largest time step of Mamba 2; None for delta nets.
+    """
+
+    key_heads: str
+    key_dim: str
+    value_heads: str
+    value_dim: str
+    convolution: str
+    conv_bias: str | None = None
+    time_limits: str | None = None
+    expand: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +239,13 @@ class Family:
     layer_scalars: whether hidden states are multiplied by a learned number after each layer.
     sinks: whether each head's softmax of attention has a learned logit more, the sink, without a
         value.
+    kinds_key: key of config.json that lists the kind of each layer.
+    kind_names: kinds of layers by their names in that list; empty: LayerKind's values.
+    alone: whether each layer consists of a norm and one part: attention, Mamba 2 or an MLP. Other
+        families' layers have an MLP behind each of the former.
+    embeddings: name of the embeddings' module in the trainers' model.
+    recurrent: keys for delta nets or Mamba 2; None: no layer has either.
+    fixed: keys of config.json of which one value alone can be served, with this value.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     """
@@ -197,6 +267,12 @@ class Family:
     attention_scale: float | None = None
     value_norm: bool = False
     layer_scalars: bool = False
+    kinds_key: str = "layer_types"
+    kind_names: Mapping[str, LayerKind] = field(default_factory=dict)
+    alone: bool = False
+    embeddings: str = "embed_tokens"
+    recurrent: RecurrentKeys | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_hybrid(self) -> bool:
@@ -206,7 +282,7 @@ class Family:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Kinds of the family's decoder layers; empty if all layers have the same linears."""
-        return tuple(kind for kind in LayerKind if any(kind is each.kind for each in self.linears))
+        return tuple(kind for kind in LayerKind if any(kind in each.kinds for each in self.linears))
 
     @property
     def usually_has_qkv_bias(self) -> bool:

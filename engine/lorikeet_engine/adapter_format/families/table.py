@@ -4,8 +4,10 @@ A new family of decoders needs an entry in FAMILIES. All else follows from its l
 models/config.py reads its switches.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lorikeet_engine.adapter_format.families.family import (
     ExpertKeys,
@@ -15,6 +17,7 @@ from lorikeet_engine.adapter_format.families.family import (
     Linear,
     Parallel,
     QkNormKind,
+    RecurrentKeys,
     Width,
 )
 
@@ -63,7 +66,7 @@ _EXPERT_DOWN = Linear(
 
 _DELTA, _FULL = LayerKind.DELTA_NET, LayerKind.ATTENTION
 _GATED_Q = Linear(
-    "self_attn.q_proj", Width.HIDDEN, (Width.GATED_QUERIES,), "qkv", Parallel.COLUMN, kind=_FULL
+    "self_attn.q_proj", Width.HIDDEN, (Width.GATED_QUERIES,), "qkv", Parallel.COLUMN, kinds=(_FULL,)
 )
 _DELTA_IN = tuple(
     Linear(
@@ -72,7 +75,7 @@ _DELTA_IN = tuple(
         outputs,
         "delta_in",
         Parallel.COLUMN,
-        kind=_DELTA,
+        kinds=(_DELTA,),
     )
     for name, outputs in (
         ("qkv", (Width.DELTA_KEYS, Width.DELTA_KEYS, Width.DELTA_VALUES)),
@@ -87,7 +90,7 @@ _DELTA_OUT = Linear(
     (Width.HIDDEN,),
     "delta_out",
     Parallel.ROW,
-    kind=_DELTA,
+    kinds=(_DELTA,),
 )
 
 _FUSED_DELTA_IN = tuple(
@@ -95,12 +98,12 @@ _FUSED_DELTA_IN = tuple(
     for name, width in (("qkvz", Width.DELTA_QKVZ), ("ba", Width.DELTA_BA))
 )
 _WINDOW = LayerKind.WINDOW
-_WINDOW_LINEARS = tuple(replace(linear, kind=_WINDOW) for linear in (_Q, _K, _V, _O))
+_WINDOW_LINEARS = tuple(replace(linear, kinds=(_WINDOW,)) for linear in (_Q, _K, _V, _O))
 _FULL_Q, _FULL_K, _FULL_V = (
-    replace(linear, outputs=(width,), group="full_qkv", kind=_FULL)
+    replace(linear, outputs=(width,), group="full_qkv", kinds=(_FULL,))
     for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
 )
-_FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kind=_FULL)
+_FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kinds=(_FULL,))
 _SHARED_GATE, _SHARED_UP = (
     Linear(
         f"mlp.shared_expert.{name}",
@@ -123,7 +126,7 @@ _SHARED_WEIGHT = Linear(
 )
 
 _SEPARATE = (_Q, _K, _V, _O, _GATE, _UP, _DOWN)
-_GATED = (_GATED_Q, *(replace(linear, kind=_FULL) for linear in (_K, _V, _O)))
+_GATED = (_GATED_Q, *(replace(linear, kinds=(_FULL,)) for linear in (_K, _V, _O)))
 _SHARING = (
     *(_ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
     *(_SHARED_GATE, _SHARED_UP, _SHARED_DOWN, _SHARED_WEIGHT),
@@ -131,6 +134,62 @@ _SHARING = (
 _HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, _GATE, _UP, _DOWN)
 _ROUTED_HYBRID = (*_GATED, *_DELTA_IN, _DELTA_OUT, *_SHARING)
 _FUSED_HYBRID = (*_GATED, *_FUSED_DELTA_IN, _DELTA_OUT, *_SHARING)
+_MAMBA = tuple(
+    replace(linear, kinds=(LayerKind.MAMBA,))
+    for linear in (
+        Linear(
+            "mixer.in_proj",
+            Width.HIDDEN,
+            (*[Width.DELTA_VALUES] * 2, *[Width.DELTA_KEYS] * 2, Width.DELTA_GATES),
+            "mamba_in",
+            Parallel.COLUMN,
+        ),
+        Linear("mixer.out_proj", Width.DELTA_VALUES, (Width.HIDDEN,), "mamba_out", Parallel.ROW),
+    )
+)
+_LATENT = LayerKind.LATENT_EXPERTS
+
+
+def _mixer(linear: Linear, name: str, *kinds: LayerKind, **changes: Any) -> Linear:
+    """Return a linear of a layer that consists of one part, the mixer.
+
+    linear: the linear of other families. name: the linear's path in the mixer.
+    kinds: kinds of layers that have the linear. changes: other differences to `linear`.
+    """
+    return replace(linear, module=f"mixer.{name}", kinds=kinds, **changes)
+
+
+_GRANITE_HYBRID = (
+    *(replace(linear, kinds=(_FULL,)) for linear in (_Q, _K, _V, _O)),
+    *(replace(each, module=each.module.replace("mixer.", "mamba.")) for each in _MAMBA),
+    replace(_ROUTER, module="mlp.router"),
+    *(_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
+    replace(
+        _SHARED_UP,
+        module="shared_mlp.input_linear",
+        outputs=(Width.SHARED_INTERMEDIATE, Width.SHARED_INTERMEDIATE),
+    ),
+    replace(_SHARED_DOWN, module="shared_mlp.output_linear"),
+)
+_MIXTURE = LayerKind.EXPERTS, _LATENT
+_ALONE = (
+    *(_mixer(each, each.name, _FULL) for each in (_Q, _K, _V, _O)),
+    *_MAMBA,
+    _mixer(_UP, "up_proj", LayerKind.MLP, group="up", outputs=(Width.DENSE_INTERMEDIATE,)),
+    _mixer(_DOWN, "down_proj", LayerKind.MLP, inputs=Width.DENSE_INTERMEDIATE),
+    _mixer(_ROUTER, "gate", *_MIXTURE),
+    _mixer(_ROUTER, "fc1_latent_proj", _LATENT, group="latent_in", outputs=(Width.LATENT,)),
+    _mixer(_SHARED_UP, "shared_experts.up_proj", *_MIXTURE, group="shared_up"),
+    _mixer(_SHARED_DOWN, "shared_experts.down_proj", *_MIXTURE),
+    Linear(
+        "mixer.fc2_latent_proj",
+        Width.LATENT,
+        (Width.HIDDEN,),
+        "latent_out",
+        Parallel.WHOLE,
+        kinds=(_LATENT,),
+    ),
+)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -139,6 +198,20 @@ _QWEN_WINDOW = {
     "max_window_layers": 28,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_QWEN_KEYS = RecurrentKeys(
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+# Names of transformers 5, and those of configs from before.
+_MAMBA_KINDS = {
+    "attention": _FULL,
+    "full_attention": _FULL,
+    "linear_attention": LayerKind.MAMBA,
+    "mamba": LayerKind.MAMBA,
 }
 _QWEN_HYBRID = {
     "attention_bias": False,
@@ -371,7 +444,12 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "qwen3_5_text": Family(
-        "Qwen 3.5", _HYBRID, _QWEN_HYBRID, qk_norm=QkNormKind.HEAD, norms_plus_one=True
+        "Qwen 3.5",
+        _HYBRID,
+        _QWEN_HYBRID,
+        qk_norm=QkNormKind.HEAD,
+        norms_plus_one=True,
+        recurrent=_QWEN_KEYS,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen 3.5 MoE",
@@ -392,6 +470,7 @@ FAMILIES: Mapping[str, Family] = {
             parameters=True,
             shared=True,
         ),
+        recurrent=_QWEN_KEYS,
     ),
     "qwen3_next": Family(
         "Qwen3-Next",
@@ -409,6 +488,115 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
+        recurrent=_QWEN_KEYS,
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4",
+        _GRANITE_HYBRID,
+        {
+            "attention_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "layer_types": None,
+            "logits_scaling": 1.0,
+            "mamba_conv_bias": True,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+            "residual_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            "time_step_limit": (0.0, math.inf),
+        },
+        experts=ExpertKeys(
+            ("num_local_experts",),
+            "intermediate_size",
+            normalised=True,
+            parameters=True,
+            shared=True,
+            weighed=False,
+            may_lack=True,
+            shared_width="shared_intermediate_size",
+        ),
+        kind_names=_MAMBA_KINDS,
+        recurrent=RecurrentKeys(
+            "mamba_n_groups",
+            "mamba_d_state",
+            "mamba_n_heads",
+            "mamba_d_head",
+            "mamba_d_conv",
+            "mamba_conv_bias",
+            "time_step_limit",
+            "mamba_expand",
+        ),
+        fixed={"mamba_proj_bias": False},
+    ),
+    "nemotron_h": Family(
+        "Nemotron 3",
+        _ALONE,
+        {
+            "conv_kernel": 4,
+            "head_dim": 128,
+            "hybrid_override_pattern": None,
+            "intermediate_size": 21504,
+            "layer_norm_epsilon": 1e-5,
+            "layers_block_type": None,
+            "mamba_head_dim": 64,
+            "mamba_num_heads": 128,
+            "moe_intermediate_size": 7688,
+            "moe_latent_size": None,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_groups": 8,
+            "n_routed_experts": 8,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+            "ssm_state_size": 128,
+            "time_step_limit": (0.0, math.inf),
+            "use_conv_bias": True,
+        },
+        o_bias=None,
+        norms=LayerNorms(attention_input="norm", mlp_input="norm"),
+        experts=ExpertKeys(
+            ("n_routed_experts",),
+            "moe_intermediate_size",
+            parameters=True,
+            shared=True,
+            weighed=False,
+            sigmoid=True,
+            shared_width="moe_shared_expert_intermediate_size",
+        ),
+        kinds_key="layers_block_type",
+        kind_names={**_MAMBA_KINDS, "mlp": LayerKind.MLP, "moe": LayerKind.EXPERTS},
+        alone=True,
+        embeddings="embeddings",
+        recurrent=RecurrentKeys(
+            "n_groups",
+            "ssm_state_size",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "conv_kernel",
+            "use_conv_bias",
+            "time_step_limit",
+        ),
+        fixed={
+            "attention_bias": False,
+            "mamba_hidden_act": "silu",
+            "mamba_proj_bias": False,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "residual_in_fp32": False,
+            "sliding_window": None,
+            "topk_group": 1,
+            "use_bias": False,
+        },
     ),
     "gpt_oss": Family(
         "gpt-oss",

@@ -1,6 +1,7 @@
 """Gated delta net: the linear attention of Qwen 3.5, with a causal convolution before it.
 
-The convolution is depthwise and causal, with SiLU: y[t] = silu(Σ_j w[j] · x[t − width + 1 + j]).
+The convolution is depthwise and causal, with SiLU: y[t] = silu(Σ_j w[j] · x[t − width + 1 + j]),
+before Mamba 2 (kernels/mamba) with a bias.
 
 The gated delta rule keeps a state S [value_dim, key_dim] for each value head. A token with query q,
 key k and value v, both q and k divided by their length, computes
@@ -187,6 +188,7 @@ def decode_convolution(
     decodes: Decodes,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the convolution of one token of each sequence, and update its state in place.
 
@@ -196,12 +198,13 @@ def decode_convolution(
       order; zeros before its first token
     lora: LoRA delta of x, whose rows have x's strides; added to x, and the sum rounded to x's dtype
     out [tokens, channels] like x, contiguous: tensor to write the result to; None: a new tensor
+    bias [channels], contiguous: added to each sum; None: no bias
     → out; rows of tokens that belong to no sequence of the call are not written
 
     Sums are float32, rounded once.
     """
     operator = _operators(x.device.type).decode_convolution
-    y: torch.Tensor = operator(x, weight, states, decodes, lora, out)
+    y: torch.Tensor = operator(x, weight, states, decodes, lora, out, bias)
     return y
 
 
@@ -212,6 +215,7 @@ def prefill_convolution(
     prefills: Prefills,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the convolution of several tokens of each sequence, and update states in place.
 
@@ -221,7 +225,7 @@ def prefill_convolution(
     All arguments and the result: as for decode_convolution
     """
     operator = _operators(x.device.type).prefill_convolution
-    y: torch.Tensor = operator(x, weight, states, prefills, lora, out)
+    y: torch.Tensor = operator(x, weight, states, prefills, lora, out, bias)
     return y
 
 

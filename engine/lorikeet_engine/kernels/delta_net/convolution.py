@@ -25,6 +25,7 @@ def decode_convolution(
     decodes: Decodes,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     channels = x.shape[1]
@@ -32,7 +33,7 @@ def decode_convolution(
     y = x.new_empty(x.shape) if out is None else out
     block = min(_CHANNELS_OF_DECODE, triton.next_power_of_2(channels))
     _decode_convolution[(len(decodes.slots), triton.cdiv(channels, block))](
-        x, *operands(lora), weight, states, decodes.slots, decodes.tokens, y, x.stride(0),
+        x, *operands(lora), weight, bias, states, decodes.slots, decodes.tokens, y, x.stride(0),
         states.stride(0), channels, weight.shape[1], block,
     )  # fmt: skip
     return y
@@ -45,6 +46,7 @@ def prefill_convolution(
     prefills: Prefills,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     channels = x.shape[1]
@@ -52,7 +54,7 @@ def prefill_convolution(
     y = x.new_empty(x.shape) if out is None else out
     block = min(_CHANNELS_OF_PREFILL, triton.next_power_of_2(channels))
     _prefill_convolution[(len(prefills.chunks), triton.cdiv(channels, block))](
-        x, *operands(lora), weight, states, prefills.slots, prefills.starts, prefills.ends,
+        x, *operands(lora), weight, bias, states, prefills.slots, prefills.starts, prefills.ends,
         prefills.chunks, prefills.saves, y, x.stride(0), states.stride(0), channels,
         weight.shape[1], block,
     )  # fmt: skip
@@ -97,6 +99,7 @@ def _decode_convolution(
     lora: tl.tensor,
     adapted: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     states: tl.tensor,
     slots: tl.tensor,
     tokens: tl.tensor,
@@ -109,7 +112,7 @@ def _decode_convolution(
 ) -> None:
     """Compute the convolution of one sequence's token for a block of channels, and shift the state.
 
-    x, weight, states: see kernels.delta_net.decode_convolution. y: its result.
+    x, weight, bias, states: see kernels.delta_net.decode_convolution. y: its result.
     slots, tokens: see Decodes.
     lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
@@ -124,6 +127,8 @@ def _decode_convolution(
         inside = channel < channels
         state = states + slot * slot_stride + channel
         total = tl.zeros((block,), tl.float32)
+        if bias is not None:
+            total += tl.load(bias + channel, mask=inside, other=0.0)
         for tap in tl.static_range(width):
             if tap < width - 1:
                 value = tl.load(state + tap * channels, mask=inside, other=0.0)
@@ -143,6 +148,7 @@ def _prefill_convolution(
     lora: tl.tensor,
     adapted: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     states: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
@@ -173,6 +179,8 @@ def _prefill_convolution(
     inside = channel < channels
     token = first + tl.arange(0, _CHUNK)
     total = tl.zeros((_CHUNK, block), tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
     for tap in tl.static_range(width):
         value = _input_or_state(
             x, lora, adapted, state, token + (tap - width + 1), start, end, channel, stride,

@@ -21,7 +21,7 @@ import triton.language as tl
 from lorikeet_engine.kernels import delta_net
 from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
 from lorikeet_engine.kernels.delta_net.gates import gates
-from lorikeet_engine.kernels.delta_net.ring import add_tokens, decode_with_ring
+from lorikeet_engine.kernels.delta_net.ring import add_tokens, decode_with_ring, empty
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.lora_operands import operands
 
@@ -332,7 +332,7 @@ def _scan_chunks(
         )  # fmt: skip
         count_at = head * value_dim + value
         tl.debug_barrier()  # as in _decode_with_ring
-        _empty(counts + slot * value_heads * value_dim + count_at, values)
+        empty(counts + slot * value_heads * value_dim + count_at, values)
     queries = qkv + head // (value_heads // key_heads) * key_dim + column[None, :]
     values_at = qkv + 2 * key_heads * key_dim + head * value_dim + value[None, :]
     square = place[:, None] * _CHUNK + place[None, :]
@@ -363,13 +363,7 @@ def _scan_chunks(
             copy = states + save * slot_stride + (places - slot * slot_stride) + column[None, :]
             tl.store(copy, s.to(states.dtype.element_ty))
             if entries > 0:
-                _empty(counts + save * value_heads * value_dim + count_at, values)
+                empty(counts + save * value_heads * value_dim + count_at, values)
         row = o + (token[:, None] * value_heads + head) * value_dim
         tl.store(row + value[None, :], out.to(dtype), mask=inside)
     tl.store(state, s.to(states.dtype.element_ty))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _empty(counts: tl.tensor, values: tl.constexpr) -> None:
-    """Set the counts of some values to 0."""
-    tl.store(counts, tl.zeros((values,), tl.int8))

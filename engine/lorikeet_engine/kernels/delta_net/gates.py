@@ -1,4 +1,4 @@
-"""Decay and β of a token in Triton, for the kernels of the gated delta rule."""
+"""Decay and β of a token in Triton, for the kernels of the gated delta rule; softplus."""
 
 import triton
 import triton.language as tl
@@ -33,8 +33,13 @@ def gates(
         b += lora_at(lora, adapted, token, at, inside)
         a += lora_at(lora, adapted, token, at + value_heads, inside)
     a += tl.load(dt_bias + head).to(tl.float32)
-    y = tl.exp(tl.minimum(a, 20.0))
-    u = 1.0 + y
-    softplus = tl.log(u) + (y - (u - 1.0)) / u  # with the digits of a small y that u has lost
-    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * tl.where(a > 20.0, a, softplus)
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus(a)
     return tl.where(inside, g, 0.0), tl.where(inside, tl.sigmoid(b), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softplus(x: tl.tensor) -> tl.tensor:
+    """Return log(1 + exp(x)), without cancellation for small x and overflow for large x."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + y
+    return tl.where(x > 20.0, x, tl.log(u) + (y - (u - 1.0)) / u)  # (…) / u: digits that u lost

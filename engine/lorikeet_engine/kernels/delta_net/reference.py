@@ -1,11 +1,12 @@
 """Gated delta net in pure torch, computed in float32, or in float64 if the inputs are float64.
 
-See kernels.delta_net for the operators' definitions. `recurrent_delta_rule` and
-`chunked_delta_rule` compute the same delta rule token by token and chunk by chunk.
+See kernels.delta_net for the operators' definitions. `recurrence` and `chunked_recurrence` compute
+the same recurrence token by token and chunk by chunk; Mamba 2 (kernels/mamba) has it, too.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -23,6 +24,29 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
 
+class Operands(NamedTuple):
+    """Operands of the recurrence S ← exp(g) S + u kᵀ, o = S q, for some tokens.
+
+    u = β (v − exp(g) S k), or u = v if beta is None.
+
+    q, k [tokens, value_heads, key_dim]
+    v [tokens, value_heads, value_dim]
+    g, beta [tokens, value_heads]: logarithm of each token's decay, and β
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None
+
+    def of(self, tokens: slice | torch.Tensor) -> "Operands":
+        """Return the operands of some of the tokens."""
+        q, k, v, g, beta = self
+        beta = None if beta is None else beta[tokens]
+        return Operands(q[tokens], k[tokens], v[tokens], g[tokens], beta)
+
+
 def decode_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -30,12 +54,13 @@ def decode_convolution(
     decodes: Decodes,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
     tokens, slots = _decoded(decodes)
     y = x.new_zeros(x.shape) if out is None else out
-    inputs = torch.cat([states[slots], _summed(x, lora)[tokens].unsqueeze(1)], dim=1)
-    y[tokens] = _convolved(inputs, weight).squeeze(1)
+    inputs = torch.cat([states[slots], summed(x, lora)[tokens].unsqueeze(1)], dim=1)
+    y[tokens] = _convolved(inputs, weight, bias).squeeze(1)
     states[slots] = inputs[:, 1:]
     return y
 
@@ -47,13 +72,14 @@ def prefill_convolution(
     prefills: Prefills,
     lora: LoraDelta | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    x = _summed(x, lora)
+    x = summed(x, lora)
     y = x.new_zeros(x.shape) if out is None else out
     for slot, start, end in _prefilled(prefills):
         inputs = torch.cat([states[slot], x[start:end]])  # [width - 1 + tokens, channels]
-        y[start:end] = _convolved(inputs.unsqueeze(0), weight).squeeze(0)
+        y[start:end] = _convolved(inputs.unsqueeze(0), weight, bias).squeeze(0)
         states[slot] = inputs[end - start :]
     for first, slot in _saved(prefills):
         states[slot] = x[first + CHUNK - states.shape[1] : first + CHUNK]
@@ -72,15 +98,9 @@ def decode_delta_rule(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    tokens, slots = _decoded(decodes)
-    o = _output(qkv, heads) if out is None else out
-    operands = _operands(qkv[tokens], _summed(ba, lora)[tokens], decay, heads)
-    if ring is None:
-        after, mixed = _next_state(_wide(states[slots]), *operands)
-        states[slots] = after.to(states.dtype)
-    else:
-        mixed = _next_in_ring(states, ring, slots, *operands)
-    o[tokens] = mixed.to(o.dtype)
+    o = empty_output(qkv, heads) if out is None else out
+    operands = _operands(qkv, summed(ba, lora), decay, heads)
+    decode_recurrence(operands, states, decodes, o, ring)
     return o
 
 
@@ -96,94 +116,124 @@ def prefill_delta_rule(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    o = _output(qkv, heads) if out is None else out
-    if ring is not None:
-        _empty_ring(states, ring, prefills.slots[prefills.slots >= 0].long())
-        ring.counts[prefills.saves[prefills.saves >= 0].long()] = 0
-    operands = _operands(qkv, _summed(ba, lora), decay, heads)
-    behind = dict[int, torch.Tensor]()
-    for slot, start, end in _prefilled(prefills):
-        starts, state = torch.tensor([0, end - start]), _wide(states[slot : slot + 1])
-        q, k, v, g, beta = (each[start:end] for each in operands)
-        mine = dict[int, torch.Tensor]()
-        mixed, after = chunked_delta_rule(q, k, v, g, beta, starts, state, mine)
-        states[slot], o[start:end] = after[0].to(states.dtype), mixed.to(o.dtype)
-        behind |= {start + first: each for first, each in mine.items()}
-    for first, slot in _saved(prefills):
-        states[slot] = behind[first].to(states.dtype)
+    o = empty_output(qkv, heads) if out is None else out
+    operands = _operands(qkv, summed(ba, lora), decay, heads)
+    prefill_recurrence(operands, states, prefills, o, ring)
     return o
 
 
-def recurrent_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    starts: torch.Tensor,
+def decode_recurrence(
+    operands: Operands,
     states: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gated delta rule token by token (arXiv 2412.06464, section 3.1).
+    decodes: Decodes,
+    o: torch.Tensor,
+    ring: Ring | None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Compute a recurrence for one token of each sequence; update states in place.
 
-    q, k [tokens, value_heads, key_dim]: queries of length 1/√key_dim, and keys of length 1
-    v [tokens, value_heads, value_dim]
-    g, beta [tokens, value_heads]: logarithm of each token's decay, and β
+    operands: operands of all tokens.
+    states, ring: as for kernels.delta_net.decode_delta_rule.
+    o [tokens, value_heads, value_dim]: the outputs of these tokens are written here.
+    skip: like o; added to the outputs before they are rounded. None: nothing is added.
+    """
+    tokens, slots = _decoded(decodes)
+    mine = operands.of(tokens)
+    if ring is None:
+        after, mixed = _next_state(wide(states[slots]), mine)
+        states[slots] = after.to(states.dtype)
+    else:
+        mixed = _next_in_ring(states, ring, slots, mine)
+    o[tokens] = (mixed if skip is None else mixed + skip[tokens]).to(o.dtype)
+
+
+def prefill_recurrence(
+    operands: Operands,
+    states: torch.Tensor,
+    prefills: Prefills,
+    o: torch.Tensor,
+    ring: Ring | None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Compute a recurrence for several tokens of each sequence; update states in place.
+
+    Arguments: see decode_recurrence and kernels.delta_net.prefill_delta_rule.
+    """
+    if ring is not None:
+        _empty_ring(states, ring, prefills.slots[prefills.slots >= 0].long())
+        ring.counts[prefills.saves[prefills.saves >= 0].long()] = 0
+    behind = dict[int, torch.Tensor]()
+    for slot, start, end in _prefilled(prefills):
+        starts, state = torch.tensor([0, end - start]), wide(states[slot : slot + 1])
+        own, mine = slice(start, end), dict[int, torch.Tensor]()
+        mixed, after = chunked_recurrence(operands.of(own), starts, state, mine)
+        states[slot] = after[0].to(states.dtype)
+        o[own] = (mixed if skip is None else mixed + skip[own]).to(o.dtype)
+        behind |= {start + first: each for first, each in mine.items()}
+    for first, slot in _saved(prefills):
+        states[slot] = behind[first].to(states.dtype)
+
+
+def recurrence(
+    operands: Operands, starts: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a recurrence token by token (arXiv 2412.06464, section 3.1).
+
     starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
     states [sequences, value_heads, value_dim, key_dim]: states before the first tokens
     → outputs [tokens, value_heads, value_dim], and states after the last tokens; both in the
       operands' dtype
     """
-    o, states = torch.empty_like(v), states.clone()
+    o, states = torch.empty_like(operands.v), states.clone()
     starts, lengths = starts[:-1].long(), starts.diff()
     for position in range(int(lengths.max())):
         running = (lengths > position).nonzero().squeeze(1)
         at = starts[running] + position
-        states[running], o[at] = _next_state(states[running], q[at], k[at], v[at], g[at], beta[at])
+        states[running], o[at] = _next_state(states[running], operands.of(at))
     return o, states
 
 
-def chunked_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+def chunked_recurrence(
+    operands: Operands,
     starts: torch.Tensor,
     states: torch.Tensor,
     behind: dict[int, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute recurrent_delta_rule by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
+    """Compute `recurrence` by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
 
     behind: dictionary to which the state after each chunk is added, by the chunk's first token;
       None: states between chunks are not kept
-    All other arguments, and the result: see recurrent_delta_rule
+    All other arguments, and the result: see `recurrence`
     """
-    o, states = torch.empty_like(v), states.clone()
+    o, states = torch.empty_like(operands.v), states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
         for first in range(start, end, CHUNK):
             chunk = slice(first, min(first + CHUNK, end))
-            operands = (each[chunk].transpose(0, 1) for each in (q, k, v, g, beta))
-            states[sequence], mixed = _chunk(states[sequence], *operands)
+            states[sequence], mixed = _chunk(states[sequence], operands.of(chunk))
             o[chunk] = mixed.transpose(0, 1)
             if behind is not None:
                 behind[first] = states[sequence].clone()
     return o, states
 
 
-def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _convolved(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Compute the convolution of each input after the first width − 1.
 
     inputs [sequences, width - 1 + tokens, channels] → [sequences, tokens, channels] like inputs
     """
-    windows = _wide(inputs).unfold(1, weight.shape[1], 1)  # [sequences, tokens, channels, width]
-    return F.silu((windows * weight).sum(-1)).to(inputs.dtype)
+    windows = wide(inputs).unfold(1, weight.shape[1], 1)  # [sequences, tokens, channels, width]
+    sums = (windows * weight).sum(-1)
+    return F.silu(sums if bias is None else sums + bias).to(inputs.dtype)
 
 
-def _output(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+def empty_output(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """Return zeros [tokens, value_heads, value_dim] for the outputs of all tokens."""
     return qkv.new_zeros(len(qkv), heads.value_heads, heads.value_dim)
 
 
-def _summed(x: torch.Tensor, lora: LoraDelta | None) -> torch.Tensor:
+def summed(x: torch.Tensor, lora: LoraDelta | None) -> torch.Tensor:
     """Return x plus its LoRA delta; x itself without one."""
     if lora is not None:
         x = x.clone()
@@ -211,63 +261,47 @@ def _saved(prefills: Prefills) -> Iterator[tuple[int, int]]:
     return ((first, slot) for (_, first), slot in rows if slot >= 0)
 
 
-def _operands(
-    qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the operands q, k, v, g and β of recurrent_delta_rule from those of
-    prefill_delta_rule.
-    """
-    q, k, v = torch.split(_wide(qkv), list(heads.widths), dim=1)
+def _operands(qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads) -> Operands:
+    """Compute the recurrence's operands from those of prefill_delta_rule."""
+    q, k, v = torch.split(wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(-1, heads.key_heads, heads.key_dim)) for each in (q, k))
     group = heads.value_heads // heads.key_heads
     q, k = (each.repeat_interleave(group, dim=1) for each in (q / heads.key_dim**0.5, k))
-    b, a = _wide(ba).chunk(2, dim=1)
+    b, a = wide(ba).chunk(2, dim=1)
     g = -decay.a_log.exp() * F.softplus(a + decay.dt_bias)
-    return q, k, v.view(-1, heads.value_heads, heads.value_dim), g, b.sigmoid()
+    return Operands(q, k, v.view(-1, heads.value_heads, heads.value_dim), g, b.sigmoid())
 
 
-def _next_state(
-    state: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _next_state(state: torch.Tensor, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Return states after one token of each sequence, and the token's outputs.
 
     state [sequences, value_heads, value_dim, key_dim]
-    q, k, v, g, beta: as for recurrent_delta_rule, with one token of each sequence
     """
+    q, k, v, g, beta = operands
     state = state * g.exp()[..., None, None]
-    correction = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
+    correction = v
+    if beta is not None:
+        correction = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
     state = state + correction.unsqueeze(-1) * k.unsqueeze(-2)
     return state, (state @ q.unsqueeze(-1)).squeeze(-1)
 
 
 def _next_in_ring(
-    states: torch.Tensor,
-    ring: Ring,
-    slots: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    states: torch.Tensor, ring: Ring, slots: torch.Tensor, operands: Operands
 ) -> torch.Tensor:
     """Return the outputs of one token of each slot, and add the token to the ring.
 
     A full ring's tokens are added to the slot's state, with the current one.
 
     states, ring: as for decode_delta_rule. slots [sequences] int64: slots of the tokens
-    q, k, v, g, beta: as for recurrent_delta_rule, with one token of each slot
     """
+    q, k, v, g, beta = operands
     keys, corrections, decays, counts = _held(ring, slots, v.shape[1])
     entries = decays.shape[2]
     after = decays @ torch.ones(entries, entries, dtype=g.dtype, device=g.device).tril(-1)
     fades = (g.unsqueeze(2) + after).exp().unsqueeze(2)  # of each correction until the token
     faded = (g + decays.sum(2)).exp().unsqueeze(2)  # of the state
-    before = _wide(states[slots])
+    before = wide(states[slots])
 
     def read(x: torch.Tensor) -> torch.Tensor:
         """Multiply x by the state before the token's correction, without computing this state."""
@@ -275,7 +309,7 @@ def _next_in_ring(
         similar = (keys @ x.unsqueeze(3)).mT
         return faded * of_state + ((fades * similar) @ corrections).squeeze(2)
 
-    u = beta.unsqueeze(2) * (v - read(k))
+    u = v if beta is None else beta.unsqueeze(2) * (v - read(k))
     o = read(q) + u * (k * q).sum(2, keepdim=True)
     added = u.unsqueeze(3) * k.unsqueeze(2)
     folded = faded.unsqueeze(3) * before + (fades.mT * corrections).mT @ keys + added
@@ -293,7 +327,7 @@ def _next_in_ring(
 def _empty_ring(states: torch.Tensor, ring: Ring, slots: torch.Tensor) -> None:
     """Add the tokens in the rings of some slots to their states, in order."""
     keys, corrections, decays, _ = _held(ring, slots, states.shape[1])
-    state = _wide(states[slots])
+    state = wide(states[slots])
     for k, u, g in zip(keys.unbind(2), corrections.unbind(2), decays.unbind(2), strict=True):
         state = state * g.exp()[..., None, None] + u.unsqueeze(3) * k.unsqueeze(2)
     states[slots] = state.to(states.dtype)
@@ -317,28 +351,24 @@ def _held(
     return keys, corrections, decays, counts
 
 
-def _chunk(
-    state: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one sequence's state after a chunk, and the chunk's outputs.
+def _chunk(state: torch.Tensor, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one sequence's state after a chunk, and the chunk's outputs by head.
 
     state [value_heads, value_dim, key_dim]
-    q, k [value_heads, tokens, key_dim], v [value_heads, tokens, value_dim]
-    g, beta [value_heads, tokens]
     """
+    q, k, v, g = (each.transpose(0, 1) for each in operands[:4])
+    beta = None if operands.beta is None else operands.beta.transpose(0, 1)
     total = g.cumsum(1)
     since = total.unsqueeze(2) - total.unsqueeze(1)  # of a row's token since a column's
     above = torch.ones_like(since, dtype=torch.bool).triu(1)
     decays = since.masked_fill(above, -torch.inf).exp()
-    beta, faded = beta.unsqueeze(2), total.exp().unsqueeze(2)
-    system = beta * (k @ k.mT) * decays
-    unknown = beta * (v - faded * (k @ state.mT))
-    corrections = torch.linalg.solve_triangular(system, unknown, upper=False, unitriangular=True)
+    faded, corrections = total.exp().unsqueeze(2), v
+    if beta is not None:
+        system = beta.unsqueeze(2) * (k @ k.mT) * decays
+        unknown = beta.unsqueeze(2) * (v - faded * (k @ state.mT))
+        corrections = torch.linalg.solve_triangular(
+            system, unknown, upper=False, unitriangular=True
+        )
     o = faded * (q @ state.mT) + ((q @ k.mT) * decays) @ corrections
     left = decays[:, -1].unsqueeze(2)  # of each token's correction after the last token
     return state * faded[:, -1:] + (left * corrections).mT @ k, o
@@ -348,5 +378,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in float32, or in float64 if it is float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -79,6 +79,12 @@ def add_tokens(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def empty(counts: tl.tensor, values: tl.constexpr) -> None:
+    """Set the counts of some values to 0."""
+    tl.store(counts, tl.zeros((values,), tl.int8))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _decode_with_ring(
     qkv: tl.tensor,
     ba: tl.tensor,

@@ -31,6 +31,7 @@ __all__ = [
     "ExpertWeight",
     "Mxfp4Experts",
     "RoutedRows",
+    "Sigmoids",
     "clamped_swiglu",
     "combine",
     "expert_products",
@@ -56,6 +57,18 @@ class Clamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoids:
+    """Weights of experts by sigmoids of their logits, instead of a softmax.
+
+    bias [experts] float32: added to the sigmoids by which experts are chosen, not to weights.
+    scale: factor of all weights.
+    """
+
+    bias: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClampedBiases:
     """Biases of experts whose activation is clamped_swiglu.
 
@@ -68,18 +81,24 @@ class ClampedBiases:
 
 
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """Choose the `per_token` likeliest experts of each token; ties go to the lower index.
 
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
-    weights if normalised.
+    weights if normalised. With `sigmoids`, it is sigmoid(logit) instead, times the scale after the
+    division, and the experts of the largest sigmoid(logit) + bias are chosen.
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
     """
     operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised)
+    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
     return routed
 
 

@@ -14,6 +14,7 @@ from lorikeet_engine.kernels.moe import (
     ClampedBiases,
     ExpertWeight,
     Mxfp4Experts,
+    Sigmoids,
     grouped_fp8,
     grouped_mxfp4,
     one_token,
@@ -31,12 +32,19 @@ _COLUMNS = 1024  # of one program of sum_weighed
 
 
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
-    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    chosen, weights = choose_experts(
+        logits, lora, per_token, normalised=normalised, sigmoids=sigmoids
+    )
     rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
     sort_by_expert[(experts,)](chosen, pairs, rows, starts, len(pairs), experts, block)

@@ -9,21 +9,30 @@ from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
 from lorikeet_engine.kernels.fp8 import reference as fp8
 from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, ExpertWeight, Mxfp4Experts
+from lorikeet_engine.kernels.moe import Clamp, ExpertWeight, Mxfp4Experts, Sigmoids
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
 
 def route(
-    logits: torch.Tensor, per_token: int, lora: LoraDelta | None = None, *, normalised: bool
+    logits: torch.Tensor,
+    per_token: int,
+    lora: LoraDelta | None = None,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> RoutedRows:
     """See kernels.moe."""
     scores = logits.float()
     if lora is not None:
         scores[: lora.tokens] += lora.rows[: lora.tokens].float()
-    weights, experts = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :per_token], experts[:, :per_token].flatten()
+    shares = scores.softmax(-1) if sigmoids is None else scores.sigmoid()
+    choices = shares if sigmoids is None else shares + sigmoids.bias
+    chosen = choices.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+    weights, experts = shares.gather(1, chosen), chosen.flatten()
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
+    if sigmoids is not None:
+        weights = weights * sigmoids.scale
     pairs = experts.argsort(stable=True)
     rows = torch.empty_like(pairs)
     rows[pairs] = torch.arange(len(pairs), device=pairs.device)

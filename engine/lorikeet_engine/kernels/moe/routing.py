@@ -9,11 +9,17 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.moe import Sigmoids
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
 
 def choose_experts(
-    logits: torch.Tensor, lora: LoraDelta | None, per_token: int, *, normalised: bool
+    logits: torch.Tensor,
+    lora: LoraDelta | None,
+    per_token: int,
+    *,
+    normalised: bool,
+    sigmoids: Sigmoids | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's experts, in one launch: see kernels.moe.route.
 
@@ -23,8 +29,9 @@ def choose_experts(
     size, device = (tokens, per_token), logits.device
     chosen = torch.empty(size, dtype=torch.int32, device=device)
     weights = torch.empty(size, dtype=torch.float32, device=device)
+    bias, scale = (None, 1.0) if sigmoids is None else (sigmoids.bias, sigmoids.scale)
     choose[(tokens,)](
-        logits, *operands(lora), chosen, weights, experts, per_token, normalised,
+        logits, *operands(lora), bias, chosen, weights, scale, experts, per_token, normalised,
         triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
     )  # fmt: skip
     return chosen, weights
@@ -35,8 +42,10 @@ def choose(
     logits: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
+    bias: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
+    scale: tl.tensor,
     experts: tl.constexpr,
     per_token: tl.constexpr,
     normalised: tl.constexpr,
@@ -47,6 +56,7 @@ def choose(
 
     logits, per_token, normalised: see kernels.moe.route. chosen, weights: see choose_experts.
     lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
+    bias, scale: see Sigmoids; bias None: weights are of a softmax, and scale is 1.
     block, pair_block: `experts` and `per_token`, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -56,9 +66,14 @@ def choose(
     scores = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
         scores += lora_at(lora, adapted, token, at, inside)
-    scores = tl.where(inside, scores, -float("inf"))
-    left = tl.exp(scores - tl.max(scores, 0))
-    left = left / tl.sum(left, 0)
+    if bias is None:
+        scores = tl.where(inside, scores, -float("inf"))
+        left = tl.exp(scores - tl.max(scores, 0))
+        left = left / tl.sum(left, 0)
+    else:
+        sigmoids = tl.sigmoid(scores)
+        left = sigmoids + tl.load(bias + expert, mask=inside, other=0.0)
+        left = tl.where(inside, left, -float("inf"))
     pair = tl.arange(0, pair_block)
     indices = tl.zeros((pair_block,), tl.int32)
     shares = tl.zeros((pair_block,), tl.float32)
@@ -67,10 +82,14 @@ def choose(
         # bounded, as no expert equals the best if a logit is NaN
         index = tl.minimum(tl.min(tl.where(left == best, expert, block), 0), experts - 1)
         indices = tl.where(pair == j, index, indices)
+        if bias is not None:
+            best = tl.sum(tl.where(expert == index, sigmoids, 0.0), 0)
         shares = tl.where(pair == j, best, shares)
-        left = tl.where(expert == index, -1.0, left)
+        left = tl.where(expert == index, -float("inf"), left)
     if normalised:
         shares = shares / tl.sum(shares, 0)
+    if bias is not None:
+        shares *= scale
     first = token * per_token
     tl.store(chosen + first + pair, indices, mask=pair < per_token)
     tl.store(weights + first + pair, shares, mask=pair < per_token)

@@ -198,6 +198,60 @@ def gated_rms_norm(
     return y
 
 
+def gated_group_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    means: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate): groups gated, then normed.
+
+    x [tokens, groups, width], contiguous: output of Mamba 2's scan
+    gate, lora: as for gated_rms_norm
+    weight [groups · width], in x's dtype or float32
+    means [tokens, groups] float32: replaces mean(y²), if other ranks have parts of the groups
+    → [tokens, groups, width] like x
+
+    Computed in float32, and on CUDA rounded once.
+    """
+    operator = _operators(x.device.type).gated_group_norm
+    y: torch.Tensor = operator(x, gate, weight, eps, lora, means)
+    return y
+
+
+def gated_mean_squares(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """Compute the mean squares of x · silu(gate) → [tokens, groups] float32.
+
+    x, gate, lora: as for gated_group_norm
+    """
+    means: torch.Tensor = _operators(x.device.type).gated_mean_squares(x, gate, lora)
+    return means
+
+
+def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """Compute max(x, 0)², the activation of an MLP without gate.
+
+    x [tokens, width], contiguous
+    lora: LoRA delta of x, added to x
+    → [tokens, width]
+    """
+    y: torch.Tensor = _operators(x.device.type).squared_relu(x, lora)
+    return y
+
+
+def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """Compute squared_relu, and round each row of its result to FP8 as well.
+
+    Arguments: see squared_relu.
+    """
+    y: Activations = _operators(x.device.type).squared_relu_fp8(x, lora)
+    return y
+
+
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -215,15 +269,16 @@ def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
     lora: LoraDelta | None,
-    weights: torch.Tensor,
-    lora_of_weights: LoraDelta | None,
+    weights: torch.Tensor | None = None,
+    lora_of_weights: LoraDelta | None = None,
 ) -> None:
     """Add a shared expert's output to y in place: y becomes y + sigmoid(weights) · x.
 
     y [tokens, width], contiguous: summed output of the routed experts
     x [tokens, width], contiguous: output of the shared expert
     lora: LoRA delta of x, added to x; None: no adapter
-    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight
+    weights [tokens, 1]: output of a linear layer; its sigmoid is each token's weight. None: the
+      weights are 1
     lora_of_weights: LoRA delta of weights, added to weights
     """
     _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)

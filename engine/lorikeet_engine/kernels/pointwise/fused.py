@@ -9,7 +9,12 @@ from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8
-from lorikeet_engine.kernels.pointwise.gates import gated_rms_norm, sigmoid_gate
+from lorikeet_engine.kernels.pointwise.gates import (
+    gated_group_norm,
+    gated_mean_squares,
+    gated_rms_norm,
+    sigmoid_gate,
+)
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
 
@@ -20,13 +25,17 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_weighed",
+    "gated_group_norm",
+    "gated_mean_squares",
     "gated_rms_norm",
     "mean_squares",
     "rotary_and_store_kv",
     "sigmoid_gate",
+    "squared_relu",
+    "squared_relu_fp8",
 ]
 
-COLUMNS = 1024  # of one program of _act_and_mul, _add_weighed and _add_delta
+COLUMNS = 1024  # of one program of _act_and_mul, _squared_relu, _add_weighed and _add_delta
 COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
 
 
@@ -62,12 +71,27 @@ def act_and_mul_fp8(
     return Activations(y, rounded)
 
 
+def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """Compute max(x + lora, 0)², rounded once: see kernels.pointwise."""
+    tokens, width = x.shape
+    y = x.new_empty((tokens, width))
+    grid = (tokens, triton.cdiv(width, COLUMNS))
+    _squared_relu[grid](x, *operands(lora), y, width, COLUMNS)
+    return y
+
+
+def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """Compute squared_relu, and round each row of its result to FP8, in a launch each."""
+    y = squared_relu(x, lora)
+    return Activations(y, quantize_rows(y))
+
+
 def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
     lora: LoraDelta | None,
-    weights: torch.Tensor,
-    lora_of_weights: LoraDelta | None,
+    weights: torch.Tensor | None = None,
+    lora_of_weights: LoraDelta | None = None,
 ) -> None:
     """Compute y += sigmoid(weights + lora_of_weights) · (x + lora) in place, rounded once.
 
@@ -110,11 +134,13 @@ def _add_weighed(
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
         value += lora_at(lora, adapted, token, at, inside)
-    first = tl.zeros((block,), tl.int64) + token  # each lane reads the token's only weight
-    weight = tl.load(weights + first).to(tl.float32)
-    if lora_of_weights is not None:
-        weight += lora_at(lora_of_weights, adapted_weights, token, first, inside)
-    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) + tl.sigmoid(weight) * value
+    if weights is not None:
+        first = tl.zeros((block,), tl.int64) + token  # each lane reads the token's only weight
+        weight = tl.load(weights + first).to(tl.float32)
+        if lora_of_weights is not None:
+            weight += lora_at(lora_of_weights, adapted_weights, token, first, inside)
+        value *= tl.sigmoid(weight)
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) + value
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -141,6 +167,31 @@ def _gated(
         gates += lora_at(lora, adapted, token, at, inside)
         values += lora_at(lora, adapted, token, at + width, inside)
     return activated(gates, gelu) * values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _squared_relu(
+    x: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    y: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Compute some columns of one token's squared ReLU.
+
+    x: see squared_relu. y: result. lora, adapted: LoRA delta of x, as lora_operands.operands
+    returns it.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    at = token * width + columns
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        value += lora_at(lora, adapted, token, at, inside)
+    value = tl.maximum(value, 0.0)
+    tl.store(y + at, (value * value).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

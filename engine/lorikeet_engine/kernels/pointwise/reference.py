@@ -181,6 +181,43 @@ def gated_rms_norm(
     return (normed * F.silu(gate.float())).to(x.dtype)
 
 
+def gated_group_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    means: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    add_lora_delta(gate, lora)
+    gated = x.float() * F.silu(gate.float())
+    means = gated.square().mean(-1) if means is None else means
+    normed = gated * (means.unsqueeze(-1) + eps).rsqrt()
+    return (normed * weight.float().view(x.shape[1:])).to(x.dtype)
+
+
+def gated_mean_squares(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """See kernels.pointwise."""
+    gate = gate.clone()
+    add_lora_delta(gate, lora)
+    return (x.float() * F.silu(gate.float())).square().mean(-1)
+
+
+def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """See kernels.pointwise."""
+    add_lora_delta(x, lora)
+    return F.relu(x).square()
+
+
+def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
+    """See kernels.pointwise."""
+    y = squared_relu(x, lora)
+    return Activations(y, quantize_rows(y))
+
+
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -193,11 +230,14 @@ def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
     lora: LoraDelta | None,
-    weights: torch.Tensor,
-    lora_of_weights: LoraDelta | None,
+    weights: torch.Tensor | None = None,
+    lora_of_weights: LoraDelta | None = None,
 ) -> None:
     """See kernels.pointwise."""
     add_lora_delta(x, lora)
+    if weights is None:
+        y += x
+        return
     add_lora_delta(weights, lora_of_weights)
     y += torch.sigmoid(weights) * x
 

@@ -1,0 +1,99 @@
+"""Mamba 2's scan (arXiv 2405.21060): the state space layer of Nemotron 3 and Granite 4.
+
+A head with inputs x [value_dim] keeps a state S [value_dim, key_dim]. A token with B and C
+[key_dim], which the head shares with the other heads of its group, and with the time step δ,
+computes
+    δ = clamp(softplus(dt + dt_bias), time_limits)      g = −exp(a_log) · δ
+    S ← exp(g) · S + δ x Bᵀ
+    y = S C + d · x
+This is the delta rule's recurrence (kernels/delta_net) with queries C, keys B and values δ x, and
+without its correction: so layouts of steps (Decodes, Prefills), states, rings and the convolution
+before the scan are those of kernels/delta_net. What Mamba 2 calls groups are key heads there.
+Prompts compute chunks of CHUNK tokens, in the form of section 6 of the paper.
+
+`reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
+same signatures.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.kernels.by_device import by_device
+from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, Ring
+from lorikeet_engine.kernels.lora.types import LoraDelta
+
+_operators = by_device(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Trained weights of the scan, and bounds of its time steps.
+
+    a_log, dt_bias, d [value_heads]: float32
+    time_limits: smallest and largest δ
+    """
+
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    d: torch.Tensor
+    time_limits: tuple[float, float]
+
+
+def decode_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    scan: Scan,
+    states: torch.Tensor,
+    decodes: Decodes,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
+    ring: Ring | None = None,
+) -> torch.Tensor:
+    """Compute the scan of one token of each sequence, and update its state in place.
+
+    xbc [tokens, value_heads · value_dim + 2 · key_heads · key_dim], each token contiguous: x of all
+      heads, B and C of all groups, as the convolution returns them
+    dt [tokens, value_heads], each token contiguous
+    states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
+      each head; zeros before the first token
+    lora: LoRA delta of dt, whose rows have dt's strides; added to dt
+    out [tokens, value_heads, value_dim] like xbc, contiguous: tensor to write the result to; None:
+      a new tensor
+    ring: last tokens of each slot, to which the token is added; a full ring's tokens are added to
+      the state instead. None: each token is added to the state
+    → out; rows of tokens that belong to no sequence of the call are not written
+
+    Computed in float32, and rounded once.
+    """
+    operator = _operators(xbc.device.type).decode_scan
+    y: torch.Tensor = operator(xbc, dt, scan, states, decodes, heads, lora, out, ring)
+    return y
+
+
+def prefill_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    scan: Scan,
+    states: torch.Tensor,
+    prefills: Prefills,
+    heads: Heads,
+    lora: LoraDelta | None = None,
+    out: torch.Tensor | None = None,
+    ring: Ring | None = None,
+) -> torch.Tensor:
+    """Compute the scan of several tokens of each sequence; update states in place.
+
+    The result equals that of decode_scan called token by token, apart from rounding. Sums are
+    float32. On CUDA, factors of matrix products are rounded to xbc's dtype; so is the copy of the
+    states that they read.
+
+    ring: tokens of each slot that decode_scan has not added to the state; the prefill adds them
+      first, and leaves no tokens in the rings of its sequences and copied states. None: all tokens
+      are added to the states
+    All other arguments and the result: as for decode_scan
+    """
+    operator = _operators(xbc.device.type).prefill_scan
+    y: torch.Tensor = operator(xbc, dt, scan, states, prefills, heads, lora, out, ring)
+    return y
