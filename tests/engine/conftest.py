@@ -134,6 +134,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILIES["gemma4_unified_text"] = {
+    name: value
+    for name, value in FAMILIES["gemma4_text"].items()
+    if name != "hidden_size_per_layer_input"
+} | {"model_type": "gemma4_unified_text", "final_logit_softcapping": None}
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "model_type": "qwen3_moe",
@@ -212,6 +217,29 @@ MAMBA: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
     },
 }
+MAMBA["granitemoehybrid"] = {
+    "model_type": "granitemoehybrid",
+    "initializer_range": 0.1,  # at 0.2, transformers itself is 120 eps off its float64 result
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 1.3,
+    "residual_multiplier": 0.6,
+    "mamba_d_state": 20,
+    "mamba_n_heads": 8,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 6,
+    "shared_intermediate_size": 56,
+}
+MAMBA["granite_rope"] = MAMBA["granitemoehybrid"] | {
+    "layer_types": [*["linear_attention", "full_attention"] * 2],
+    "attention_bias": True,
+    "num_local_experts": 0,
+    "mamba_n_groups": 4,
+    "position_embedding_type": "rope",
+}
 MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {
     "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "moe"],
     "moe_latent_size": 28,
@@ -221,6 +249,7 @@ EIGHT_HEADS = {
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
     "mamba_num_heads": 16,
+    "mamba_n_heads": 16,
 }
 """Changes to a config of SIZES that let eight ranks share it."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -286,6 +315,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    # transformers' decodes, unlike its prompts, have no limits
+    "mamba_limits": {**MAMBA["granite_rope"], "time_step_limit": (0.4, 0.9)},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
     "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},
 }

@@ -32,6 +32,28 @@ ADAPTERS = {
 }
 BASES = {
     "nemotron_h": ADAPTERS,
+    "granitemoehybrid": {
+        "all": ADAPTERS["all"],
+        "default": ADAPTERS["default"],
+        "mamba": ADAPTERS["mamba"],
+        "mlp": {"r": 6, "target_modules": ["input_linear", "shared_mlp.output_linear"]},
+        "router": {
+            "r": 2,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["block_sparse_moe.router.weight"],
+        },
+        "experts": {
+            "r": 4,
+            "target_modules": ["in_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+        "head": {"r": 4, "target_modules": ["out_proj", "lm_head", "embed_tokens"]},
+    },
+    "granite_rope": {
+        "all": ADAPTERS["all"],
+        "mlp": {"r": 6, "target_modules": ["input_linear", "output_linear"]},
+        "mamba": ADAPTERS["mamba"],
+    },
     "nemotron_h_latent": {
         "all": ADAPTERS["all"],
         "latent": {"r": 3, "target_modules": [*LATENT, "shared_experts.up_proj"]},

@@ -132,7 +132,9 @@ class BaseShape:
         keys = FAMILIES[family].experts
         kinds = _kinds(config, FAMILIES[family])
         of_state = FAMILIES[family].recurrent
-        routed = keys and (not FAMILIES[family].alone or {*kinds} & {*_MIXTURES})
+        routed = not FAMILIES[family].alone or not {*_MIXTURES}.isdisjoint(kinds)
+        if keys and keys.may_lack and config[keys.counts[0]] == 0:
+            routed = False
         if config.get("per_layer_config") and "per_layer_config" not in FAMILIES[family].switches:
             want = "none: all layers have the same sizes"
             raise refusal("per_layer_config", config["per_layer_config"], want)
@@ -327,7 +329,7 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
         kinds = [delta if (layer + 1) % every else full for layer in range(layers)]
     names = family.kind_names or {kind.value: kind for kind in family.kinds}
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {*names}:
-        raise refusal(key, kinds, f"a list of {layers} of {' and '.join(names)}")
+        raise refusal(key, kinds, f"a list of num_hidden_layers ({layers}) of {', '.join(names)}")
     found = [names[kind] for kind in kinds]
     if LayerKind.WINDOW in family.kinds and found[-1] is not LayerKind.ATTENTION:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for the last layer")
@@ -383,11 +385,18 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
     if value_heads % key_heads:
         want = f"a multiple of {keys.key_heads} ({key_heads})"
         raise refusal(keys.value_heads, value_heads, want)
+    value_dim = config[keys.value_dim]
+    if keys.expand is not None:
+        width = integer(config, keys.expand) * integer(config, "hidden_size")
+        value_dim = width // value_heads if value_dim == "auto" else value_dim
+        if value_dim * value_heads != width:
+            want = f"{width} elements, as {keys.expand} says, divided by {keys.value_heads}"
+            raise refusal(keys.value_dim, value_dim, f"{want} ({value_heads})")
     return RecurrentShape(
         key_heads=key_heads,
         key_dim=integer(config, keys.key_dim),
         value_heads=value_heads,
-        value_dim=integer(config, keys.value_dim),
+        value_dim=integer({keys.value_dim: value_dim}, keys.value_dim),
         convolution=integer(config, keys.convolution),
     )
 

@@ -124,7 +124,7 @@ class ModelConfig:
         turning = _turning(raw, family, shape.layers)
         sliding = _sliding_layers(raw, family, turning)
         if LayerKind.WINDOW in family.kinds:
-            _refuse_more_of_gemma4(raw)
+            _refuse_more_of_gemma4(raw, family)
             sliding = tuple(kind is LayerKind.WINDOW for kind in shape.kinds)
         bias = _flag(raw, family, "attention_bias")
         return cls(
@@ -158,7 +158,7 @@ class ModelConfig:
             sinks=family.sinks,
             value_norm=family.value_norm,
             layer_scalars=family.layer_scalars,
-            attention_scale=family.attention_scale,
+            attention_scale=_own_scale(raw, family),
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
             clamp=_clamp(raw, family),
@@ -267,12 +267,12 @@ def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
         raise refusal("use_bidirectional_attention", value, "false: tokens see what is before them")
 
 
-def _refuse_more_of_gemma4(raw: Mapping[str, Any]) -> None:
+def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ModelError for what only Gemma 4 E2B and E4B have."""
     if not flag(raw, "attention_k_eq_v"):
         raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
     for field in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
-        if raw[field]:
+        if field in family.switches and raw[field]:
             raise refusal(field, raw[field], "0: Gemma 4 E2B and E4B cannot be served")
 
 
@@ -285,8 +285,9 @@ def _ropes(
 ) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
     ropes = rope_configs(raw, family, shape, context)
-    if family.attention_scale is not None:
-        return tuple(ropes.sliding if slides else ropes.full for slides in sliding)
+    if _own_scale(raw, family) is not None:
+        own = zip(turning, sliding, strict=True)
+        return tuple((ropes.sliding if s else ropes.full) if turns else None for turns, s in own)
     # Attention divides by √head_dim; another scale is split evenly into queries' and keys' gains.
     scale = math.sqrt(_attention_scale(raw, family, shape.head_dim) * math.sqrt(shape.head_dim))
     full, local = (replace(rope, gain=rope.gain * scale) for rope in (ropes.full, ropes.sliding))
@@ -294,6 +295,16 @@ def _ropes(
         (local if slides else full) if turns else None
         for turns, slides in zip(turning, sliding, strict=True)
     )
+
+
+def _own_scale(raw: Mapping[str, Any], family: Family) -> float | None:
+    """Return the factor of attention scores that attention itself applies; None: 1 / √head_dim.
+
+    In other families a factor is part of the rotary embeddings, which these families may lack.
+    """
+    if "position_embedding_type" in family.switches:
+        return number(raw, "attention_multiplier")
+    return family.attention_scale
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
@@ -315,6 +326,11 @@ def _turning(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[bool,
     """
     if family.alone:
         return (False,) * layers
+    if "position_embedding_type" in family.switches:
+        kind = raw["position_embedding_type"]
+        if kind not in (None, "nope", "rope"):
+            raise refusal("position_embedding_type", kind, "rope, nope or null")
+        return (kind == "rope",) * layers
     if "no_rope_layers" not in family.switches:
         return (True,) * layers
     given = raw["no_rope_layers"]  # 1 for a layer with the rotary embedding, 0 for one without

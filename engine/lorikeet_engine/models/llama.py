@@ -304,7 +304,8 @@ class _Layer:
         if config.experts_per_token and kind is not LayerKind.MLP:
             self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
-            self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm)
+            shared = config.shape.shared_intermediate > 0 and kind is not LayerKind.MLP
+            self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm, shared=shared)
 
     def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
         """Compute one decoder layer.

@@ -35,6 +35,12 @@ _DECODER = re.compile(r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens|no
 _HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
 # Mixtral's checkpoints have their own names for the linears of other mixtures of experts.
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")
+# Granite 4's checkpoints have names of their own, too.
+_GRANITE = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.": "router.",
+}
 # Nemotron's, for "model.", and its names outside the layers.
 _NEMOTRON = "backbone."
 _OUTSIDE = {"model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
@@ -178,6 +184,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def _renamed(name: str) -> str:
+    for theirs, ours in _GRANITE.items():
+        name = name.replace(f".block_sparse_moe.{theirs}", f".mlp.{ours}")
     if name.startswith(_NEMOTRON):
         name = f"model.{name.removeprefix(_NEMOTRON)}"
         for theirs, ours in _OUTSIDE.items():

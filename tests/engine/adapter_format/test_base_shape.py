@@ -7,7 +7,14 @@ from lorikeet_engine.adapter_format import FAMILIES, BaseShape
 from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
-OWN = {"gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}}
+OWN = {
+    "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_unified_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 3,
+        "mamba_n_heads": 8,
+    },
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,13 +40,17 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         if linear.of_experts:
             continue
         layer = next(decoder[at] for at in range(layers) if shape.has(at, index))
-        module = layer.get_submodule(linear.module)
+        name = linear.module
+        if hasattr(layer, "block_sparse_moe"):
+            name = name.replace("mlp.router", "block_sparse_moe.router")
+        module = layer.get_submodule(name)
         d_out, d_in = module.weight.shape
         assert shape.dims(index) == (d_in, d_out), linear.name
     if "expert_gate_up" in shape.groups:
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
-        experts = decoder[0].mlp.experts
+        block = getattr(decoder[0], "block_sparse_moe", None) or decoder[0].mlp
+        experts = block.experts
         up_dims, down_dims = (d_gate + d_up, d_in), (d_out, width)
         if family == "gpt_oss":
             up_dims, down_dims = up_dims[::-1], down_dims[::-1]

@@ -67,8 +67,20 @@ MAMBA_ADAPTERS = {
         },
     },
 }
+# Mixers and the MLP that all tokens share.
+GRANITE_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"] | {"target_modules": "all-linear"},
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["v_proj", "output_linear", "in_proj"],
+        "rank_pattern": {r"layers\.1\.shared_mlp\.output_linear": 12},
+    },
+    "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
+}
 EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
+NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
 # stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
@@ -83,19 +95,30 @@ SOME = {
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
     "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *MAMBA),
+    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
-    "fp8_weights": ("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent"),
+    "fp8_weights": ("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
-    "two_ranks": ("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+    "two_ranks": (
+        *(
+            "gemma4_text",
+            "gemma4_unified_text",
+            "ministral3",
+            "smollm3",
+            "olmo2",
+            "seed_oss",
+            "gpt_oss",
+        ),
+        "granite_rope",
+    ),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
@@ -120,6 +143,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     adapters = MOE_ADAPTERS if shape.experts else ADAPTERS
     if request.param in (*GPT_OSS, *IN_BLOCKS):
         adapters = GPT_OSS_ADAPTERS
+    elif shape.family == "granitemoehybrid":
+        adapters = GRANITE_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.shared_intermediate:

@@ -48,7 +48,7 @@ GRAMMAR = "below 250, end under 1"
 TOKENS, TOKENS_ALONE = 30, 8  # of each answer
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": 24, "max_running": 24}
 # States of delta nets are saved, to be hit, behind 64 tokens of a step.
-HYBRID_ENGINE = ENGINE | {"max_batch_tokens": 64, "state_bytes": 1 << 20}
+HYBRID_ENGINE = ENGINE | {"max_batch_tokens": 64, "state_bytes": 2 << 20}
 # (adapter, tokens of the prompt, grammar): more tokens than the KV pages hold at once.
 TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     (None, 9, None),

@@ -20,6 +20,9 @@ from lorikeet_engine.kernels.fp8.reference import quantize_rows
 EXPERT = re.compile(r"((?:model|backbone)\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 
 
+_BY_INPUT = (".o_proj", ".out_proj", ".down_proj", ".output_linear")  # divided so among ranks
+
+
 class RoundedLinear(torch.nn.Linear):
     """Linear whose input is rounded to FP8, token by token; its weight is not changed.
 
@@ -163,8 +166,11 @@ def round_linears(
             linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)
             linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
-        if name.endswith(("_proj", "_qkv", "_z", "_qkvz")) and type(linear) is torch.nn.Linear:
-            parts = ranks if name.endswith((".o_proj", ".out_proj", ".down_proj")) else 1
+        if (
+            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear"))
+            and type(linear) is torch.nn.Linear
+        ):
+            parts = ranks if name.endswith(_BY_INPUT) else 1
             linear.__class__, linear.parts = RoundedLinear, parts
             linear.weight.data = _stored(linear.weight.data, parts, block)
 

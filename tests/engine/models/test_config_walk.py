@@ -33,9 +33,11 @@ IDLE_IN = {
     # Of Gemma 4's mixtures, and of E2B and E4B.
     *(("gemma4_text", key) for key in ("moe_intermediate_size", "num_experts", "top_k_experts")),
     *(("gemma4_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
+    ("gemma4_unified_text", "use_double_wide_mlp"),
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
     # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
     # prompts alone, to none's use: no trainer and no other engine has such a least time step.
+    ("granitemoehybrid", "mamba_chunk_size"),
     ("nemotron_h", "chunk_size"),
     ("nemotron_h", "expand"),
     ("nemotron_h", "hidden_dropout"),
@@ -51,11 +53,18 @@ IDLE_IN = {
     ("nemotron_h", "use_mamba_kernels"),
 }
 # Where all of a family's keys at their defaults make a model that is refused.
-BESIDE = {"gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}}
+BESIDE = {
+    "gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {"attention_k_eq_v": True},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
 ALONE = ["linear_attention", "moe", "full_attention", "mlp"]
-LAYERS = {"nemotron_h": {"layers_block_type": ALONE}}
+LAYERS = {
+    "granitemoehybrid": {"layer_types": HYBRID_LAYERS[::-1]},
+    "nemotron_h": {"layers_block_type": ALONE},
+}
 GLOBAL = {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 GEMMA4 = {
     "hidden_size_per_layer_input": 8,
@@ -103,6 +112,7 @@ OTHERWISE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "original_max_position_embeddings": 16,
+    "position_embedding_type": "nope",
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
     "use_bidirectional_attention": True,
@@ -155,7 +165,7 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
     plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
-    if family == "gemma4_text":
+    if family.startswith("gemma4"):
         plain |= {"num_hidden_layers": 4, "sliding_window": 64}
         beside, changed = {}, GEMMA4.get(key, otherwise(key, plain[key]))
     elif FAMILIES[family].is_hybrid:

@@ -18,6 +18,7 @@ PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
 _LINEARS = {GATE_UP: GATE, GATE_UPS: GATE, DOWNS: DOWN}
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
+_OLD_ROUTER = ".mlp.router.layer"  # Granite's
 _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
@@ -57,6 +58,7 @@ def modern(module: str) -> str:
     have the expert's number last.
     """
     module = LISTED.sub(r"\1.\3.\2", module.replace(_OLD_BLOCK, _BLOCK))
+    module = module.removesuffix(".layer") if module.endswith(_OLD_ROUTER) else module
     before, dot, last = module.rpartition(".")
     return f"{before}{dot}{_OLD_LINEARS.get(last, last)}" if is_of_experts(module) else module
 

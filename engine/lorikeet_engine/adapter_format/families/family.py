@@ -176,6 +176,7 @@ class ExpertKeys:
     weighed: whether the shared expert's output is multiplied by the sigmoid of shared_expert_gate's
         output; else it is added as it is.
     shared_width: key for the width of the shared expert's intermediate vector.
+    may_lack: whether a model of the family may have no experts, and the shared one alone.
     sigmoid: whether an expert's weight is the sigmoid of its logit, not a softmax over all; experts
         are chosen by this weight plus a trained bias (DeepSeek V3's router).
     clamped: whether experts are gpt-oss's: router and experts have biases, gates and the values
@@ -190,6 +191,7 @@ class ExpertKeys:
     parameters: bool = False
     shared: bool = False
     weighed: bool = True
+    may_lack: bool = False
     sigmoid: bool = False
     clamped: bool = False
     shared_width: str = Width.SHARED_INTERMEDIATE
@@ -200,6 +202,8 @@ class RecurrentKeys:
     """Keys of config.json for a family's delta nets or Mamba 2 mixers. See RecurrentShape.
 
     conv_bias: whether the convolution has a bias; None: it has none.
+    expand: width of all value heads together, as a multiple of hidden_size; it replaces a value_dim
+        "auto". None: the family has no such key.
     time_limits: smallest and largest time step of Mamba 2; None for delta nets.
     """
 
@@ -210,6 +214,7 @@ class RecurrentKeys:
     convolution: str
     conv_bias: str | None = None
     time_limits: str | None = None
+    expand: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

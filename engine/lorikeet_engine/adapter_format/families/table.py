@@ -99,9 +99,9 @@ _FUSED_DELTA_IN = tuple(
 )
 _WINDOW = LayerKind.WINDOW
 _WINDOW_LINEARS = tuple(replace(linear, kinds=(_WINDOW,)) for linear in (_Q, _K, _V, _O))
-_FULL_Q, _FULL_K, _FULL_V = (
+_FULL_Q, _FULL_K = (
     replace(linear, outputs=(width,), group="full_qkv", kinds=(_FULL,))
-    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
+    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS))
 )
 _FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kinds=(_FULL,))
 _SHARED_GATE, _SHARED_UP = (
@@ -159,6 +159,18 @@ def _mixer(linear: Linear, name: str, *kinds: LayerKind, **changes: Any) -> Line
     return replace(linear, module=f"mixer.{name}", kinds=kinds, **changes)
 
 
+_GRANITE_HYBRID = (
+    *(replace(linear, kinds=(_FULL,)) for linear in (_Q, _K, _V, _O)),
+    *(replace(each, module=each.module.replace("mixer.", "mamba.")) for each in _MAMBA),
+    replace(_ROUTER, module="mlp.router"),
+    *(_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN),
+    replace(
+        _SHARED_UP,
+        module="shared_mlp.input_linear",
+        outputs=(Width.SHARED_INTERMEDIATE, Width.SHARED_INTERMEDIATE),
+    ),
+    replace(_SHARED_DOWN, module="shared_mlp.output_linear"),
+)
 _MIXTURE = LayerKind.EXPERTS, _LATENT
 _ALONE = (
     *(_mixer(each, each.name, _FULL) for each in (_Q, _K, _V, _O)),
@@ -228,22 +240,20 @@ _GEMMA_NORMS = LayerNorms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_GEMMA4 = {
+_GEMMA4_UNIFIED = {
     "attention_bias": False,
     "attention_k_eq_v": False,
-    "enable_moe_block": False,
     "final_logit_softcapping": None,
     "global_head_dim": 512,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size_per_layer_input": 256,
     "layer_types": None,
     "num_global_key_value_heads": None,
     "num_kv_shared_layers": 0,
     "per_layer_config": None,
-    "sliding_window": 512,
+    "sliding_window": 1024,
     "tie_word_embeddings": True,
-    "use_bidirectional_attention": None,
+    "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": False,
 }
 _GEMMA4_ROPE = {
@@ -253,6 +263,23 @@ _GEMMA4_ROPE = {
         "rope_theta": 1_000_000.0,
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_GEMMA4 = _GEMMA4_UNIFIED | {
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 256,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+}
+_GEMMA4_LINEARS = (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN)
+_LIKE_GEMMA4: Mapping[str, Any] = {
+    "norms": _GEMMA_NORMS,
+    "qk_norm": QkNormKind.HEAD,
+    "scaled_embeddings": True,
+    "scales_in_module": True,
+    "rope_parameters": _GEMMA4_ROPE,
+    "attention_scale": 1.0,
+    "value_norm": True,
+    "layer_scalars": True,
 }
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -368,19 +395,8 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embeddings=True,
         scales_in_module=True,
     ),
-    "gemma4_text": Family(
-        "Gemma 4",
-        (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN),
-        _GEMMA4,
-        norms=_GEMMA_NORMS,
-        qk_norm=QkNormKind.HEAD,
-        scaled_embeddings=True,
-        scales_in_module=True,
-        rope_parameters=_GEMMA4_ROPE,
-        attention_scale=1.0,
-        value_norm=True,
-        layer_scalars=True,
-    ),
+    "gemma4_text": Family("Gemma 4", _GEMMA4_LINEARS, _GEMMA4, **_LIKE_GEMMA4),
+    "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),
     "glm4": Family(
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),
@@ -477,6 +493,52 @@ FAMILIES: Mapping[str, Family] = {
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
         recurrent=_QWEN_KEYS,
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4",
+        _GRANITE_HYBRID,
+        {
+            "attention_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "layer_types": None,
+            "logits_scaling": 1.0,
+            "mamba_conv_bias": True,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+            "residual_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            "time_step_limit": (0.0, math.inf),
+        },
+        experts=ExpertKeys(
+            ("num_local_experts",),
+            "intermediate_size",
+            normalised=True,
+            parameters=True,
+            shared=True,
+            weighed=False,
+            may_lack=True,
+            shared_width="shared_intermediate_size",
+        ),
+        kind_names=_MAMBA_KINDS,
+        recurrent=RecurrentKeys(
+            "mamba_n_groups",
+            "mamba_d_state",
+            "mamba_n_heads",
+            "mamba_d_head",
+            "mamba_d_conv",
+            "mamba_conv_bias",
+            "time_step_limit",
+            "mamba_expand",
+        ),
+        fixed={"mamba_proj_bias": False},
     ),
     "nemotron_h": Family(
         "Nemotron 3",
