@@ -19,14 +19,12 @@ import triton.language as tl
 from lorikeet_engine.kernels.split_k import ProductConfig, arrived, turned
 from lorikeet_engine.kernels.w4a16 import MIDDLE, SPAN, PackedWeight
 
-DECODED_FROM = 512
+DECODED_FROM = 384
 """Number of tokens from which the weight is decoded first."""
 _DECODED_BYTES = 32 << 20  # of the decoded outputs at a time: a Hopper GPU's cache has 50 MB
 _BLOCK_TOKENS = 128  # at most, of one program
-_PROGRAMS = 512  # at most, if they share inputs: about four for each multiprocessor of an H200
-_MOST_SPLIT = 8
-_WIDE = 128 * 132
-"""Outputs from which larger tiles leave no multiprocessor of an H200 without one."""
+_SMS = 132  # multiprocessors of an H200
+_MOST_SPLIT, _LEAST_SPANS = 8, 8  # of one program
 _TURNED = 32
 """Most tokens of programs that begin with different inputs, see split_k.turned."""
 _DECODED_OUTPUTS = 64  # of one program
@@ -55,13 +53,15 @@ def product_config(weight: PackedWeight, tokens: int) -> ProductConfig:
 
     The fastest on an H200, or near to it, for the linears of Llama-3.1-8B.
     """
-    block_tokens = _block_tokens(tokens)
-    block_out = 128 if block_tokens == 32 and weight.d_out >= _WIDE else 64
-    most = _MOST_SPLIT if block_tokens <= 32 else _MOST_SPLIT // 2
-    tiles, split = triton.cdiv(weight.d_out, block_out) * triton.cdiv(tokens, block_tokens), 1
-    while split < most and tiles * split * 2 <= _PROGRAMS:
+    block_tokens, block_out, warps, split = _block_tokens(tokens), 64, 4, 1
+    if 16 < block_tokens <= 64 and weight.d_out >= 128 * _SMS:
+        block_out, warps = 128, block_tokens // 8
+    tiles = triton.cdiv(weight.d_out, block_out) * triton.cdiv(tokens, block_tokens)
+    most = min(_MOST_SPLIT, len(weight.codes) // _LEAST_SPANS)
+    programs = (4 if block_out * block_tokens <= 64 * 64 else 2) * _SMS
+    while split * 2 <= most and tiles * split * 2 <= programs:
         split *= 2
-    return ProductConfig(block_out, block_in=SPAN, split=split, warps=4, stages=3)
+    return ProductConfig(block_out, block_in=SPAN, split=split, warps=warps, stages=3)
 
 
 def _block_tokens(tokens: int) -> int:
