@@ -173,8 +173,9 @@ def _decode_with_ring(
             v = tl.load(values_at + value).to(tl.float32)
             u_at = past_corrections + value
             u_held = tl.load(u_at[None, :] + entry * value_dim, mask=held, other=0.0)
-            u = beta * (v - faded * tl.sum(s * k[None, :], 1) - tl.sum(u_held * of_k[:, None], 0))
-            out = faded * tl.sum(s * q[None, :], 1) + tl.sum(u_held * of_q[:, None], 0) + u * similar
+            s_k, s_q = tl.sum(s * k[None, :], 1), tl.sum(s * q[None, :], 1)
+            u = beta * (v - faded * s_k - tl.sum(u_held * of_k[:, None], 0))
+            out = faded * s_q + tl.sum(u_held * of_q[:, None], 0) + u * similar
             out = out.to(o.dtype.element_ty)
             tl.store(o + (row * value_heads + head) * value_dim + value, out)
             if count < entries:

@@ -137,8 +137,8 @@ def _products_mxfp4(
     at_x = x + token.to(tl.int64) * d_in
     line = tl.minimum(output, d_out - 1)
     sums = multiplied(
-        at_x, None, words, scales, expert, line, 0, tl.cdiv(d_in, 128), tl.program_id(1), d_out, d_in, upcast,
-        block_rows, block_outputs, stages,
+        at_x, None, words, scales, expert, line, 0, tl.cdiv(d_in, 128), tl.program_id(1),
+        d_out, d_in, upcast, block_rows, block_outputs, stages,
     )  # fmt: skip
     at_y = y + row[None, :].to(tl.int64) * d_out + output[:, None]
     mask = (output < d_out)[:, None] & (row < end)[None, :]

@@ -168,7 +168,7 @@ def pack(
 
     Raises ValueError if groups are of different sizes or not of a multiple of 32 inputs.
     """
-    (d_out, d_in), groups = q.shape, scales.shape[1]
+    d_in, groups = q.shape[1], scales.shape[1]
     group, order = d_in // groups, None
     if d_in % groups or group % GRAIN:
         raise ValueError(f"{d_in} inputs in {groups} groups are no multiples of {GRAIN} each")

@@ -31,6 +31,19 @@ _DECODED_OUTPUTS = 64  # of one program
 # A number of 16 bits whose last four bits are the integer added to `_OFFSETS`, by dtype.
 _ONES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
+# Two elements of codes share a register: 7 instructions for 8 codes.
+_FOUR = """{
+    .reg .b32 second, third, fourth;
+    shr.u32 second, $4, 4;
+    shr.u32 third, $4, 8;
+    shr.u32 fourth, $4, 12;
+    lop3.b32 $0, $4, 0x000f000f, ONES, 0xea;
+    lop3.b32 $1, second, 0x000f000f, ONES, 0xea;
+    lop3.b32 $2, third, 0x000f000f, ONES, 0xea;
+    lop3.b32 $3, fourth, 0x000f000f, ONES, 0xea;
+}"""
+_FOUR_BFLOAT16 = tl.constexpr(_FOUR.replace("ONES", "0x43004300"))
+_FOUR_FLOAT16 = tl.constexpr(_FOUR.replace("ONES", "0x64006400"))
 _TRITON = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -162,34 +175,15 @@ def _four(codes: tl.tensor, ones: tl.constexpr) -> tuple[tl.tensor, ...]:
     codes: int16 [rows, columns]. ones: see _ONES; 0 is not allowed.
     → four tensors like codes, bfloat16 or float16
     """
-    # Two elements share a register: 7 instructions for 8 codes.
     if ones == 0x4300:
         four = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 second, third, fourth;
-            shr.u32 second, $4, 4;
-            shr.u32 third, $4, 8;
-            shr.u32 fourth, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, third, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, fourth, 0x000f000f, 0x43004300, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            _FOUR_BFLOAT16, "=r,=r,=r,=r,r", [codes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         four = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 second, third, fourth;
-            shr.u32 second, $4, 4;
-            shr.u32 third, $4, 8;
-            shr.u32 fourth, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, second, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $2, third, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, fourth, 0x000f000f, 0x64006400, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            _FOUR_FLOAT16, "=r,=r,=r,=r,r", [codes],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return four
 
