@@ -33,7 +33,7 @@ _KINDS = (
         "experts",
         r"^(_products|_gate_up|_down|gate_clamped|choose|sort_by_expert|sum_weighed)|[gG]rouped",
     ),
-    ("attention", r"^_(decode|merge|add_sinks)$|flashinfer|fmha"),
+    ("attention", r"^_(decode|prefill|merge|add_sinks)$|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv|^_(multiply|decode_weight)"),
     (
         "sampling",

@@ -25,7 +25,7 @@ from lorikeet_engine.execution.batch_builder import (
     group_by_adapter,
     head_segments,
 )
-from lorikeet_engine.execution.kv_tensors import allocate_states
+from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import with_states
 from lorikeet_engine.kernels import fp8
@@ -124,18 +124,14 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     All answers are computed in one pass: their rows and their adapters, which are loaded, must fit
     into memory.
     """
-    shape = model.config.shape
     sequences = sequences_of(answers, len(model.config.kv_groups.windows))
     for sequence in sequences:
         if sequence.adapter is not None:
             sequence.lease = lease_of(tiers, sequence.adapter)
     groups = model.config.kv_groups
     pages = sum(len(of_group) for sequence in sequences for of_group in sequence.kv.pages)
-    kv = torch.zeros(
-        (groups.page_layers, 2, pages, PAGE, shape.kv_heads, shape.head_dim),
-        dtype=model.dtype,
-        device=model.device,
-    )
+    size = kv_shape(model.config, model.shape, pages, PAGE, model.device.type)
+    kv = torch.zeros(size, dtype=model.dtype, device=model.device)
     states = allocate_states(model.shape, len(sequences), model.dtype, model.device)
     chunks = group_by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
     chunks = with_states(chunks, 0 if states is None else states.slots)
@@ -146,7 +142,7 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     ]
     heads = head_segments(chunks, np.array([len(part) for part in rows]))
     step = replace(step, logit_rows=np.concatenate(rows), head_segments=heads)
-    attention = SdpaAttention(model.config.attention_soft_cap)
+    attention = SdpaAttention(model.config.attention_soft_cap, model.config.attention_scale)
     runner = ModelRunner(model, attention, tiers.weights, kv, states=states)
     logits = runner.forward(step.upload(model.device))
     for sequence in sequences:

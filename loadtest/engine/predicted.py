@@ -26,15 +26,17 @@ weights are 84% of the rate expected here from 11,738 in bfloat16.
 """
 
 import json
+import math
 import tempfile
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from loadtest.engine import prefill
 from loadtest.engine.offline import Work
 from loadtest.engine.random_model import LLAMA_3_1_8B, write_config
-from lorikeet_engine.kernels.attention.protocol import kv_head_dim
+from lorikeet_engine.execution.kv_tensors import kv_width
 from lorikeet_engine.models.config import ModelConfig
 
 BYTES_PER_S = 4.3e12
@@ -77,8 +79,8 @@ class Roofline:
     def linear_elements(self) -> int:
         """Elements of all layers' linears."""
         shape = self.config.shape
-        widths = (shape.dims(index) for index in range(len(shape.linears)))
-        return shape.layers * sum(d_in * d_out for d_in, d_out in widths)
+        places = product(range(shape.layers), range(len(shape.linears)))
+        return sum(math.prod(shape.dims(n)) for layer, n in places if shape.has(layer, n))
 
     @property
     def head_elements(self) -> int:
@@ -92,8 +94,9 @@ class Roofline:
         """
         shape = self.config.shape
         each = FP8_BYTES if self.fp8_kv else FLOAT_BYTES
-        token = 2 * shape.kv_heads * kv_head_dim(shape.head_dim, "cuda") * each
-        return token * sum(min(context, window or context) for window in self.config.windows)
+        widths = (kv_width(shape, layer, "cuda") for layer in range(shape.layers))
+        layers = zip(widths, self.config.windows, strict=True)
+        return 2 * each * sum(width * min(context, window or context) for width, window in layers)
 
     def prompts_s(self, work: Work) -> float:
         """Return the seconds of all prompts' prefill; a prompt's last token gives the first token

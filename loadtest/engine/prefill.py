@@ -83,11 +83,14 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
     sequences, tokens: number of prompts, and tokens of each.
     """
     c = config.shape
-    width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
-    linears = c.hidden * (2 * width + 2 * kv_width + mlp)
-    seen = sum(_pairs(tokens, window) for window in config.windows)
-    layers = c.layers * tokens * linears + 2 * seen * width
+    layers = 0
+    for layer, window in enumerate(config.windows):
+        heads = c.heads_of(layer)
+        width, keys = c.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        keys_and_values = keys if c.is_full(layer) else 2 * keys
+        layers += tokens * c.hidden * (2 * width + keys_and_values + mlp)
+        layers += 2 * _pairs(tokens, window) * width
     return 2 * sequences * (layers + c.hidden * config.vocab_size)
 
 

@@ -153,6 +153,24 @@ GEMMA_3_12B: Mapping[str, Any] = {
     "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+GEMMA_4_31B: Mapping[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "num_global_key_value_heads": 4,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+}
 QWEN3_5_9B: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -286,6 +304,7 @@ CONFIGS = {
     "phi-4": PHI_4,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gemma-3-12b": GEMMA_3_12B,
+    "gemma-4-31b": GEMMA_4_31B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,
@@ -400,6 +419,10 @@ class RandomCheckpoint(Checkpoint):
     def deviation(self, _name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
         return cut.shape[1] ** -0.5
+
+    def floats(self, _name: str) -> torch.Tensor:
+        """Return the factor of hidden states behind a layer: 1."""
+        return torch.ones(1)
 
     def read_plus_one(self, _name: str, cut: Cut) -> torch.Tensor:
         """Return a norm's weight after 1 is added to it: 1."""

@@ -114,6 +114,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     },
+    "gemma4_text": {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 50,
+        "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
+        "final_logit_softcapping": 20.0,
+    },
     "glm4": {"head_dim": 96},
     "seed_oss": {"head_dim": 128},
     # All experts of each token: rounding could select other ones of a few than the reference does.
@@ -318,6 +328,8 @@ def _save_model(family: str, folder: Path) -> Path:
             # norms and biases start as 0 or 1, which would hide them
             if weight.dim() == 1 or name.endswith("_bias"):
                 weight.data.add_(torch.randn_like(weight), alpha=0.3)
+            if "gemma4" in family and name.endswith("q_norm.weight"):
+                weight.data /= len(weight) ** 0.5  # scores have no such divisor of their own
     model.lm_head.weight.data.mul_(0.1 / 0.03)  # logits spread like a trained model's
     model.save_pretrained(folder)
     _round(folder / "model.safetensors")

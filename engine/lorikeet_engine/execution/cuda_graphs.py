@@ -215,9 +215,8 @@ class CudaGraphs:
 
     def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
         model, c = self._model, self._model.shape
-        both = torch.zeros(
-            2, sizes[-1], c.heads, c.head_dim, dtype=model.dtype, device=model.device
-        )
+        elements = sizes[-1] * c.heads * c.widest_head
+        both = torch.zeros(2, elements, dtype=model.dtype, device=model.device)
         queries, outputs = both
         buffers = AttentionBuffers(queries, outputs)
         ladder: _Ladder = {}
@@ -225,7 +224,7 @@ class CudaGraphs:
             most = min(self._limits.adapters, size)
             ladder[size] = {
                 held: self._record_piecewise(
-                    self._static_batch(size, held, whole=False), attention, buffers.first(size)
+                    self._static_batch(size, held, whole=False), attention, buffers
                 )
                 for held in self._adapters(0, min(_FEW_SEGMENTS, most), most)
             }

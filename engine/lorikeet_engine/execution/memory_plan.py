@@ -225,7 +225,8 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
     GiB (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    kinds = {shape.heads_of(layer) for layer in range(shape.layers)}
+    qkv = max((shape.heads + 2 * each.kv_heads) * each.head_dim for each in kinds)
     mlp = 3 * shape.intermediate
     if config.experts_per_token:  # each of a token's experts has a row, an input and an output
         mlp = config.experts_per_token * (mlp + 2 * shape.hidden)

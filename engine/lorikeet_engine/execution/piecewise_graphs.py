@@ -4,7 +4,8 @@ Used for steps whose attention cannot be part of a graph, since its kernels depe
 A pass of 32 layers is 33 graphs and 32 launches of attention.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,22 @@ from lorikeet_engine.models.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class AttentionBuffers:
-    """Tensors that pass attention's inputs and outputs from graph to graph.
+    """Memory that passes attention's inputs and outputs from graph to graph.
 
-    Both are [tokens, heads, head_dim]. Captured passes may share them.
+    Both tensors have one dimension, with room for the largest step's elements in the layers with
+    the widest heads. Captured passes may share them.
     """
 
     queries: torch.Tensor
     outputs: torch.Tensor
 
-    def first(self, tokens: int) -> "AttentionBuffers":
-        """Return views of the first `tokens` rows, for a pass of fewer tokens."""
-        return AttentionBuffers(self.queries[:tokens], self.outputs[:tokens])
+    def of(self, tokens: int, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and outputs of a step's attention, each [tokens, *heads].
+
+        heads: (number of query heads, elements of a head).
+        """
+        size = tokens * math.prod(heads)
+        return self.queries[:size].view(tokens, *heads), self.outputs[:size].view(tokens, *heads)
 
 
 class PiecewiseGraphs:
@@ -60,15 +66,16 @@ class PiecewiseGraphs:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a batch whose contents are in the static tensors already."""
-        buffers = self._buffers.first(len(batch.token_ids))
+        tokens = len(batch.token_ids)
         self._attention.plan(batch)
         for piece in self._pieces:
             piece.graph.replay()
+            queries, outputs = self._buffers.of(tokens, piece.heads)
             mixed = self._attention.attend(
-                buffers.queries, piece.layer_kv, batch, piece.scales, piece.window, piece.group,
+                queries, piece.layer_kv, batch, piece.scales, piece.window, piece.group,
                 piece.sinks,
             )  # fmt: skip
-            buffers.outputs.copy_(mixed)
+            outputs.copy_(mixed)
         self._last.replay()
         return self._hidden
 
@@ -77,9 +84,12 @@ class PiecewiseGraphs:
 class _Piece:
     """CUDA graph that ends before a layer's attention, and the arguments for calling that
     attention.
+
+    heads: (number of query heads, elements of a head).
     """
 
     graph: torch.cuda.CUDAGraph
+    heads: torch.Size
     layer_kv: torch.Tensor
     scales: KvScales | None
     window: int | None
@@ -121,7 +131,8 @@ class _GraphSplitter:
         Returns the buffer that holds attention's output when the next graph is replayed. Arguments:
         see AttentionBackend.attend.
         """
-        self._buffers.queries.copy_(q)
-        self.pieces.append(_Piece(self.end(), layer_kv, scales, window, group, sinks))
+        queries, outputs = self._buffers.of(len(q), q.shape[1:])
+        queries.copy_(q)
+        self.pieces.append(_Piece(self.end(), q.shape[1:], layer_kv, scales, window, group, sinks))
         self.begin()
-        return self._buffers.outputs
+        return outputs

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from lorikeet_engine.adapter_format.shape import AttentionHeads
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.kv_tensors import allocate_kv, allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
@@ -38,21 +40,8 @@ class RunnerParts:
 
         weights: memory of the adapters' weights on the device.
         """
-        config, own = model.config, model.shape
-        shape = AttentionShape(
-            own.heads,
-            own.kv_heads,
-            own.widest_head,
-            settings.page_size,
-            model.dtype,
-            settings.torch_kv_dtype == FP8_KV,
-            config.kv_groups.windows,
-            config.attention_soft_cap,
-            config.sinks,
-            config.max_context >= _LONG_CONTEXT,
-            config.attention_scale,
-        )
-        return cls(model, choose_attention(shape, model.device), weights, settings)
+        shapes = _attention_shapes(model, settings)
+        return cls(model, choose_attention(shapes, model.device), weights, settings)
 
     def build(
         self, pages: int, slots: int, runner: Callable[..., ModelRunner] = ModelRunner
@@ -68,6 +57,32 @@ class RunnerParts:
         states = allocate_states(model.shape, slots, model.dtype, model.device, state_dtype)
         graphs = _capture(model, self.attention, self.weights, kv, states, self.settings)
         return runner(model, self.attention, self.weights, kv, graphs, states)
+
+
+def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[AttentionShape]:
+    """Return the shape of each kind of heads, with the windows of its groups of layers."""
+    config, own = model.config, model.shape
+    groups, places = range(len(config.kv_groups.windows)), enumerate(config.kv_groups.places)
+    heads = {group: AttentionHeads(own.kv_heads, own.head_dim) for group in groups}
+    if own.full is not None:
+        heads |= {place.group: own.heads_of(layer) for layer, place in places if place is not None}
+    kinds = groupby(groups, key=lambda group: heads[group])
+    return [
+        AttentionShape(
+            own.heads,
+            each.kv_heads,
+            each.head_dim,
+            settings.page_size,
+            model.dtype,
+            settings.torch_kv_dtype == FP8_KV,
+            tuple(config.kv_groups.windows[group] for group in of_kind),
+            config.attention_soft_cap,
+            config.sinks,
+            config.max_context >= _LONG_CONTEXT,
+            config.attention_scale,
+        )
+        for each, of_kind in kinds
+    ]
 
 
 def _capture(

@@ -13,6 +13,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _WholeGraph
+from lorikeet_engine.kernels.attention.by_heads import CapturableByHeads
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
 from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
@@ -51,13 +52,28 @@ HYBRID = CONFIG | {
     "hidden_act": "silu",
     "partial_rotary_factor": 0.25,
 }
+TWO_HEADS = CONFIG | {  # heads of two sizes
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
+    "head_dim": 64,
+    "global_head_dim": 96,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 40,
+}
+WIDE = TWO_HEADS | {"global_head_dim": 512}
 
 
 class Rows:
     """CapturableAttention of torch, without a GPU: each query token is planned as its own row."""
 
+    def __init__(self, scale=None):
+        self._scale = scale
+
     def captured(self, tokens, pages):
-        return Rows()
+        return Rows(self._scale)
 
     def plan(self, batch):
         rows, tables = np.arange(batch.query_starts[-1] + 1, dtype=np.int32), []
@@ -70,7 +86,7 @@ class Rows:
     def attend(self, q, layer_kv, batch, scales=None, window=None, group=0, sinks=None):
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = len(self._rows.kv_lengths)
-        out[:rows] = SdpaAttention().attend(
+        out[:rows] = SdpaAttention(None, self._scale).attend(
             q[:rows], layer_kv, self._rows, scales, window, group, sinks
         )
         return out
@@ -94,7 +110,7 @@ class Piecewise:
     """PiecewiseGraphs without a GPU: static tensors, but attention for the step's own tokens."""
 
     def __init__(self, graphs, blank, buffers):
-        self._graphs, self._blank, self._outputs = graphs, blank, buffers.outputs
+        self._graphs, self._blank, self._buffers = graphs, blank, buffers
 
     def forward(self, batch):
         self._batch = batch
@@ -102,10 +118,12 @@ class Piecewise:
 
     def attend(self, q, layer_kv, _, scales=None, window=None, group=0, sinks=None):
         rows = len(self._batch.token_ids)
-        self._outputs.fill_(torch.nan)
-        got = SdpaAttention().attend(q[:rows], layer_kv, self._batch, scales, window, group, sinks)
-        self._outputs[:rows] = got
-        return self._outputs
+        _, outputs = self._buffers.of(len(q), q.shape[1:])
+        outputs.fill_(torch.nan)
+        torchs = SdpaAttention(None, self._graphs._model.config.attention_scale)
+        got = torchs.attend(q[:rows], layer_kv, self._batch, scales, window, group, sinks)
+        outputs[:rows] = got
+        return outputs
 
 
 def recorded_piecewise(graphs, blank, attention, buffers):
@@ -173,11 +191,15 @@ class Twice:
         ("cpu", "fp8", CONFIG),
         ("cpu", "auto", WINDOWED),
         ("cpu", "auto", HYBRID),
+        ("cpu", "auto", TWO_HEADS),
+        ("cpu", "fp8", TWO_HEADS),
         pytest.param(("cuda", "auto", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WINDOWED), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", WINDOWED), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", HYBRID), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "auto", WIDE), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "fp8", WIDE), marks=pytest.mark.gpu),
     ],
     ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
 )
@@ -220,8 +242,13 @@ def build(config, shelf, device, kv_dtype, tmp_path, monkeypatch):
 
 def add_graphs(runner, settings):
     limits = StepLimits(settings.max_batch_tokens, settings.max_running, 5, 16, runner.kv.shape[2])
+    config = runner.model.config
+    attention, groups = Rows(config.attention_scale), len(config.kv_groups.windows)
+    if config.shape.full is not None:  # heads of two sizes have two back ends
+        both = ((range(1), attention), (range(1, groups), Rows(config.attention_scale)))
+        attention = CapturableByHeads(both)
     runner._graphs = CudaGraphs(
-        runner.model, Rows(), runner._weights, runner.kv, limits, runner._states
+        runner.model, attention, runner._weights, runner.kv, limits, runner._states
     )
 
 

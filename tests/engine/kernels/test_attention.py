@@ -162,7 +162,7 @@ def test_a_machine_without_flashinfer_is_told_which_extra_it_wants(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "lorikeet_engine.kernels.attention.flashinfer", False)
     with pytest.raises(SettingsError, match=r"--editable '\.\[cuda\]'"):
-        choose_attention(LARGE, CUDA)
+        choose_attention([LARGE], CUDA)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_machine_without_flashinfer_is_told_which_extra_it_wants(monkeypatch):
     ],
 )
 def test_torch_attends_where_flashinfer_cannot(shape, device, caplog):
-    assert isinstance(choose_attention(shape, device), SdpaAttention)
+    assert isinstance(choose_attention([shape], device), SdpaAttention)
     assert ("attention_is_slow" in caplog.text) == (device == CUDA), "a CPU has nothing else"
 
 
@@ -182,14 +182,14 @@ def test_pages_of_fp8_are_refused_on_a_gpu_that_has_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
     with pytest.raises(SettingsError, match="kv_dtype=fp8: NVIDIA A10 is older than Ada"):
-        choose_attention(replace(LARGE, fp8_kv=True), CUDA)
+        choose_attention([replace(LARGE, fp8_kv=True)], CUDA)
 
 
 def test_the_warning_names_the_property_without_flashinfer_kernels(caplog):
-    choose_attention(replace(LARGE, head_dim=48), CUDA)
-    choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
+    choose_attention([replace(LARGE, head_dim=48)], CUDA)
+    choose_attention([replace(LARGE, dtype=torch.float32)], CUDA)
     narrow, wide = (record.reason for record in caplog.records)
-    assert "heads of 64 to 256, and these have 48" in narrow
+    assert "heads of 64 to 512, and these have 48" in narrow
     assert "float32" in wide
 
 
@@ -217,7 +217,7 @@ class TestFlashInfer:
 
     @pytest.fixture
     def backend(self, shape, scales):
-        return choose_attention(replace(shape, fp8_kv=scales is not None), CUDA)
+        return choose_attention([replace(shape, fp8_kv=scales is not None)], CUDA)
 
     @pytest.fixture
     def compare(self, paged_tokens, backend, scales, shape):
@@ -320,4 +320,4 @@ class TestFlashInfer:
                 ),
             ),
         )
-        choose_attention(shape, CUDA).plan(batch)
+        choose_attention([shape], CUDA).plan(batch)

@@ -26,6 +26,7 @@ FILES = (
     "test_prefixes.py",
     "test_sampling_kernels.py",
     "test_w4a16.py",
+    "test_wide_heads.py",
 )
 
 

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from lorikeet_engine.kernels.attention.merge import merge
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
+from lorikeet_engine.kernels.attention.paged_prefill import PagedPrefill, Tiling
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
@@ -454,6 +455,29 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
     assert compiled == {"_decode"}
     add_sinks(empty(tokens, 64, 64), empty(tokens, 64), empty(64, dtype=torch.float32))
     assert compiled == {"_decode", "_add_sinks"}
+
+
+@pytest.mark.parametrize("tiling", [Tiling.of(232_448), Tiling.of(166_912), Tiling.of(0)])
+def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
+    shape = AttentionShape(32, 4, 512, 16, torch.bfloat16, scale=1.0)
+    prefill = PagedPrefill(shape, torch.device("cpu"))
+    prefill._tiling, prefill._rows = tiling, tiling.rows
+    prefill._tiles = dict.fromkeys((None, 1024), empty(8, 4, dtype=torch.int32))
+    prefill._pages = empty(1, 100, dtype=torch.int32)
+    q, size, out = empty(64, 36, 512)[:, :32], (2, 100, 16, 4, 512), empty(64, 32, 512)
+    prefill.attend(q, empty(*size), out)
+    prefill.attend(q, empty(*size), out, window=1024)
+    prefill.attend(q, empty(*size, dtype=FP8_KV), out, KvScales(0.1, 0.2))
+    assert compiled == {"_prefill"}
+    for tokens in (1, 1024):
+        workspace = empty(workspace_bytes(shape, tokens), dtype=torch.uint8)
+        pages = empty(1, 4096, dtype=torch.int32)
+        decode = PagedDecode(shape, tokens, pages, workspace)
+        decode.attend(empty(tokens, 36, 512)[:, :32], empty(*size), None)
+        decode.attend(
+            empty(tokens, 36, 512)[:, :32], empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2)
+        )
+    assert compiled == {"_prefill", "_decode"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

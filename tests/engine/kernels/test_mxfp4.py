@@ -220,7 +220,8 @@ def test_the_experts_of_one_token(
     if adapted:
         one = torch.ones(1, dtype=torch.int32, device=kind[0])
         lora = LoraDelta(3 * random(kind, experts, 1).T.contiguous(), one)
-    routed = reference.route(logits, per_token, lora, normalised=True)
+    # the reference adds LoRA to its logits in place
+    routed = reference.route(logits.clone(), per_token, lora, normalised=True)
     y = reference.expert_products(x.double(), up_values, routed, gathered=True)
     gated = reference.clamped_swiglu(y, biases.gate_up, routed, CLAMP)
     y = reference.expert_products(gated.double(), down_values, routed)

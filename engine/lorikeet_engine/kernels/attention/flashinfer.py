@@ -20,8 +20,8 @@ from lorikeet_engine.kernels.attention.hopper_prefill import HopperPrefill, pinn
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.prefixes import (
     PlannedSequences,
+    chosen_sequences,
     seen_by_each,
-    starts_of,
 )
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionShape,
@@ -59,8 +59,8 @@ class _Split:
         return cls(
             upload(decode_rows, device),
             upload(prompt_rows, device),
-            _chosen(batch, is_decode),
-            _chosen(batch, ~is_decode),
+            chosen_sequences(batch, is_decode),
+            chosen_sequences(batch, ~is_decode),
         )
 
 
@@ -259,21 +259,6 @@ def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -
     tables = np.stack([table.kv_lengths for table in batch.page_tables])
     seen = seen_by_each(np.diff(batch.query_starts), tables.max(axis=0))
     return bool(seen[~is_decode].sum() >= SEEN_TO_SPLIT)
-
-
-def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:
-    """Return some sequences of a batch as a batch of their own.
-
-    chosen [sequences]: whether to include a sequence.
-    """
-    query_starts = starts_of(np.diff(batch.query_starts)[chosen])
-    return PlannedSequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
-
-
-def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
-    pages = np.diff(table.starts)
-    used = table.pages[np.repeat(chosen, pages)]
-    return PageTable(starts_of(pages[chosen]), used, table.kv_lengths[chosen])
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:

@@ -98,6 +98,10 @@ class PagedDecode:
             scale, cap = scale * 2 / shape.soft_cap, shape.soft_cap * math.log2(math.e)
         # With many programs one warp each reads best; with few, each must read more at once.
         block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
+        if layer_kv.shape[-1] > 256:  # a row's sums fill the registers of four warps
+            block, warps, stages = 16, 4, 2
+        elif layer_kv.shape[-1] > 128:
+            block = 32
         _decode[(shape.kv_heads, self._capacity)](
             q, layer_kv, self._pages[group], self._items[window], self._parts, self._scales,
             self._done, out, scale, cap, value_scale, sinks, layer_kv.stride(0), q.stride(0),
@@ -107,7 +111,7 @@ class PagedDecode:
             head_dim=shape.head_dim,
             kv_dim=layer_kv.shape[-1],
             page_size=shape.page_size,
-            block=block if layer_kv.shape[-1] <= 128 else 32,
+            block=block,
             num_warps=warps,
             num_stages=stages,
         )  # fmt: skip

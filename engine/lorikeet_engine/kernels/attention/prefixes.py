@@ -145,3 +145,18 @@ def _divided(
         PageTable(starts_of(pages), table.pages[in_parts], (pages * page_size).astype(np.int32)),
         PageTable(starts_of(owned - before), table.pages[~in_parts], left),
     )
+
+
+def chosen_sequences(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> PlannedSequences:
+    """Return some sequences of a batch as a batch of their own.
+
+    chosen [sequences]: whether to include a sequence.
+    """
+    query_starts = starts_of(np.diff(batch.query_starts)[chosen])
+    return PlannedSequences(query_starts, tuple(_of(table, chosen) for table in batch.page_tables))
+
+
+def _of(table: PageTable, chosen: npt.NDArray[np.bool_]) -> PageTable:
+    pages = np.diff(table.starts)
+    used = table.pages[np.repeat(chosen, pages)]
+    return PageTable(starts_of(pages[chosen]), used, table.kv_lengths[chosen])

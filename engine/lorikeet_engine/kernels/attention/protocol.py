@@ -12,7 +12,7 @@ import torch
 
 from lorikeet_engine.kernels.fp8_kv import KvScales
 
-_KERNEL_HEAD_DIMS = (64, 128, 256)
+_KERNEL_HEAD_DIMS = (64, 128, 256, 512)
 
 
 def kv_head_dim(head_dim: int, device: str) -> int:
@@ -117,8 +117,10 @@ class PagedSequences(Protocol):
 class AttentionBackend(Protocol):
     """Causal attention of sequences whose keys and values are stored in pages.
 
-    Implemented by FlashInferAttention (flashinfer.py) for large steps on CUDA, PagedDecode
-    (paged_decode.py) for small steps on CUDA, and SdpaAttention (sdpa.py) for CPUs.
+    Implemented by FlashInferAttention (flashinfer.py) for large steps on CUDA, WideAttention
+    (wide_heads.py) for heads that FlashInfer has no kernels for, PagedDecode (paged_decode.py) for
+    small steps on CUDA, SdpaAttention (sdpa.py) for CPUs, and AttentionByHeads (by_heads.py) for
+    models whose layers differ in their heads.
     """
 
     def plan(self, batch: PagedSequences) -> None:
@@ -158,7 +160,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """Attention that CUDA graphs can capture. Implemented by FlashInferAttention."""
+    """Attention that CUDA graphs can capture: FlashInferAttention, WideAttention, or both."""
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
         """Return a back end to capture in a CUDA graph for steps of up to `tokens` query tokens.

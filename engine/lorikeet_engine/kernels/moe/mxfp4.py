@@ -96,7 +96,6 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> Mxfp4Experts:
         of_block[:, :blocks] = halves.view(d_out, blocks, BLOCK)
         exponents = packed.new_zeros(d_out, groups * BLOCKS)
         exponents[:, :blocks] = scales[expert].int() + SCALE_OFFSET
-        # two's complement: the sums of disjoint bits wrap to int16 and int32 as they are stored
         for block in range(BLOCKS):
             part = placed[block][of_block[:, block::BLOCKS].int()].transpose(0, 1)
             exponent = (exponents[:, block::BLOCKS] << 8 * block).t()
