@@ -134,6 +134,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILIES["gemma4_unified_text"] = {
+    name: value
+    for name, value in FAMILIES["gemma4_text"].items()
+    if name != "hidden_size_per_layer_input"
+} | {"model_type": "gemma4_unified_text", "final_logit_softcapping": None}
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "model_type": "qwen3_moe",

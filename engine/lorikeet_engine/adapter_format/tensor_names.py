@@ -41,7 +41,7 @@ _COPY = re.compile(
 # Parts of vision-language models that see images: encoders, and projectors to hidden states.
 _VISION = re.compile(
     r"(?:base_model\.model\.)?(?:model\.){0,2}(?:visual|vision_tower|vision_model"
-    r"|multi_modal_projector|mm_projector|mlp1)(?:\.|$)"
+    r"|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mm_projector|mlp1)(?:\.|$)"
 )
 # Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")

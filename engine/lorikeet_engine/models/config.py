@@ -124,7 +124,7 @@ class ModelConfig:
         turning = _turning(raw, family, shape.layers)
         sliding = _sliding_layers(raw, family, turning)
         if LayerKind.WINDOW in family.kinds:
-            _refuse_more_of_gemma4(raw)
+            _refuse_more_of_gemma4(raw, family)
             sliding = tuple(kind is LayerKind.WINDOW for kind in shape.kinds)
         bias = _flag(raw, family, "attention_bias")
         return cls(
@@ -267,12 +267,12 @@ def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
         raise refusal("use_bidirectional_attention", value, "false: tokens see what is before them")
 
 
-def _refuse_more_of_gemma4(raw: Mapping[str, Any]) -> None:
+def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ModelError for what only Gemma 4 E2B and E4B have."""
     if not flag(raw, "attention_k_eq_v"):
         raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
     for field in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
-        if raw[field]:
+        if field in family.switches and raw[field]:
             raise refusal(field, raw[field], "0: Gemma 4 E2B and E4B cannot be served")
 
 

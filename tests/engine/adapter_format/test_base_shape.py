@@ -9,6 +9,7 @@ from tests.engine.tiny_llama import CONFIG
 
 OWN = {
     "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_unified_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 3,
         "mamba_n_heads": 8,

@@ -108,7 +108,15 @@ OFTEN = {
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
     "two_ranks": (
-        *("gemma4_text", "ministral3", "smollm3", "olmo2", "seed_oss", "gpt_oss"),
+        *(
+            "gemma4_text",
+            "gemma4_unified_text",
+            "ministral3",
+            "smollm3",
+            "olmo2",
+            "seed_oss",
+            "gpt_oss",
+        ),
         "granite_rope",
     ),
     "fp8_of_two_ranks": ("llama", "mixtral"),

@@ -33,6 +33,7 @@ IDLE_IN = {
     # Of Gemma 4's mixtures, and of E2B and E4B.
     *(("gemma4_text", key) for key in ("moe_intermediate_size", "num_experts", "top_k_experts")),
     *(("gemma4_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
+    ("gemma4_unified_text", "use_double_wide_mlp"),
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
     # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
     # prompts alone, to none's use: no trainer and no other engine has such a least time step.
@@ -54,6 +55,7 @@ IDLE_IN = {
 # Where all of a family's keys at their defaults make a model that is refused.
 BESIDE = {
     "gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {"attention_k_eq_v": True},
     "granitemoehybrid": {"position_embedding_type": "rope"},
 }
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
@@ -163,7 +165,7 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
     plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
-    if family == "gemma4_text":
+    if family.startswith("gemma4"):
         plain |= {"num_hidden_layers": 4, "sliding_window": 64}
         beside, changed = {}, GEMMA4.get(key, otherwise(key, plain[key]))
     elif FAMILIES[family].is_hybrid:

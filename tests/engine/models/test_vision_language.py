@@ -16,12 +16,13 @@ from lorikeet_engine.adapter_format.families import (
     VISION_LANGUAGE,
     LayerKind,
 )
-from lorikeet_engine.adapter_format.shape import RecurrentShape
+from lorikeet_engine.adapter_format.shape import AttentionHeads, RecurrentShape
 from lorikeet_engine.errors import AdapterRejected, ModelError
 from lorikeet_engine.kernels.fp8 import DTYPE
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.blob_shelf import BlobShelf
+from tests.engine.conftest import FAMILIES as FAMILY_CONFIGS
 from tests.engine.conftest import HYBRID, SIZES, YARN, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.models.quantized_checkpoints import (
@@ -55,6 +56,7 @@ QWEN_VISION = {
 QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 QWEN2_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 2}
 PIXTRAL = {**PATCHES, "model_type": "pixtral"}
+OTHERWISE_REFUSED = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 # By the wrapper: what text_config has beside SIZES, and vision_config.
 MODELS = {
     "gemma3": (
@@ -66,6 +68,19 @@ MODELS = {
             "tie_word_embeddings": True,
         },
         {**PATCHES, "model_type": "siglip_vision_model"},
+    ),
+    "gemma4": (
+        {**FAMILY_CONFIGS["gemma4_text"], "tie_word_embeddings": False, "pad_token_id": 0},
+        {**PATCHES, "model_type": "gemma4_vision", "head_dim": 16},
+    ),
+    "gemma4_unified": (
+        {
+            **FAMILY_CONFIGS["gemma4_text"],
+            "model_type": "gemma4_unified_text",
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+        {"model_type": "gemma4_unified_vision", "mm_embed_dim": 32, "mm_posemb_size": 8},
     ),
     "internvl": (
         {"model_type": "qwen2"},
@@ -112,7 +127,8 @@ def folders(tmp_path_factory):
 
 def save(name, folder):
     text, vision = MODELS[name]
-    settings = {"text_config": SIZES | text, "vision_config": vision, "tie_word_embeddings": False}
+    settings = {"text_config": SIZES | text, "vision_config": vision}
+    settings["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
     config = transformers.AutoConfig.for_model(name, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -120,6 +136,8 @@ def save(name, folder):
         for weight_name, weight in model.named_parameters():
             if "language_model" in weight_name and weight.dim() == 1:
                 weight.data.normal_(1.0 if "norm" in weight_name else 0.0, 0.3)
+                if "gemma4" in name and "q_norm" in weight_name:
+                    weight.data /= len(weight) ** 0.5
     model.save_pretrained(folder)
     return folder
 
@@ -217,11 +235,13 @@ def test_the_older_config_of_qwen_vl_which_has_no_text_config_means_the_same(fol
 def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
     """transformers leaves defaults out of a text_config: LLaVA 1.5's has no sizes."""
     wrapper = kind.removesuffix("_text") if kind.endswith("_text") else "llava"
-    raw = {"model_type": wrapper, "text_config": {"model_type": kind}}
+    own = OTHERWISE_REFUSED if kind.startswith("gemma4") else {}
+    raw = {"model_type": wrapper, "text_config": {"model_type": kind, **own}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_folder(tmp_path)
     whole = transformers.AutoConfig.for_model(**raw)
     text = whole.get_text_config()
+    text.allow_global_per_layer_attribute_access = True
     heads, kinds = text.num_attention_heads, FAMILIES[TEXT_DECODERS[kind].family].kinds
     assert config.shape == BaseShape(
         family=TEXT_DECODERS[kind].family,
@@ -233,15 +253,18 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
         tied=whole.tie_word_embeddings,
-        experts=getattr(text, "num_experts", 0),
+        experts=getattr(text, "num_experts", None) or 0,
         shared_intermediate=getattr(text, "shared_expert_intermediate_size", 0),
         kinds=tuple(map(LayerKind, text.layer_types)) if kinds else (),
         recurrent=RecurrentShape(16, 128, 32, 128, 4) if LayerKind.DELTA_NET in kinds else None,
+        full=AttentionHeads(4, 512) if LayerKind.WINDOW in kinds else None,
     )
     assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps
     own_rope = FAMILIES[TEXT_DECODERS[kind].family].rope_parameters
-    thetas = text.rope_parameters["rope_theta"] if own_rope else text.default_theta
+    thetas = text.rope_parameters.get("rope_theta") if own_rope else text.default_theta
+    if "sliding_attention" in own_rope:
+        thetas = {kind: each["rope_theta"] for kind, each in text.rope_parameters.items()}
     assert {rope.theta for rope in config.ropes} == {
         *(thetas.values() if isinstance(thetas, dict) else [thetas])
     }
@@ -260,7 +283,7 @@ def test_a_head_that_is_stored_with_the_embeddings_it_is_tied_to_is_served(folde
     assert_equal(logits(folder), want)
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified", "mistral3", "qwen2_5_vl"])
 def test_an_adapter_of_the_whole_model_answers_as_peft_does(folders, tmp_path, name):
     """Its names begin with model.language_model, as PEFT finds the modules."""
     folder, prompt = folders[name], PROMPT[:21]

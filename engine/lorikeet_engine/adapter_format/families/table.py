@@ -99,9 +99,9 @@ _FUSED_DELTA_IN = tuple(
 )
 _WINDOW = LayerKind.WINDOW
 _WINDOW_LINEARS = tuple(replace(linear, kinds=(_WINDOW,)) for linear in (_Q, _K, _V, _O))
-_FULL_Q, _FULL_K, _FULL_V = (
+_FULL_Q, _FULL_K = (
     replace(linear, outputs=(width,), group="full_qkv", kinds=(_FULL,))
-    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS), (_V, Width.FULL_KEYS))
+    for linear, width in ((_Q, Width.FULL_QUERIES), (_K, Width.FULL_KEYS))
 )
 _FULL_O = replace(_O, inputs=Width.FULL_QUERIES, group="full_o", kinds=(_FULL,))
 _SHARED_GATE, _SHARED_UP = (
@@ -242,22 +242,20 @@ _GEMMA_NORMS = LayerNorms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_GEMMA4 = {
+_GEMMA4_UNIFIED = {
     "attention_bias": False,
     "attention_k_eq_v": False,
-    "enable_moe_block": False,
     "final_logit_softcapping": None,
     "global_head_dim": 512,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size_per_layer_input": 256,
     "layer_types": None,
     "num_global_key_value_heads": None,
     "num_kv_shared_layers": 0,
     "per_layer_config": None,
-    "sliding_window": 512,
+    "sliding_window": 1024,
     "tie_word_embeddings": True,
-    "use_bidirectional_attention": None,
+    "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": False,
 }
 _GEMMA4_ROPE = {
@@ -267,6 +265,23 @@ _GEMMA4_ROPE = {
         "rope_theta": 1_000_000.0,
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_GEMMA4 = _GEMMA4_UNIFIED | {
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 256,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+}
+_GEMMA4_LINEARS = (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN)
+_LIKE_GEMMA4: Mapping[str, Any] = {
+    "norms": _GEMMA_NORMS,
+    "qk_norm": QkNormKind.HEAD,
+    "scaled_embeddings": True,
+    "scales_in_module": True,
+    "rope_parameters": _GEMMA4_ROPE,
+    "attention_scale": 1.0,
+    "value_norm": True,
+    "layer_scalars": True,
 }
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -382,19 +397,8 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embeddings=True,
         scales_in_module=True,
     ),
-    "gemma4_text": Family(
-        "Gemma 4",
-        (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN),
-        _GEMMA4,
-        norms=_GEMMA_NORMS,
-        qk_norm=QkNormKind.HEAD,
-        scaled_embeddings=True,
-        scales_in_module=True,
-        rope_parameters=_GEMMA4_ROPE,
-        attention_scale=1.0,
-        value_norm=True,
-        layer_scalars=True,
-    ),
+    "gemma4_text": Family("Gemma 4", _GEMMA4_LINEARS, _GEMMA4, **_LIKE_GEMMA4),
+    "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),
     "glm4": Family(
         "GLM 4",
         (_Q, _K, _V, _O, _GATE_UP, _DOWN),

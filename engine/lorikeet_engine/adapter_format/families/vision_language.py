@@ -58,6 +58,10 @@ _QWEN3_VL = {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 
 # By the model_type in text_config.
 TEXT_DECODERS: Mapping[str, TextDecoder] = {
     "gemma3_text": TextDecoder("gemma3_text", _sizes(2304, 9216, 26, 8, 4, 262_208, 131_072)),
+    "gemma4_text": TextDecoder("gemma4_text", _sizes(2304, 9216, 30, 8, 4, 262_144, 131_072)),
+    "gemma4_unified_text": TextDecoder(
+        "gemma4_unified_text", _sizes(2304, 9216, 30, 8, 4, 262_144, 262_144)
+    ),
     "granite": TextDecoder("granite", _LLAMA, frozenset({"logits_scaling"})),
     "llama": TextDecoder("llama", _LLAMA),
     "mistral": TextDecoder("mistral", _sizes(4096, 14336, 32, 32, 8, 32_000, 131_072)),
@@ -75,6 +79,6 @@ TEXT_DECODERS: Mapping[str, TextDecoder] = {
 }
 # Values of model_type of vision-language models whose text part is served.
 VISION_LANGUAGE = (
-    *("gemma3", "internvl", "llava", "llava_next", "mistral3"),
+    *("gemma3", "gemma4", "gemma4_unified", "internvl", "llava", "llava_next", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
 )
