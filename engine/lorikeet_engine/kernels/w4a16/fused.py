@@ -78,7 +78,8 @@ def product_config(weight: PackedWeight, tokens: int) -> ProductConfig:
 
 
 def _block_tokens(tokens: int) -> int:
-    return min(_BLOCK_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    power: int = triton.next_power_of_2(tokens)
+    return min(_BLOCK_TOKENS, max(16, power))
 
 
 def multiply(
@@ -176,16 +177,16 @@ def _four(codes: tl.tensor, ones: tl.constexpr) -> tuple[tl.tensor, ...]:
     → four tensors like codes, bfloat16 or float16
     """
     if ones == 0x4300:
-        four = tl.inline_asm_elementwise(
+        first, second, third, fourth = tl.inline_asm_elementwise(
             _FOUR_BFLOAT16, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        four = tl.inline_asm_elementwise(
+        first, second, third, fourth = tl.inline_asm_elementwise(
             _FOUR_FLOAT16, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    return four
+    return first, second, third, fourth
 
 
 @triton.jit  # type: ignore[untyped-decorator]
