@@ -19,10 +19,15 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
-from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys
+from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys, Width
 from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups
-from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
+from lorikeet_engine.models.rope_config import (
+    RopeConfig,
+    context_of_positions,
+    rope_configs,
+    yarn_score_gain,
+)
 
 _IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
 _AMONG_IMAGES = "vision"  # tokens of one image see one another; those of texts as ever
@@ -252,7 +257,7 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    if "mlp_hidden_act" in family.fixed:
+    if "mlp_hidden_act" in family.fixed or "hidden_act" in family.fixed:
         return False
     is_silu = family.recurrent is not None or "swiglu_limit" in family.switches
     known = ("silu",) if is_silu else tuple(_IS_GELU)
@@ -304,6 +309,9 @@ def _own_scale(raw: Mapping[str, Any], family: Family) -> float | None:
     """
     if "position_embedding_type" in family.switches:
         return number(raw, "attention_multiplier")
+    if Width.KV_LATENT in family.switches:
+        width = integer(raw, "qk_nope_head_dim") + integer(raw, "qk_rope_head_dim")
+        return yarn_score_gain(raw, family) / math.sqrt(width)
     return family.attention_scale
 
 

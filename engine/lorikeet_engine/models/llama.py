@@ -47,6 +47,7 @@ from lorikeet_engine.models.delta_net import DeltaNet
 from lorikeet_engine.models.experts import RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
+from lorikeet_engine.models.latent_attention import LatentAttention
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
@@ -262,7 +263,10 @@ def _read(
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
     hybrid, tied = FAMILIES[config.shape.family].is_hybrid, config.tied_embeddings
-    checkpoint.check_all_read((*["lm_head."] * tied, *[_NEXT_TOKENS] * hybrid))
+    # DeepSeek's are in layers behind the last one
+    beyond = f"model.layers.{config.shape.layers}."
+    next_tokens = _NEXT_TOKENS if config.shape.latents is None else beyond
+    checkpoint.check_all_read((*["lm_head."] * tied, *[next_tokens] * hybrid))
     return model
 
 
@@ -288,11 +292,13 @@ class _Layer:
 
         norms, kind = config.norms, config.shape.kind(layer)
         scalar = read_layer_scalar(config, checkpoint, layer - 1)
-        self.mixer: _Attention | _Recurrent | None = None
+        self.mixer: _Attention | _Latent | _Recurrent | None = None
         if kind.mixes:
             self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input), scalar)
         if kind.has_state:
             self.mixer = _Recurrent(config, checkpoint, layer, ranks)
+        elif config.shape.latents is not None:
+            self.mixer = _Latent(config, checkpoint, layer, ranks)
         elif kind.mixes:
             output_norm = path(norms.attention_output)
             self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
@@ -301,10 +307,10 @@ class _Layer:
             return
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
         output_norm = path(norms.mlp_output)
-        if config.experts_per_token and kind is not LayerKind.MLP:
+        if config.experts_per_token and not kind.is_dense:
             self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
-            shared = config.shape.shared_intermediate > 0 and kind is not LayerKind.MLP
+            shared = config.shape.shared_intermediate > 0 and not kind.is_dense
             self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm, shared=shared)
 
     def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
@@ -341,6 +347,18 @@ class _Recurrent:
         assert states is not None, "a step without states"
         assert rows is not None, "a batch without places of states"
         return self._net(x, states.layer(self._index), rows, step.lora)
+
+
+class _Latent:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
+    ) -> None:
+        self._attention = LatentAttention(config, checkpoint, layer, ranks)
+        self.inputs = self._attention.inputs
+
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        turns, kv = step.turns[self._attention.rope], (step.layers_kv, step.kv_slots)
+        return self._attention(x, turns, *kv, step.batch, step.attention, step.lora)
 
 
 class _Attention:

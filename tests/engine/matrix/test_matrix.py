@@ -78,7 +78,7 @@ GRANITE_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
 }
-EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
+EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
