@@ -1,8 +1,7 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA and GPT_OSS of
-tests/engine/conftest.py)
-with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
+A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA, LATENT and
+GPT_OSS of tests/engine/conftest.py) with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
 every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
 others.
 """
@@ -12,7 +11,7 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, LATENT, MAMBA, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
@@ -78,6 +77,29 @@ GRANITE_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
 }
+# Projections to latents and from them, the first layer's MLP, the router, experts and the shared
+# expert. PEFT takes down_proj and its like for parameters of experts, so MLPs are parameters here.
+LATENT_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"]
+    | {
+        "target_modules": [
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        ],
+        "target_parameters": [
+            *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+            *(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+            *("mlp.gate.weight", *BOTH),
+        ],
+    },
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["kv_b_proj"],
+        "target_parameters": ["shared_experts.down_proj.weight"],
+        "rank_pattern": {r"layers\.1\.self_attn\.kv_b_proj": 12},
+    },
+    "head": ADAPTERS["head"] | {"target_modules": ["q_b_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
+}
 EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
@@ -100,7 +122,10 @@ SOME = {
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
-    "fp8_weights": ("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
+    "fp8_weights": (
+        *("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
+        "glm4_moe_lite",
+    ),
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
@@ -145,6 +170,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GPT_OSS_ADAPTERS
     elif shape.family == "granitemoehybrid":
         adapters = GRANITE_ADAPTERS
+    elif request.param in LATENT:
+        adapters = LATENT_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.shared_intermediate:
