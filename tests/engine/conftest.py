@@ -261,6 +261,14 @@ LATENT: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
 }
+LATENT["deepseek_v3"] = LATENT["glm4_moe_lite"] | {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "n_routed_experts": 12,
+    "topk_group": 2,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -368,8 +376,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied " before a family's name ties
-    its embeddings.
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied " before a
+    family's name ties its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -60,6 +60,7 @@ class ModelConfig:
     clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
     sigmoid_scale: factor of the weights of a token's experts, where these are sigmoids
         (ExpertKeys.sigmoid); None: they are of a softmax.
+    expert_groups: number of groups of experts, and of those that a token's experts are chosen from.
     conv_bias: whether the convolution of Mamba 2 has a bias.
     time_limits: smallest and largest time step of Mamba 2.
     """
@@ -95,6 +96,7 @@ class ModelConfig:
     normalised_experts: bool
     clamp: Clamp | None
     sigmoid_scale: float | None
+    expert_groups: tuple[int, int]
     conv_bias: bool
     time_limits: tuple[float, float]
 
@@ -170,6 +172,7 @@ class ModelConfig:
             sigmoid_scale=number(raw, "routed_scaling_factor")
             if family.experts and family.experts.sigmoid
             else None,
+            expert_groups=_expert_groups(raw, shape),
             conv_bias=_conv_bias(raw, family.recurrent),
             time_limits=_time_limits(raw, family.recurrent),
         )
@@ -240,6 +243,24 @@ def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
     if family.experts is None:
         return False
     return family.experts.normalised or flag(raw, "norm_topk_prob")
+
+
+def _expert_groups(raw: Mapping[str, Any], shape: BaseShape) -> tuple[int, int]:
+    """Return ModelConfig.expert_groups; (1, 1) for families without groups."""
+    if "n_group" not in FAMILIES[shape.family].switches:
+        return 1, 1
+    groups, kept = integer(raw, "n_group"), integer(raw, "topk_group")
+    if shape.experts % groups or (groups > 1 and shape.experts < 2 * groups):
+        want = f"a number of equal groups, of two or more of the {shape.experts} experts"
+        raise refusal("n_group", groups, want)
+    if (
+        not integer(raw, "num_experts_per_tok") * groups
+        <= kept * shape.experts
+        <= (groups * shape.experts)
+    ):
+        want = f"at most n_group ({groups}), and as many as have num_experts_per_tok experts"
+        raise refusal("topk_group", kept, want)
+    return groups, kept
 
 
 def _clamp(raw: Mapping[str, Any], family: Family) -> Clamp | None:

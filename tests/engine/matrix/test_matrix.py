@@ -1,9 +1,9 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA, LATENT and
-GPT_OSS of tests/engine/conftest.py) with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
-every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
-others.
+A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA, LATENT and GPT_OSS of
+tests/engine/conftest.py) with a storage (STORAGES), in which every feature of requests (FEATURES)
+occurs. `make test` tries every family in floats, and each storage with the few families of OFTEN;
+`make soak` tries the others.
 """
 
 from statistics import median_low
@@ -112,12 +112,12 @@ SOME = {
     "packed_act_order": tuple(FAMILIES),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
+    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h", "glm4_moe_lite"),
     "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
-    "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
-    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON),
+    "fp8_blocks": ("gemma3_text", *MOE, *HYBRID, *LATENT),
+    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID, *LATENT),
+    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
@@ -131,7 +131,7 @@ OFTEN = {
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h", "glm4_moe_lite"),
     "two_ranks": (
         *(
             "gemma4_text",
@@ -147,7 +147,7 @@ OFTEN = {
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next"),
+    "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next", "deepseek_v3"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),
 }

@@ -21,7 +21,7 @@ NAMES = [
     *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
     *(name for name in VARIANTS if name != "longrope"),
 ]
-MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next")
+MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")
 EPS = torch.finfo(torch.float32).eps
 
 
