@@ -112,11 +112,11 @@ SOME = {
     "packed_act_order": tuple(FAMILIES),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h", "glm4_moe_lite"),
+    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
     "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
     "fp8_blocks": ("gemma3_text", *MOE, *HYBRID, *LATENT),
-    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID, *LATENT),
+    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
     "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.

@@ -172,9 +172,11 @@ def round_linears(
             linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)
             linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
-        if (
+        if name.endswith("kv_b_proj"):  # its parts are multiplied apart, in floats
+            if block is not None:  # a checkpoint has it in FP8
+                linear.weight.data = rounded_in_blocks(linear.weight.data, block)
+        elif (
             name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear", "_mqa"))
-            and not name.endswith("kv_b_proj")  # whose parts are multiplied apart, in floats
             and type(linear) is torch.nn.Linear
         ):
             parts = ranks if name.endswith(_BY_INPUT) else 1
