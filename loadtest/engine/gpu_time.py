@@ -25,7 +25,7 @@ _KINDS = (
     ),
     (
         "norms, rotary, KV write, SiLU",
-        r"^_(add_rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
+        r"^_(add_rms_norm|rms_norm|squared_relu|gate_group|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
     ),
     (
         "experts",

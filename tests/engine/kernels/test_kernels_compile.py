@@ -199,6 +199,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    fused.rms_norm(empty(8, 2816), empty(2816, dtype=torch.float32), 1e-6, 2816**-0.5)
     own = QkNorm(empty(512), empty(512), 1e-6, values=True)
     fused.rotary_and_store_kv(
         empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
@@ -478,6 +479,12 @@ def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
             empty(tokens, 36, 512)[:, :32], empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2)
         )
     assert compiled == {"_prefill", "_decode"}
+
+
+def test_experts_whose_weights_have_factors(compiled: set[str]) -> None:
+    factors = empty(128, dtype=torch.float32)
+    moe.route(empty(8, 128), 8, None, normalised=True, factors=factors)
+    assert compiled == {"choose", "sort_by_expert"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])
