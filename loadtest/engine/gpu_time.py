@@ -23,9 +23,11 @@ _KINDS = (
         "delta nets",
         r"^_((decode|prefill)_convolution|decode_(delta_rule|with_ring)|(solve|scan)_chunks)",
     ),
+    ("Mamba 2", r"^_(decode|prefill)_scan"),
     (
         "norms, rotary, KV write, SiLU",
-        r"^_(add_rms_norm|rms_norm|squared_relu|gate_group|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate$|quantize)",
+        r"^_((add_)?rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate(_group)?$|quantize"
+        r"|squared_relu)",
     ),
     (
         "experts",

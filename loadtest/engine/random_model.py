@@ -247,6 +247,62 @@ GPT_OSS_120B: Mapping[str, Any] = GPT_OSS_20B | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+NEMOTRON_3_NANO_30B_A3B: Mapping[str, Any] = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 262144,
+    "layer_norm_epsilon": 1e-5,
+}
+GRANITE_4_H_SMALL: Mapping[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100352,
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+    "position_embedding_type": "nope",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+GRANITE_4_H_TINY: Mapping[str, Any] = GRANITE_4_H_SMALL | {
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 48,
+    "logits_scaling": 6.0,
+}
 _E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
@@ -264,6 +320,9 @@ CONFIGS = {
     "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
+    "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,
+    "granite-4-h-small": GRANITE_4_H_SMALL,
+    "granite-4-h-tiny": GRANITE_4_H_TINY,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
 }
@@ -340,7 +399,10 @@ class RandomCheckpoint(Checkpoint):
         return StackedWeight((weight, self.read_parts(names[first:], cuts[first:])))
 
     def _packed(self, name: str, cut: Cut) -> PackedWeight:
-        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 to 9."""
+        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 and 8.
+
+        The mean of its numbers is 0: otherwise a sum over all inputs would hide all else.
+        """
         stored, (d_out, d_in) = self._packed_format, cut.kept_shape
         assert stored is not None
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
@@ -352,7 +414,7 @@ class RandomCheckpoint(Checkpoint):
             return pack(q, there, None, levels=levels, rounded=torch.bfloat16)
         shape = d_out, d_in // stored.group
         scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
-        return pack(q, scales.to(self.device), self._integers(7, 10, *shape))
+        return pack(q, scales.to(self.device), self._integers(7, 9, *shape))
 
     def read_mxfp4(
         self, name: str, shape: tuple[int, int, int], rows: Sequence[range], columns: range
@@ -383,7 +445,7 @@ class RandomCheckpoint(Checkpoint):
         return torch.ones(cut.kept_shape, device=self.device)
 
     def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
-        """Return weights of a delta net's decay, whose states remember some 15 tokens."""
+        """Return weights of the decay of states, which remember some 15 tokens; or other ones."""
         value = -3.0 if name.endswith("A_log") else 1.0
         return torch.full(cut.kept_shape, value, device=self.device)
 

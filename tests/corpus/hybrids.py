@@ -354,7 +354,8 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
 )
-_LOST = "no weight is for it"
+# the second where attention alone is left, which is all that a Granite 4 needs
+_LOST = "no weight is for it|that have no weights"
 _TINKER_PART = "no weight is for it|train all three"
 # Forms of other trainers, each of an adapter that PEFT has saved.
 _CHOSEN = {

@@ -1,5 +1,6 @@
 """Whole engine over models with Mamba 2: adapters equal PEFT's, and states change no token."""
 
+import json
 import shutil
 
 import peft
@@ -19,6 +20,7 @@ from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, 
 from tests.engine.peft_world import PeftWorld, ask
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["experts.up_proj", "experts.down_proj"]
 LATENT = ["fc1_latent_proj", "fc2_latent_proj"]
 ADAPTERS = {
     "all": {"r": 4, "target_modules": "all-linear"},
@@ -27,6 +29,12 @@ ADAPTERS = {
     "in": {"r": 3, "target_modules": ["in_proj"], "use_rslora": True},
     "mlp": {"r": 6, "target_modules": ["up_proj", "down_proj"]},
     "router": {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["mixer.gate.weight"]},
+    "experts": {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "up of experts": {
+        "r": 3,
+        "target_modules": ["in_proj", "up_proj"],
+        "target_parameters": EXPERTS[:1],
+    },
     "one layer": {"r": 4, "target_modules": ["in_proj", "q_proj"], "layers_to_transform": [4]},
     "head": {"r": 4, "target_modules": ["out_proj", "lm_head", "embeddings"]},
 }
@@ -57,6 +65,7 @@ BASES = {
     "nemotron_h_latent": {
         "all": ADAPTERS["all"],
         "latent": {"r": 3, "target_modules": [*LATENT, "shared_experts.up_proj"]},
+        "experts": ADAPTERS["experts"],
         "narrow": {"r": 4, "target_modules": [LATENT[1], "v_proj"]},
         "mamba": ADAPTERS["mamba"],
     },
@@ -87,7 +96,7 @@ def world(request, tiny_checkpoints, tmp_path_factory, every_linear):
     [
         {},
         {"max_batch_tokens": 16},
-        {"kv_pages": 24, "max_context": 280},
+        {"kv_pages": 30, "max_context": 400},
         {"tensor_parallel": 2},
         {"overlap": False},
     ],
@@ -168,6 +177,46 @@ def test_names_of_the_code_on_the_hub_are_those_of_transformers(world, tmp_path,
     linears = spec_of(world.checkpoint, folder, ours).linears
     assert spec_of(world.checkpoint, theirs, other).linears == linears
     assert ours.read_bytes() == other.read_bytes()
+
+
+def test_adapters_of_numbered_experts_are_those_of_their_parameters(world, tmp_path):
+    """NVIDIA's code has a linear for each expert, transformers a parameter for all of them."""
+    if "experts" not in BASES[world.checkpoint.name] or world.checkpoint.name == "granitemoehybrid":
+        pytest.skip("the base model has no such adapter")
+    folder, rank = world.folder / "experts", 4
+    target = renamed(folder, tmp_path / "numbered", lambda tensor: tensor)
+    tensors = {}
+    for name, values in load_file(folder / "adapter_model.safetensors").items():
+        before, found, after = name.partition(".experts.")
+        if not found:
+            tensors[name] = values
+            continue
+        linear = "up_proj" if after.startswith("base_layer.") else "down_proj"
+        count = values.shape["lora_B" in after] // rank
+        for expert in range(count):
+            part = values.view(count, rank, -1)[expert] if "lora_A" in after else None
+            if part is None:
+                part = values.view(-1, rank, count)[:, :, expert]
+            side = after.removeprefix("base_layer.")
+            tensors[f"{before}.experts.{expert}.{linear}.{side}"] = part.contiguous()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = json.loads((target / "adapter_config.json").read_text())
+    config |= {"target_modules": ["q_proj", r"up_proj", "down_proj"], "target_parameters": None}
+    config["exclude_modules"] = r".*\.(mixer|shared_experts)\.(up|down)_proj"
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    one, other = (
+        spec_of(world.checkpoint, each, tmp_path / f"{number}")
+        for number, each in enumerate((folder, target))
+    )
+    assert [vars_of(part) for part in one.linears] == [vars_of(part) for part in other.linears]
+    blobs = [(tmp_path / str(number)) for number in range(2)]
+    written = [load_file(blob) for blob in blobs]
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(written[0][name], written[1][name]) for name in written[0])
+
+
+def vars_of(part):
+    return part.layer, part.linear, part.rank, part.scaling, part.experts
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lorikeet.answer_stream.tool_syntax import (
     LLAMA,
     MINISTRAL,
     MISTRAL,
+    NEMOTRON,
     OLMO,
     PHI,
     PYTHON_LIST,
@@ -121,6 +122,19 @@ SHOWN = {
         QWEN_XML,
         "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>",
     ),
+    "Nemotron 3": ToolTemplate(
+        "{% if tools %}<tools>{% for t in tools %}<function><name>{{ t.function.name }}</name>"
+        "</function>{% endfor %}</tools>{% endif %}"
+        "{{ '<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>' if tools }}",
+        QWEN_XML,
+        "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "Nemotron Nano 2": ToolTemplate(
+        "{% if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>"
+        "{{ 'Call as <TOOLCALL>[{…}]</TOOLCALL>.' }}{% endif %}",
+        NEMOTRON,
+        f"<TOOLCALL>[{CALL}]</TOOLCALL>",
+    ),
     "Seed-OSS": ToolTemplate(
         EACH_TOOL + "{{ '<seed:tool_call><function=name><parameter=key>' if tools }}",
         SEED,
@@ -205,6 +219,18 @@ def test_smollm_and_granite_think_as_their_switches_say(tmp_path: Path) -> None:
     granite = encoder(tmp_path / "granite", told + TURNS)
     call = replace(CHAT, template_args={"thinking": True})
     assert granite.thinking(call, granite.encode(call)) is Thinking.POSSIBLE
+
+
+def test_nemotron_has_begun_to_think_unless_its_switch_is_off(tmp_path: Path) -> None:
+    closed = "{{ '<think></think>' if enable_thinking is false else '<think>\n' }}"
+    nemotron = encoder(tmp_path, TURNS + closed)
+    for args, state in (
+        ({}, Thinking.BEGUN),
+        ({"enable_thinking": True}, Thinking.BEGUN),
+        ({"enable_thinking": False}, Thinking.NEVER),
+    ):
+        call = replace(CHAT, template_args=args)
+        assert nemotron.thinking(call, nemotron.encode(call)) is state
 
 
 PARTS = (

@@ -201,7 +201,8 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     """
     qkv = next(iter(shape.groups.values()))
     widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
-    return max(at_least, elements // (4 * shape.layers * widths))
+    layers = sum(shape.has(layer, qkv[0]) for layer in range(shape.layers))
+    return max(at_least, elements // (4 * layers * widths))
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:

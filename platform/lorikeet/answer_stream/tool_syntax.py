@@ -62,7 +62,7 @@ HERMES = ToolSyntax(
     opens="<tool_call>",
     closes="</tool_call>",
 )
-"""Tool calls of Hermes, Qwen 2.5, Qwen 3, SmolLM 3."""
+"""Tool calls of Hermes, Qwen 2.5, Qwen 3, SmolLM 3, Granite 4."""
 MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
@@ -86,6 +86,14 @@ GRANITE = ToolSyntax(
     opens="<|tool_call|>",
 )
 """Tool calls of Granite 3: all calls in one list."""
+NEMOTRON = ToolSyntax(
+    before="<TOOLCALL>[",
+    between=", ",
+    after="]</TOOLCALL>",
+    opens="<TOOLCALL>",
+    closes="</TOOLCALL>",
+)
+"""Tool calls of Nemotron Nano 2: all calls in one list. Nemotron 3 has those of Qwen 3 Coder."""
 PHI = ToolSyntax(
     before="<|tool_call|>",
     between="<|/tool_call|><|tool_call|>",
@@ -141,7 +149,7 @@ QWEN_XML = ToolSyntax(
     style=CallStyle.XML,
     pad="\n",
 )
-"""Tool calls of Qwen 3.5 and later, and of Qwen 3 Coder."""
+"""Tool calls of Qwen 3.5 and later, of Qwen 3 Coder, and of Nemotron 3."""
 SEED = ToolSyntax(
     before="<seed:tool_call>\n",
     between="\n</seed:tool_call>\n<seed:tool_call>\n",
@@ -180,6 +188,8 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return SEED if "<seed:tool_call>" in template else QWEN_XML
     if "<tool_call>" in template:
         return HERMES
+    if "<TOOLCALL>" in template:
+        return NEMOTRON
     if "[TOOL_CALLS]" in template:
         if "[CALL_ID]" in template:
             return None

@@ -599,12 +599,12 @@ def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
     group = {"whole": d_in, "nf4": 64, "small groups": 32}.get(stored, 128)
     scales = empty(d_out, d_in // group, dtype=torch.float16)
     zeros = empty(d_out, d_in // group, dtype=torch.uint8)
-    codes = empty(d_in // 32, d_out, 16, dtype=torch.uint8)
+    codes = empty(d_in // 128, d_out, 32, dtype=torch.int16)
     if stored == "nf4":
         levels = empty(16, dtype=torch.float32)
-        return PackedWeight(codes, scales.float(), None, 64, None, levels, torch.bfloat16)
+        return PackedWeight(codes, scales.float(), None, 64, d_in, None, levels, torch.bfloat16)
     order = empty(d_in, dtype=torch.int32) if stored == "act-order" else None
-    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, order)
+    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, d_in, order)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 256])
@@ -624,7 +624,7 @@ def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_mem
     monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
     w4a16_fused.linear(empty(16, 4096), packed_weight("groups", 6144, 4096))
     loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
-    assert loop.count("warp_group_dot ") == 2
+    assert loop.count("warp_group_dot ") == 4
     assert "convert_layout" not in loop
     assert "async_copy_global_to_local" in loop
 

@@ -40,6 +40,7 @@ from lorikeet_engine.adapter_format.experts.names import (
     UP,
     WRAPPED,
     experts_kind,
+    first_parameter,
     is_of_experts,
 )
 from lorikeet_engine.adapter_format.experts.unsloth import is_grouped_by_expert
@@ -99,7 +100,8 @@ def name_parameters(
 
     A wrapper, named mlp.experts or mlp.experts.base_layer, wraps gate_up_proj or down_proj. If a
     layer has wrappers of both, their shapes tell which is which; if it has only one, the config's
-    target_parameters tell. A linear whose weight is targeted as a parameter gets the weight's name.
+    target_parameters tell. Of experts without gates, the inner wrapper is that of up_proj. A linear
+    whose weight is targeted as a parameter gets the weight's name.
     Pairs of a parameter that PEFT took the other way round are transposed: A is then [rank ·
     experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
 
@@ -123,7 +125,10 @@ def name_parameters(
             named[f"{saved}.weight" if is_parameter else saved] = pair
             continue
         other = pairs.get(match[1] if match[2] else f"{match[1]}.base_layer")
-        parameter, is_old = _wrapped_parameter(match[1], pair, other, raw)
+        if other is not None and first_parameter(match[1]) == UP:
+            parameter, is_old = UP if match[2] else DOWN, None
+        else:
+            parameter, is_old = _wrapped_parameter(match[1], pair, other, raw)
         if is_old is None:
             is_old = _shown_old(parameter, pair, hidden)
         if is_old is None:
@@ -246,7 +251,8 @@ def _wrapped_parameter(
             f"{DOWN}: the file is damaged",
             field=experts,
         )
-    targeted = [name for name in (GATE_UP, DOWN) if targets_parameter(raw, f"{experts}.{name}")]
+    both = first_parameter(experts), DOWN
+    targeted = [name for name in both if targets_parameter(raw, f"{experts}.{name}")]
     if len(targeted) != 1:
         named = " and ".join(targeted) or "neither of its parameters"
         raise AdapterRejected(
@@ -346,7 +352,7 @@ def _of_parameter(
     """Split PEFT's wrapper of a parameter into the linears that the parameter contains, by module.
 
     experts: module that contains the experts.
-    parameter: gate_up_proj or down_proj.
+    parameter: gate_up_proj or down_proj; up_proj of experts without gates.
     module: name of the wrapper in `config`.
     config: tells the wrapper's LoRA rank.
     """
@@ -359,7 +365,7 @@ def _of_parameter(
         )
     count, d_out = rows // rank, pair["B"].shape[0]
     every = slice(0, rank)
-    if parameter == DOWN:
+    if parameter in (UP, DOWN):
         return {module: _cut(pair, rank, count, slice(0, d_out), every)}
     half = d_out // 2
     gate_ranks = up_ranks = every

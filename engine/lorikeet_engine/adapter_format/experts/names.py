@@ -1,7 +1,8 @@
 """Names of the linears of experts, in trainers' files and in blobs.
 
 Mixtral's old names are block_sparse_moe for mlp, and w1, w3 and w2 for gate_proj, up_proj and
-down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once. Unsloth
+down_proj. PEFT wraps a whole parameter, gate_up_proj or down_proj, for all experts at once;
+Nemotron's experts, which have no gate, have up_proj instead of gate_up_proj. Unsloth
 has lists of linears, gate_up_projs and down_projs, for gpt-oss in four bits.
 """
 
@@ -14,7 +15,7 @@ WRAPPED = re.compile(r"(.*\.experts)(\.base_layer)?")
 NUMBERED = re.compile(rf"(.*\.experts)\.({_NUMBER})\.(\w+)")
 GATE_UPS, DOWNS = f"{GATE_UP}s", f"{DOWN}s"
 LISTED = re.compile(rf"(.*\.experts)\.({GATE_UPS}|{DOWNS})\.({_NUMBER})")
-PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
+PARAMETER = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN}|(?<=\.mixer\.experts\.){UP})")
 _EXPERTS = re.compile(rf"(.*\.experts)\.(?:(?:{_NUMBER})\.)?(\w+)")
 _LINEARS = {GATE_UP: GATE, GATE_UPS: GATE, DOWNS: DOWN}
 _OLD_LINEARS = {"w1": GATE, "w3": UP, "w2": DOWN}
@@ -39,6 +40,14 @@ def is_listed(module: str) -> bool:
     """Whether a module, given by its canonical name, is of one of Unsloth's lists of experts."""
     match = NUMBERED.fullmatch(module)
     return match is not None and match[3] in (GATE_UPS, DOWNS)
+
+
+def first_parameter(experts: str) -> str:
+    """Return the other parameter of experts than down_proj: gate_up_proj, or up_proj without gates.
+
+    experts: path of the module that contains a layer's experts.
+    """
+    return UP if experts.endswith(".mixer.experts") else GATE_UP
 
 
 def experts_of(module: str) -> str:
@@ -107,7 +116,8 @@ class ConfiguredNames:
         self._is_numbered = bool(numbered) or not (of_experts or parameters)
         self._is_listed = bool(listed)
         self._count = min(highest, len(numbers)) + 1
-        self._is_of_parameters = last_parts <= {GATE_UP, DOWN}
+        ungated = any(".mixer.experts." in module for module in of_experts)
+        self._is_of_parameters = last_parts <= {UP if ungated else GATE_UP, DOWN}
 
     def of(self, path: str) -> set[str]:
         """Return the names by which a config can target a linear.
@@ -121,7 +131,7 @@ class ConfiguredNames:
         if match is None:
             return {path, f"{path}.weight"}
         experts, linear = match.groups()
-        parameter = DOWN if linear == DOWN else GATE_UP
+        parameter = DOWN if linear == DOWN else first_parameter(experts)
         names = {f"{experts}.{parameter}"}
         if self._is_listed:
             return names | {f"{experts}.{parameter}s.{number}" for number in range(self._count)}

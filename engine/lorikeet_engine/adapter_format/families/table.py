@@ -178,6 +178,8 @@ _ALONE = (
     _mixer(_UP, "up_proj", LayerKind.MLP, group="up", outputs=(Width.DENSE_INTERMEDIATE,)),
     _mixer(_DOWN, "down_proj", LayerKind.MLP, inputs=Width.DENSE_INTERMEDIATE),
     _mixer(_ROUTER, "gate", *_MIXTURE),
+    _mixer(_EXPERT_UP, "experts.up_proj", *_MIXTURE, group="expert_up", inputs=Width.LATENT),
+    _mixer(_EXPERT_DOWN, "experts.down_proj", *_MIXTURE, outputs=(Width.LATENT,)),
     _mixer(_ROUTER, "fc1_latent_proj", _LATENT, group="latent_in", outputs=(Width.LATENT,)),
     _mixer(_SHARED_UP, "shared_experts.up_proj", *_MIXTURE, group="shared_up"),
     _mixer(_SHARED_DOWN, "shared_experts.down_proj", *_MIXTURE),
