@@ -301,8 +301,8 @@ _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforwa
 VARIANTS: Mapping[str, tuple[str, str]] = {
     "gemma4_text": ("enable_moe_block", "gemma4_moe_text"),
 }
-"""Model types that a switch divides: by model_type, the key of config.json, and the family of models
-for which its value is true. Other models are of the family that is called like the model_type."""
+"""Model types that a switch divides: by model_type, the switch's key in config.json, and the family
+of models for which its value is true. Others are of the family that is called as the model_type."""
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
