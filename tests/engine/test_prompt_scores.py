@@ -33,7 +33,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 # By family, the largest error of a log probability. That of transformers itself in float32, against
 # its own float64, is 7e-6 and 1.1e-4.
-FAMILIES = {"qwen3": 1e-4, "qwen3_5_text": 4e-4, "granitemoehybrid": 4e-4}
+FAMILIES = {"qwen3": 1e-4, "qwen3_5_text": 4e-4, "granite_rope": 4e-4}
 NAMES = (None, *ADAPTERS)
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
