@@ -171,6 +171,18 @@ GEMMA_4_31B: Mapping[str, Any] = {
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6,
 }
+GEMMA_4_26B_A4B: Mapping[str, Any] = GEMMA_4_31B | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 704,
+    "num_experts": 128,
+    "top_k_experts": 8,
+}
 QWEN3_5_9B: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -305,6 +317,7 @@ CONFIGS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gemma-3-12b": GEMMA_3_12B,
     "gemma-4-31b": GEMMA_4_31B,
+    "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,
@@ -386,7 +399,10 @@ class RandomCheckpoint(Checkpoint):
         return StackedWeight((weight, self.read_parts(names[first:], cuts[first:])))
 
     def _packed(self, name: str, cut: Cut) -> PackedWeight:
-        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 to 9."""
+        """Draw the kept part of a linear: codes, scales of one size, and zero points of 7 and 8.
+
+        The mean of its numbers is 0: otherwise a sum over all inputs would hide all else.
+        """
         stored, (d_out, d_in) = self._packed_format, cut.kept_shape
         assert stored is not None
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
@@ -398,7 +414,7 @@ class RandomCheckpoint(Checkpoint):
             return pack(q, there, None, levels=levels, rounded=torch.bfloat16)
         shape = d_out, d_in // stored.group
         scales = torch.full(shape, self.deviation(name, cut) / 4.6, dtype=torch.float16)
-        return pack(q, scales.to(self.device), self._integers(7, 10, *shape))
+        return pack(q, scales.to(self.device), self._integers(7, 9, *shape))
 
     def read_mxfp4(
         self, name: str, shape: tuple[int, int, int], rows: Sequence[range], columns: range

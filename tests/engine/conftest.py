@@ -148,6 +148,13 @@ MOE: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
     },
+    "gemma4_moe_text": {
+        **FAMILIES["gemma4_text"],
+        "enable_moe_block": True,
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "top_k_experts": 3,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
 HYBRID: dict[str, dict[str, Any]] = {

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
 _MOST_TILES = 1 << 14  # of a weight: a million outputs
 
@@ -32,3 +34,18 @@ def arrived(device: torch.device) -> torch.Tensor:
     They are 0 between launches: the last program of a tile resets the tile's counter.
     """
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def turned(step: tl.tensor, begin: tl.tensor, end: tl.tensor, tile: tl.tensor) -> tl.tensor:
+    """Return the block of inputs for a step of a program, so that programs begin with different
+    ones.
+
+    All programs read all inputs of the tokens, and a GPU's L2 cache answers requests for the same
+    bytes one after another. If few tokens are multiplied, programs that keep step with each other
+    wait for that: a product of 2 tokens took an H200 52 µs, and takes 37.
+
+    begin, end: the program's blocks of inputs. tile: the program's tile of outputs.
+    """
+    block = step + tile % (end - begin)
+    return tl.where(block < end, block, block - (end - begin))

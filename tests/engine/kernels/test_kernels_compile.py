@@ -199,6 +199,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    fused.rms_norm(empty(8, 2816), empty(2816, dtype=torch.float32), 1e-6, 2816**-0.5)
     own = QkNorm(empty(512), empty(512), 1e-6, values=True)
     fused.rotary_and_store_kv(
         empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
@@ -480,6 +481,12 @@ def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
     assert compiled == {"_prefill", "_decode"}
 
 
+def test_experts_whose_weights_have_factors(compiled: set[str]) -> None:
+    factors = empty(128, dtype=torch.float32)
+    moe.route(empty(8, 128), 8, None, normalised=True, factors=factors)
+    assert compiled == {"choose", "sort_by_expert"}
+
+
 @pytest.mark.parametrize("tokens", [1, 256])
 def test_experts_with_biases_and_clamps(compiled: set[str], tokens: int) -> None:
     routed = moe.route(empty(tokens, 32), 4, None, normalised=True)
@@ -592,12 +599,12 @@ def packed_weight(stored: str, d_out: int, d_in: int) -> PackedWeight:
     group = {"whole": d_in, "nf4": 64, "small groups": 32}.get(stored, 128)
     scales = empty(d_out, d_in // group, dtype=torch.float16)
     zeros = empty(d_out, d_in // group, dtype=torch.uint8)
-    codes = empty(d_in // 32, d_out, 16, dtype=torch.uint8)
+    codes = empty(d_in // 128, d_out, 32, dtype=torch.int16)
     if stored == "nf4":
         levels = empty(16, dtype=torch.float32)
-        return PackedWeight(codes, scales.float(), None, 64, None, levels, torch.bfloat16)
+        return PackedWeight(codes, scales.float(), None, 64, d_in, None, levels, torch.bfloat16)
     order = empty(d_in, dtype=torch.int32) if stored == "act-order" else None
-    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, order)
+    return PackedWeight(codes, scales, None if stored == "whole" else zeros, group, d_in, order)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 256])
@@ -617,7 +624,7 @@ def test_decoded_weights_are_operands_of_tensor_cores_without_passing_shared_mem
     monkeypatch.setattr(JITFunction, "run", lambda *a, **k: made.append(run(*a, **k)))
     w4a16_fused.linear(empty(16, 4096), packed_weight("groups", 6144, 4096))
     loop = made[-1].asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
-    assert loop.count("warp_group_dot ") == 2
+    assert loop.count("warp_group_dot ") == 4
     assert "convert_layout" not in loop
     assert "async_copy_global_to_local" in loop
 

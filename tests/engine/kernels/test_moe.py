@@ -80,6 +80,14 @@ def test_sigmoids_with_their_biases_choose_experts_and_alone_weigh_them():
     assert routed.weights.tolist() == [[1.5, 1.5]]
 
 
+def test_factors_multiply_the_weights_of_chosen_experts_and_choose_none():
+    logits, factors = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([9.0, -0.5, 3.0])
+    plain = reference.route(logits, 2, normalised=True)
+    routed = reference.route(logits, 2, normalised=True, factors=factors)
+    assert routed.experts.tolist() == plain.experts.tolist() == [[1, 2]]
+    assert torch.equal(routed.weights, plain.weights * torch.tensor([-0.5, 3.0]))
+
+
 def assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoids=None):
     from lorikeet_engine.kernels.moe import fused
 
@@ -87,8 +95,10 @@ def assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoi
     if adapters:
         some = torch.tensor([tokens // 2], dtype=torch.int32, device=kind[0])
         lora = LoraDelta(random(kind, experts, tokens).T.contiguous(), some)
-    got = fused.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
-    want = reference.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
+    factors = random((kind[0], torch.float32), experts) if adapters else None
+    given = {"normalised": normalised, "sigmoids": sigmoids, "factors": factors}
+    got = fused.route(logits, per_token, lora, **given)
+    want = reference.route(logits, per_token, lora, **given)
     torch.testing.assert_close(got.weights, want.weights)
     for name in ("pairs", "rows", "experts", "starts"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name

@@ -4,6 +4,8 @@ kernels.
 Without a GPU the kernels run in Triton's interpreter.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def moved(weight, device):
     tensors = ("codes", "scales", "zeros", "order", "levels")
     there = {name: getattr(weight, name) for name in tensors}
     there = {name: each if each is None else each.to(device) for name, each in there.items()}
-    return type(weight)(group=weight.group, rounded=weight.rounded, **there)
+    return replace(weight, **there)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])

@@ -45,6 +45,12 @@ GPT_OSS_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
 }
+# Experts that are no part of the MLP beside them, and the router.
+GEMMA4_ADAPTERS = ADAPTERS | {
+    "all_linears": ADAPTERS["all_linears"]
+    | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "proj", "lm_head", "embed_tokens"]},
+}
 # Mixers and shared experts. PEFT adapts no out_proj of Mamba.
 MAMBA_ADAPTERS = {
     "all_linears": ADAPTERS["all_linears"]
@@ -111,6 +117,7 @@ OFTEN = {
         *(
             "gemma4_text",
             "gemma4_unified_text",
+            "gemma4_moe_text",
             "ministral3",
             "smollm3",
             "olmo2",
@@ -147,6 +154,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GRANITE_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
+    elif shape.family == "gemma4_moe_text":
+        adapters = GEMMA4_ADAPTERS
     elif shape.shared_intermediate:
         adapters = SHARED_ADAPTERS
     return SavedFamily(checkpoint, folder, adapters)

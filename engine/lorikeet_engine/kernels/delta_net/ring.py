@@ -15,7 +15,6 @@ from lorikeet_engine.kernels.pointwise.lora_operands import operands
 
 _EPS = tl.constexpr(delta_net.NORM_EPS)
 _VALUES = 32  # of a tile: rows of a state that a program holds at a time
-_PARTS = 4  # of a row, of each of which a thread has some columns: fewer threads share a sum
 _FEW = 8  # sequences: with fewer, a program has one tile, and more warps, as many SMs have nothing
 
 
@@ -39,7 +38,7 @@ def decode_with_ring(
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
         decodes.tokens, *ring, o, qkv.stride(0), ba.stride(0), states.stride(0),
         heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, entries, values, each,
-        min(_PARTS, heads.key_dim // 8), num_warps=8 if sequences < _FEW else 4,
+        num_warps=8 if sequences < _FEW else 4,
     )  # fmt: skip
 
 
@@ -110,7 +109,6 @@ def _decode_with_ring(
     entries: tl.constexpr,
     values: tl.constexpr,
     tiles: tl.constexpr,
-    parts: tl.constexpr,
 ) -> None:
     """Compute some values of one value head for one sequence's token, and add it to the ring.
 
@@ -125,7 +123,7 @@ def _decode_with_ring(
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.
     values: number of values of a tile. tiles: number of tiles that the program computes, one after
-    the other. parts: parts of a row of the state, see _PARTS. All other operands: see Heads.
+    the other. All other operands: see Heads.
     """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -134,12 +132,10 @@ def _decode_with_ring(
         if tokens is not None:
             row = tl.load(tokens + row).to(tl.int64)
         group: tl.constexpr = value_heads // key_heads
-        width: tl.constexpr = key_dim // parts
         first = tl.program_id(0) * (values * tiles)
         value, column = first + tl.arange(0, values), tl.arange(0, key_dim)
-        places = tl.arange(0, parts)[:, None, None] * width + tl.arange(0, width)[None, None, :]
         state = states + slot * slot_stride + head * value_dim * key_dim
-        state += value[None, :, None] * key_dim + places
+        state += value[:, None] * key_dim + column[None, :]
         following = tl.load(state).to(tl.float32)
 
         index = slot * value_heads + head
@@ -167,30 +163,30 @@ def _decode_with_ring(
         of_k = fades * tl.sum(k_held * k[None, :], 1)
         of_q = fades * tl.sum(k_held * q[None, :], 1)
         similar = tl.sum(k * q, 0)
-        wide_k, wide_q = _in_parts(k, parts), _in_parts(q, parts)
         after = tl.zeros((values,), tl.int32) + tl.where(count < entries, count + 1, 0)
         tl.debug_barrier()  # no thread of the program writes a count that another has not read
         for _ in tl.range(0, tiles, num_stages=1):
             s = following
             if tiles > 1:
-                more = (value + values < first + values * tiles)[None, :, None]
+                more = (value + values < first + values * tiles)[:, None]
                 following = tl.load(state + values * key_dim, mask=more, other=0.0).to(tl.float32)
             v = tl.load(values_at + value).to(tl.float32)
             u_at = past_corrections + value
             u_held = tl.load(u_at[None, :] + entry * value_dim, mask=held, other=0.0)
-            u = beta * (v - faded * _times(s, wide_k) - tl.sum(u_held * of_k[:, None], 0))
-            out = faded * _times(s, wide_q) + tl.sum(u_held * of_q[:, None], 0) + u * similar
+            s_k, s_q = tl.sum(s * k[None, :], 1), tl.sum(s * q[None, :], 1)
+            u = beta * (v - faded * s_k - tl.sum(u_held * of_k[:, None], 0))
+            out = faded * s_q + tl.sum(u_held * of_q[:, None], 0) + u * similar
             out = out.to(o.dtype.element_ty)
             tl.store(o + (row * value_heads + head) * value_dim + value, out)
             if count < entries:
                 tl.store(u_at + count * value_dim, u)
             else:
-                s = faded * s + u[None, :, None] * wide_k
+                s = faded * s + u[:, None] * k[None, :]
                 since = g
                 for i in tl.static_range(entries - 1, -1, -1):
-                    k_i = _in_parts(tl.load(past_keys + i * key_dim), parts)
+                    k_i = tl.load(past_keys + i * key_dim)
                     u_i = tl.load(u_at + i * value_dim) * tl.exp(since)
-                    s += u_i[None, :, None] * k_i
+                    s += u_i[:, None] * k_i[None, :]
                     since += tl.load(past_decays + i)
                 tl.store(state, s.to(states.dtype.element_ty))
             tl.store(count_at + value, after.to(tl.int8))
@@ -201,21 +197,3 @@ def _decode_with_ring(
             once = (first == 0) & (head % group == 0)
             tl.store(past_keys + count * key_dim, k, mask=once & (column >= 0))
             tl.store(past_decays + count, g, mask=first == 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _in_parts(x: tl.tensor, parts: tl.constexpr) -> tl.tensor:
-    """Reshape x [key_dim] → [parts, 1, key_dim / parts].
-
-    A load with this shape instead would choose the layout of the state's products.
-    """
-    return tl.expand_dims(tl.reshape(x, (parts, x.shape[0] // parts)), 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _times(s: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """Multiply rows of a state by a vector, both in parts.
-
-    s [parts, values, width], x [parts, 1, width] → [values]
-    """
-    return tl.sum(tl.sum(s * x, 0), 1)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.fp8 import Fp8Rows, kernel_arguments
-from lorikeet_engine.kernels.split_k import ProductConfig, arrived
+from lorikeet_engine.kernels.split_k import ProductConfig, arrived, turned
 
 PATH = Path(__file__).with_name("tuning.json")
 TOKENS = (16, 32, 64, 128)
@@ -35,6 +35,8 @@ TOKENS = (16, 32, 64, 128)
 A product uses the smallest limit that is not below its number of tokens.
 """
 _BLOCK_TOKENS = 128  # at most, of one program
+_TURNED = 16
+"""Most tokens of programs that begin with different columns, see split_k.turned."""
 
 
 UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
@@ -128,7 +130,7 @@ def multiply(
         count, d_out, d_in,
         d_in % config.block_in == 0,
         device.type == "cpu",  # Triton's interpreter, which multiplies raw bits of FP8
-        high, wide,
+        high, wide, block_tokens <= _TURNED,
         block_tokens, config.block_out, config.block_in, config.split, config.stages,
         num_warps=config.warps,
     )  # fmt: skip
@@ -152,6 +154,7 @@ def _multiply(
     upcast: tl.constexpr,
     high: tl.constexpr,
     wide: tl.constexpr,
+    turn: tl.constexpr,
     block_tokens: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
@@ -167,6 +170,7 @@ def _multiply(
     even: whether d_in is a multiple of block_in.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
+    turn: whether programs begin with different columns.
     block_tokens, block_out: size of an output tile. block_in, split, stages: see ProductConfig.
     """
     tile, part = tl.program_id(1), tl.program_id(2)
@@ -178,8 +182,9 @@ def _multiply(
     w_at = weight + tl.minimum(row, d_out - 1)[:, None].to(tl.int64) * d_in + k[None, :]
     x_at = x + tl.minimum(n, count - 1)[:, None].to(tl.int64) * d_in + k[None, :]
     sums = tl.zeros((block_out, block_tokens), tl.float32)
-    for step in tl.range(part * steps // split, (part + 1) * steps // split, num_stages=stages):
-        column = step * block_in
+    begin, end = part * steps // split, (part + 1) * steps // split
+    for step in tl.range(begin, end, num_stages=stages):
+        column = (turned(step, begin, end, tile) if turn else step) * block_in
         if even:
             # evict_first: the next step's weights will not be found in the cache anyway
             weights = tl.load(w_at + column, eviction_policy="evict_first")

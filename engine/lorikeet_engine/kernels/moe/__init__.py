@@ -87,6 +87,7 @@ def route(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> RoutedRows:
     """Choose the `per_token` likeliest experts of each token; ties go to the lower index.
 
@@ -96,9 +97,12 @@ def route(
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
+    factors [experts] float32: factor of each expert's weight, last; None: 1
     """
     operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
+    routed: RoutedRows = operator(
+        logits, per_token, lora, normalised=normalised, sigmoids=sigmoids, factors=factors
+    )
     return routed
 
 
@@ -168,6 +172,7 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
     biases: ClampedBiases | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the experts' MLPs of a single token, from routing to the weighted sum, on CUDA.
 
@@ -179,12 +184,12 @@ def experts_of_one(
     x [1, hidden]
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
-    logits, lora, per_token, normalised: as for `route`
+    logits, lora, per_token, normalised, factors: as for `route`
     gelu: GELU instead of SiLU
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(
         x, gate_up, down, logits, lora, per_token,
-        normalised=normalised, gelu=gelu, biases=biases,
+        normalised=normalised, gelu=gelu, biases=biases, factors=factors,
     )  # fmt: skip
     return y

@@ -15,11 +15,11 @@ from lorikeet_engine.kernels.moe.mxfp4 import GROUP, Mxfp4Experts
 from lorikeet_engine.kernels.moe.one_token import bias_arguments
 from lorikeet_engine.kernels.split_k import ProductConfig, arrived
 
-GATE_UP = ProductConfig(block_out=64, block_in=GROUP, split=1, warps=4, stages=5)
-DOWN = ProductConfig(block_out=64, block_in=GROUP, split=2, warps=4, stages=5)
+GATE_UP = ProductConfig(block_out=64, block_in=GROUP, split=1, warps=4, stages=4)
+DOWN = ProductConfig(block_out=128, block_in=GROUP, split=4, warps=4, stages=4)
 """Launch parameters of gate_up's products, which are not split, and of down's.
 
-Not yet tuned on a GPU.
+The fastest of four on an H200 for gpt-oss-20b.
 """
 _ROWS = 16  # of a tile: the fewest that tensor cores multiply
 

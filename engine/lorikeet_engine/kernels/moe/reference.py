@@ -20,6 +20,7 @@ def route(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> RoutedRows:
     """See kernels.moe."""
     scores = logits.float()
@@ -33,6 +34,8 @@ def route(
         weights = weights / weights.sum(-1, keepdim=True)
     if sigmoids is not None:
         weights = weights * sigmoids.scale
+    if factors is not None:
+        weights = weights * factors[chosen]
     pairs = experts.argsort(stable=True)
     rows = torch.empty_like(pairs)
     rows[pairs] = torch.arange(len(pairs), device=pairs.device)

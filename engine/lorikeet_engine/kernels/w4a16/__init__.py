@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
+from torch.nn import functional
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.by_device import by_device
@@ -19,8 +20,10 @@ from lorikeet_engine.kernels.by_device import by_device
 _operators = by_device(__name__)
 FIRST_WITH_BFLOAT16 = (8, 0)
 """Lowest CUDA compute capability with products of bfloat16: 8.0, Ampere."""
-SPAN = 32
-"""Number of inputs whose codes lie side by side: 16 bytes of each output."""
+GRAIN = 32
+"""A group's inputs, and those of a part of a weight, are a multiple of this many."""
+SPAN = 4 * GRAIN
+"""Number of inputs whose codes lie side by side: 64 bytes of each output."""
 MIDDLE = 8
 """Zero point of integers without stored zero points."""
 
@@ -34,13 +37,15 @@ class PackedWeight:
     Integers: W[r, order[c]] = scales[r, c // group] · (q[r, c] − zeros[r, c // group])
     NF4:      W[r, order[c]] = scales[r, c // group] · levels[q[r, c]], rounded to `rounded`
 
-    codes [d_in / 32, d_out, 16] uint8: the codes of an output and of 32 inputs lie in 16 bytes;
-        byte j holds input j in its low half and input 16 + j in its high half. So a kernel reads 16
-        bytes at a time, and splits each byte without moving values between threads.
+    codes [spans, d_out, 32] int16: the codes of an output and of a span of 128 inputs lie in 64
+        bytes; bits 4·i to 4·i + 3 of element j hold input 32·i + j of the span. So one instruction
+        takes two neighbouring inputs out of a register, and all codes that a product takes out of a
+        span at once meet inputs that lie side by side. The last span is filled up with zeros.
     scales [d_out, groups]: for integers in the checkpoint's dtype, for NF4 float32. A group's loads
         bring the next groups of an output into the multiprocessor's cache.
     zeros [d_out, groups] uint8; None: 8 everywhere, or NF4.
     group: number of inputs that share a scale, a multiple of 32.
+    d_in: number of inputs.
     order [d_in] int32: the input that each column of codes multiplies; None: its own.
     levels [16] float32: values of NF4's codes; None: integers.
     rounded: dtype that NF4's values are rounded to.
@@ -50,6 +55,7 @@ class PackedWeight:
     scales: torch.Tensor
     zeros: torch.Tensor | None
     group: int
+    d_in: int
     order: torch.Tensor | None = None
     levels: torch.Tensor | None = None
     rounded: torch.dtype = torch.float32
@@ -60,11 +66,6 @@ class PackedWeight:
         return self.codes.shape[1]
 
     @property
-    def d_in(self) -> int:
-        """Number of inputs."""
-        return len(self.codes) * SPAN
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the codes and of all that decodes them."""
         tensors = self.codes, self.scales, self.zeros, self.order, self.levels
@@ -72,8 +73,9 @@ class PackedWeight:
 
     def integers(self) -> torch.Tensor:
         """Return the codes, in the order of columns: [d_out, d_in] uint8."""
-        halves = torch.stack([self.codes & 15, self.codes >> 4], 2)  # [spans, d_out, 2, 16]
-        return halves.transpose(0, 1).reshape(self.d_out, self.d_in)
+        parts = torch.stack([self.codes >> 4 * i & 15 for i in range(4)], 2).byte()
+        q = parts.flatten(2).transpose(0, 1).reshape(self.d_out, -1)
+        return q[:, : self.d_in]
 
     def floats(self) -> torch.Tensor:
         """Return the values [d_out, d_in] in float32, exact for scales of 16 bits and for NF4."""
@@ -104,8 +106,8 @@ class PackedWeight:
             return part
         if self.order is not None:
             raise ValueError("its inputs are ordered by act-order (desc_act)")
-        if first % SPAN or last % SPAN:
-            raise ValueError(f"inputs {first} to {last} are no multiples of {SPAN}")
+        if first % GRAIN or last % GRAIN:
+            raise ValueError(f"inputs {first} to {last} are no multiples of {GRAIN}")
         if first // self.group == (last - 1) // self.group:
             repeated, group = 1, len(columns)
             groups = slice(first // self.group, first // self.group + 1)
@@ -118,10 +120,11 @@ class PackedWeight:
 
         return replace(
             part,
-            codes=part.codes[first // SPAN : last // SPAN],
+            codes=_packed(part.integers()[:, first:last]),
             scales=of(part.scales),
             zeros=None if part.zeros is None else of(part.zeros),
             group=group,
+            d_in=len(columns),
         )
 
     def goes_with(self, other: "PackedWeight") -> bool:
@@ -165,10 +168,10 @@ def pack(
 
     Raises ValueError if groups are of different sizes or not of a multiple of 32 inputs.
     """
-    (d_out, d_in), groups = q.shape, scales.shape[1]
+    d_in, groups = q.shape[1], scales.shape[1]
     group, order = d_in // groups, None
-    if d_in % groups or group % SPAN:
-        raise ValueError(f"{d_in} inputs in {groups} groups are no multiples of {SPAN} each")
+    if d_in % groups or group % GRAIN:
+        raise ValueError(f"{d_in} inputs in {groups} groups are no multiples of {GRAIN} each")
     if group_of is not None and not group_of.is_meta:
         sorted_groups, by_group = group_of.sort(stable=True)
         own = torch.arange(d_in, device=q.device)
@@ -176,10 +179,9 @@ def pack(
             raise ValueError("groups of inputs have different sizes")
         if not torch.equal(by_group, own):
             q, order = q[:, by_group], by_group.int()
-    halves = q.view(d_out, -1, 2, SPAN // 2).transpose(0, 1)  # [spans, d_out, 2, 16]
-    codes = (halves[:, :, 0] | halves[:, :, 1] << 4).contiguous()
     zeros = None if zeros is None else zeros.contiguous()
-    return PackedWeight(codes, scales.contiguous(), zeros, group, order, levels, rounded)
+    scales = scales.contiguous()
+    return PackedWeight(_packed(q), scales, zeros, group, d_in, order, levels, rounded)
 
 
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -219,6 +221,15 @@ def check_device(device: torch.device) -> None:
             f"weight_dtype=packed needs a GPU of compute capability 8.0 or above (Ampere), {device}"
             f" has {'.'.join(map(str, capability))}: want weight_dtype=auto"
         )
+
+
+def _packed(q: torch.Tensor) -> torch.Tensor:
+    """Pack codes q [d_out, d_in] uint8, see PackedWeight.codes."""
+    filled = functional.pad(q, (0, -q.shape[1] % SPAN)).view(len(q), -1, 4, GRAIN).transpose(0, 1)
+    codes = filled[:, :, 0].short()
+    for i in range(1, 4):
+        codes |= filled[:, :, i].short() << 4 * i
+    return codes.contiguous()
 
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
