@@ -186,9 +186,9 @@ class Settings(BaseModel):
     state_dtype: StateDtypes = Field(
         "float32",
         validate_default=True,
-        description="data type of the states of delta nets and Mamba 2: float32, as the checkpoints "
-        "say; or bfloat16, half the memory and less exact (base-models.md); a=bfloat16 for some "
-        "base models",
+        description="data type of the states of delta nets and Mamba 2: float32, as the "
+        "checkpoints say; or bfloat16, half the memory and less exact (base-models.md); a=bfloat16 "
+        "for some base models",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
