@@ -55,6 +55,7 @@ from lorikeet_engine.kernels.moe import (
     Clamp,
     ClampedBiases,
     Mxfp4Experts,
+    Sigmoids,
     grouped_mxfp4,
     mxfp4,
 )
@@ -319,6 +320,16 @@ def test_mamba(
     fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
     scans = {"_decode_scan", "_prefill_scan", "_gate_group"}
     assert compiled == {"_decode_convolution", "_prefill_convolution", *scans}
+
+
+def test_the_experts_of_one_token_without_gates(compiled: set[str]) -> None:
+    floats = partial(empty, dtype=torch.float32)
+    y = moe.experts_of_one(
+        empty(1, 2688), empty(128, 1856, 2688), empty(128, 2688, 1856), floats(1, 128), None, 6,
+        normalised=True, gelu=False, sigmoids=Sigmoids(floats(128), 2.5), squared_relu=True,
+    )  # fmt: skip
+    assert y.shape == (1, 2688)
+    assert compiled == {"choose", "_gate_up", "_down"}
 
 
 def test_squared_relu(compiled: set[str]) -> None:
