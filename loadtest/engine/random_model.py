@@ -445,7 +445,12 @@ class RandomCheckpoint(Checkpoint):
         return torch.ones(cut.kept_shape, device=self.device)
 
     def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
-        """Return weights of the decay of states, which remember some 15 tokens; or other ones."""
+        """Return weights of the decay of states, which remember some 15 tokens; or other ones.
+
+        A matrix is drawn as other matrices are.
+        """
+        if cut.columns is not None:
+            return self._read([name], [cut]).float()
         value = -3.0 if name.endswith("A_log") else 1.0
         return torch.full(cut.kept_shape, value, device=self.device)
 

@@ -232,7 +232,8 @@ class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Each rank computes its part of every expert. Experts may read and write vectors that
+    experts. Logits of sigmoids are float32, as in training: rounded ones would choose other experts
+    of equals. Each rank computes its part of every expert. Experts may read and write vectors that
     are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
     hidden states of the experts' sum; every rank has both whole.
     """
@@ -254,9 +255,8 @@ class RoutedMlp:
         output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         self._ranks = ranks
-        self.router = LoraLinear(
-            checkpoint, config.shape, layer, "router", bias=config.clamp is not None
-        )
+        biased, wide = config.clamp is not None, config.sigmoid_scale is not None
+        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=biased, wide=wide)
         self.latent_in: LoraLinear | None = None
         if config.shape.latent:
             self.latent_in, self.latent_out = (

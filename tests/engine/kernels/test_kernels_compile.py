@@ -276,8 +276,9 @@ def test_gated_delta_net(
         (Heads(8, 64, 128, 64), torch.bfloat16, torch.bfloat16, False, None),
         (Heads(1, 128, 128, 64), torch.bfloat16, torch.float32, False, 3),
         (Heads(1, 64, 128, 64), torch.float32, torch.float32, True, None),
+        (Heads(8, 128, 128, 80), torch.bfloat16, torch.float32, False, 3),
     ],
-    ids=["Nano", "Nano, rounded states", "Granite small", "floats"],
+    ids=["Nano", "Nano, rounded states", "Granite small", "floats", "Nano 2"],
 )
 def test_mamba(
     compiled: set[str],
@@ -309,7 +310,10 @@ def test_mamba(
         assert o.shape == (300, count, heads.value_dim)
     width = count * heads.value_dim // heads.key_heads
     o, gate = o.view(300, -1, width), wider[:, : count * heads.value_dim].view(300, -1, width)
-    delta, gains = LoraDelta(gate, integers(1)) if adapters else None, empty(count * 64)
+    delta, gains = (
+        LoraDelta(gate, integers(1)) if adapters else None,
+        empty(count * heads.value_dim),
+    )
     fused.gated_group_norm(o, gate, gains, 1e-5, delta)
     means = fused.gated_mean_squares(o, gate, delta)
     fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
