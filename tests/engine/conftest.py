@@ -322,6 +322,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "granite_attention": {
+        **MAMBA["granite_rope"],
+        "layer_types": ["full_attention"] * 4,
+        "tie_word_embeddings": True,
+    },
     # transformers' decodes, unlike its prompts, have no limits
     "mamba_limits": {**MAMBA["granite_rope"], "time_step_limit": (0.4, 0.9)},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},

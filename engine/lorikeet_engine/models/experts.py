@@ -164,12 +164,11 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        usual = self.sigmoids is None and not self.squared_relu
-        if rows.is_cuda and len(rows) == 1 and not adapts and usual:
+        if rows.is_cuda and len(rows) == 1 and not adapts:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
                 normalised=self.normalised, gelu=self.gelu, biases=self.biases,
-                factors=self.factors,
+                factors=self.factors, sigmoids=self.sigmoids, squared_relu=self.squared_relu,
             )  # fmt: skip
         routed = route(
             logits,

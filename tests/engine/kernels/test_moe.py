@@ -395,6 +395,35 @@ def test_blocks_have_their_scales_in_every_step_over_columns(kind):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", ["floats", "fp8"])
+@pytest.mark.parametrize(
+    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 20)]
+)
+def test_the_experts_of_one_token_without_gates(kind, experts, per_token, hidden, width, stored):
+    from lorikeet_engine.kernels.moe import fused
+
+    x, logits = (random(kind, 1, size) for size in (hidden, experts))
+    up = random(kind, experts, width, hidden) * hidden**-0.5
+    down = random(kind, experts, hidden, width) * width**-0.5
+    sigmoids = Sigmoids(random((kind[0], torch.float32), experts) / 4, 2.5)
+    floats = up.double(), down.double()
+    if stored == "fp8":
+        up, down = quantized_in_rows(up), quantized_in_rows(down)
+        floats = [each.floats().double() for each in (up, down)]
+    got = fused.experts_of_one(
+        x, up, down, logits, None, per_token,
+        normalised=True, gelu=False, sigmoids=sigmoids, squared_relu=True,
+    )  # fmt: skip
+    routed = reference.route(logits, per_token, normalised=True, sigmoids=sigmoids)
+    y = reference.expert_products(x.double(), floats[0], routed, gathered=True)
+    y = y.clamp(min=0).square()
+    want = reference.combine(reference.expert_products(y, floats[1], routed), routed)
+    atol = 6 * 2.5 * torch.finfo(kind[1]).eps * y.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
 def assert_one_token(kind, experts, per_token, hidden, width, stored, adapted):
     from lorikeet_engine.kernels.moe import fused
 

@@ -173,6 +173,8 @@ def experts_of_one(
     gelu: bool,
     biases: ClampedBiases | None = None,
     factors: torch.Tensor | None = None,
+    sigmoids: Sigmoids | None = None,
+    squared_relu: bool = False,
 ) -> torch.Tensor:
     """Compute the experts' MLPs of a single token, from routing to the weighted sum, on CUDA.
 
@@ -184,12 +186,14 @@ def experts_of_one(
     x [1, hidden]
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
-    logits, lora, per_token, normalised, factors: as for `route`
+    logits, lora, per_token, normalised, factors, sigmoids: as for `route`
     gelu: GELU instead of SiLU
+    squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(
         x, gate_up, down, logits, lora, per_token,
-        normalised=normalised, gelu=gelu, biases=biases, factors=factors,
+        normalised=normalised, gelu=gelu, biases=biases, factors=factors, sigmoids=sigmoids,
+        squared_relu=squared_relu,
     )  # fmt: skip
     return y

@@ -115,10 +115,12 @@ def experts_of_one(
     gelu: bool,
     biases: ClampedBiases | None = None,
     factors: torch.Tensor | None = None,
+    sigmoids: Sigmoids | None = None,
+    squared_relu: bool = False,
 ) -> torch.Tensor:
     """See kernels.moe; x [1, hidden], contiguous. This takes three launches."""
     chosen, weights = choose_experts(
-        logits, lora, per_token, normalised=normalised, factors=factors
+        logits, lora, per_token, normalised=normalised, factors=factors, sigmoids=sigmoids
     )
     if isinstance(gate_up, Mxfp4Experts):
         assert isinstance(down, Mxfp4Experts)
@@ -126,6 +128,8 @@ def experts_of_one(
         gated = one_token_mxfp4.gate_up_of(x, gate_up, chosen, biases)
         return one_token_mxfp4.down_of(gated, down, chosen, weights, biases.down)
     assert not isinstance(down, Mxfp4Experts)
-    gated = one_token.gate_up_of(x, gate_up, chosen, gelu=gelu, biases=biases)
+    gated = one_token.gate_up_of(
+        x, gate_up, chosen, gelu=gelu, biases=biases, squared_relu=squared_relu
+    )
     of_down = None if biases is None else biases.down
     return one_token.down_of(gated, down, chosen, weights, of_down)
