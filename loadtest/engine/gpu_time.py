@@ -26,7 +26,7 @@ _KINDS = (
     ("Mamba 2", r"^_(decode|prefill)_scan"),
     (
         "norms, rotary, KV write, SiLU",
-        r"^_(add_rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate(_group)?$|quantize"
+        r"^_((add_)?rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate(_group)?$|quantize"
         r"|squared_relu)",
     ),
     (

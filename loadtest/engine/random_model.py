@@ -171,6 +171,18 @@ GEMMA_4_31B: Mapping[str, Any] = {
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6,
 }
+GEMMA_4_26B_A4B: Mapping[str, Any] = GEMMA_4_31B | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 704,
+    "num_experts": 128,
+    "top_k_experts": 8,
+}
 QWEN3_5_9B: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -326,6 +338,7 @@ CONFIGS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gemma-3-12b": GEMMA_3_12B,
     "gemma-4-31b": GEMMA_4_31B,
+    "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,
@@ -454,7 +467,12 @@ class RandomCheckpoint(Checkpoint):
         return torch.ones(cut.kept_shape, device=self.device)
 
     def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
-        """Return weights of the decay of states, which remember some 15 tokens; or other ones."""
+        """Return weights of the decay of states, which remember some 15 tokens; or other ones.
+
+        A matrix is drawn as other matrices are.
+        """
+        if cut.columns is not None:
+            return self._read([name], [cut]).float()
         value = -3.0 if name.endswith("A_log") else 1.0
         return torch.full(cut.kept_shape, value, device=self.device)
 

@@ -186,9 +186,9 @@ class Settings(BaseModel):
     state_dtype: StateDtypes = Field(
         "float32",
         validate_default=True,
-        description="data type of the states of gated delta nets: float32, as Qwen's checkpoints "
-        "say; or bfloat16, half the memory and less exact (base-models.md); a=bfloat16 for some "
-        "base models",
+        description="data type of the states of delta nets and Mamba 2: float32, as the "
+        "checkpoints say; or bfloat16, half the memory and less exact (base-models.md); a=bfloat16 "
+        "for some base models",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
@@ -214,7 +214,7 @@ class Settings(BaseModel):
     )
     state_memory: Memory = Field(
         "auto",
-        description="states of gated delta nets on each device, taken before the KV cache: bytes, "
+        description="states of delta nets and Mamba 2 on each device, before the KV cache: bytes, "
         "or a share such as 40% of the memory that weights, slot pool, the largest step and CUDA "
         "graphs leave; auto: LORIKEET_MAX_RUNNING states and one more, and a cached one for each "
         "2,048 tokens of the KV cache (operations.md)",

@@ -7,7 +7,14 @@ import pytest
 
 from lorikeet.answer_stream.tool_call_bodies import calls_of
 from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import FUNCTION_GEMMA, OLMO, PYTHON_LIST, TOOL_CODE
+from lorikeet.answer_stream.tool_syntax import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    OLMO,
+    PYTHON_LIST,
+    TOOL_CODE,
+    CallStyle,
+)
 from tests.answer_stream.test_tool_calls import USE, cost_s, read
 
 NESTED = {
@@ -25,6 +32,7 @@ NESTED_TEXT = {
     'say:<escape>it\'s "so"\n\t\\ 🦜 </function_calls>``` ] )<escape>,'
     "where:{<escape>at<escape>:[48.85,-2.35e0],city:<escape>Paris<escape>}",
 }
+NESTED_TEXT["as Gemma 4's"] = NESTED_TEXT["as FunctionGemma's"].replace("<escape>", '<|"|>')
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -33,10 +41,11 @@ NESTED_TEXT = {
     [
         *itertools.product((OLMO, TOOL_CODE, PYTHON_LIST), ("in Python", "as JSON")),
         (FUNCTION_GEMMA, "as FunctionGemma's"),
+        (GEMMA_4, "as Gemma 4's"),
     ],
 )
 def test_nested_arguments_are_parsed(syntax, written, size):
-    form = "call:time{%s}" if syntax is FUNCTION_GEMMA else "time(%s)"
+    form = "call:time{%s}" if syntax.style is CallStyle.GEMMA else "time(%s)"
     text = syntax.before + form % NESTED_TEXT[written] + syntax.after
     assert read(ToolCallParser(syntax, USE), text, size) == ("", [("time", NESTED)])
 
@@ -69,6 +78,8 @@ def test_nested_arguments_are_parsed(syntax, written, size):
         (FUNCTION_GEMMA, "<start_function_call>call:time{at:now}<end_function_call>"),
         (FUNCTION_GEMMA, "<start_function_call>call:time{at:<escape>now}<end_function_call>"),
         (FUNCTION_GEMMA, "<start_function_call>call:time{}call:time{}<end_function_call>"),
+        (GEMMA_4, "<|tool_call>call:time{at:now}<tool_call|>"),
+        (GEMMA_4, "<|tool_call>call:time{at:<escape>now<escape>}<tool_call|>"),
     ],
 )
 def test_malformed_calls_stay_text(syntax, text, size):

@@ -14,6 +14,7 @@ from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     FUNCTION_GEMMA,
     FUNCTOOLS,
+    GEMMA_4,
     GRANITE,
     HERMES,
     LLAMA,
@@ -99,6 +100,11 @@ WRITTEN = {
         FUNCTION_GEMMA,
         "Let me look.<start_function_call>call:weather{place:<escape>Paris {}]<escape>}"
         "<end_function_call><start_function_call>call:time{}<end_function_call>",
+    ),
+    "gemma 4": (
+        GEMMA_4,
+        'Let me look.<|tool_call>call:weather{place:<|"|>Paris {}]<|"|>}<tool_call|>'
+        "<|tool_call>call:time{}<tool_call|>",
     ),
 }
 UNMARKED = (LLAMA, PYTHON_LIST)
@@ -208,6 +214,7 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
         ("{{ '<function_calls>' + name + '(' + arguments + ')' }}", OLMO),
         ("{{ '<function_calls><invoke name=' + name + '>' }}", None),
         ("{{ '<start_function_call>call:' + name + '{' }}", FUNCTION_GEMMA),
+        ("""{{ '<|tool_call>call:' + name + '{' + key + ':<|"|>' }}""", GEMMA_4),
         ("{{ '```tool_code\\n' + name + '(' }}", TOOL_CODE),
         ("{{ 'you must respond with a python list of the function calls' }}", PYTHON_LIST),
     ],

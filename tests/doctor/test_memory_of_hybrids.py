@@ -14,7 +14,7 @@ from lorikeet_engine.errors import EngineError, SettingsError
 from lorikeet_engine.execution.memory_plan import MemoryPlan, plan_memory
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.settings import EngineSettings
-from tests.engine.conftest import HYBRID, SIZES
+from tests.engine.conftest import HYBRID, MAMBA, SIZES
 
 
 def examined(plan: MemoryPlan | EngineError) -> Finding:
@@ -28,9 +28,12 @@ def examined(plan: MemoryPlan | EngineError) -> Finding:
     return finding
 
 
-@pytest.fixture
-def planned(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | HYBRID["qwen3_5_text"]))
+LAYERS = {"num_hidden_layers": len(MAMBA["nemotron_h"]["layers_block_type"])}
+
+
+@pytest.fixture(params=[HYBRID["qwen3_5_text"], MAMBA["nemotron_h"] | LAYERS])
+def planned(request, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | request.param))
     settings = EngineSettings(tmp_path, tmp_path, max_running=8, state_bytes=1 << 20)
     return ModelConfig.from_folder(tmp_path), settings
 

@@ -148,6 +148,13 @@ MOE: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
     },
+    "gemma4_moe_text": {
+        **FAMILIES["gemma4_text"],
+        "enable_moe_block": True,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "top_k_experts": 3,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
 HYBRID: dict[str, dict[str, Any]] = {
@@ -340,6 +347,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "granite_attention": {
+        **MAMBA["granite_rope"],
+        "layer_types": ["full_attention"] * 4,
+        "tie_word_embeddings": True,
+    },
     # transformers' decodes, unlike its prompts, have no limits
     "mamba_limits": {**MAMBA["granite_rope"], "time_step_limit": (0.4, 0.9)},
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
@@ -528,6 +540,8 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
                 "_bias"
             ):  # norms start as 1 and biases as 0, which would hide them
                 weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            if name.endswith("router.scale"):  # so that experts are clearly chosen
+                weight.data = (1.0 + weight.data) * len(weight) ** 0.5
             if "gemma4" in family and name.endswith("q_norm.weight"):
                 weight.data /= len(weight) ** 0.5  # scores have no such divisor of their own
         for name, buffer in model.named_buffers():

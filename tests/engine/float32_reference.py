@@ -134,6 +134,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
     },
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},
+    "nemotron_h": {
+        "head_dim": 128,
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe")
+        ],
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 16,
+        "moe_intermediate_size": 256,
+        "moe_latent_size": 128,
+        "moe_shared_expert_intermediate_size": 512,
+        "n_groups": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.5,
+        "ssm_state_size": 128,
+        "time_step_min": 1e-30,  # transformers' least time step in prompts, and none in decodes
+    },
+    "granitemoehybrid": {
+        "attention_multiplier": 1 / 16,
+        "embedding_multiplier": 1.5,
+        "intermediate_size": 256,
+        "layer_types": [*["full_attention", "linear_attention"] * 2],
+        "logits_scaling": 0.9,
+        "mamba_d_state": 128,
+        "mamba_n_heads": 16,
+        "num_experts_per_tok": 3,
+        "num_local_experts": 3,
+        "residual_multiplier": 0.8,
+        "shared_intermediate_size": 512,
+    },
     "gpt_oss": {
         "head_dim": 64,
         "num_attention_heads": 8,

@@ -56,6 +56,7 @@ def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     renames = _BESIDE_EXPERTS if "experts" in known else _STORED_AS_ONE
     renamed = {part: one for part, one in renames.items() if part not in known}
+    renamed |= {"embed_tokens": "embeddings"} if "embeddings" in known else {}
 
     def name(key: str) -> str:
         return renamed.get(key, key)

@@ -108,12 +108,13 @@ KINDS = [
 ]
 
 
-def ask_every_kind(engine, world, *, together, **more):
+def ask_every_kind(engine, world, *, together, names=(None, "all", "delta net", "gates"), **more):
     """Return all tokens of a request of each kind, under adapters in turn.
 
+    names: names of the adapters.
     together: whether all are asked at once. more: further options of each request.
     """
-    answers, names = Answers(engine), [None, "all", "delta net", "gates"]
+    answers = Answers(engine)
     for i, kind in enumerate(KINDS):
         ref = world.refs[names[i % len(names)]]
         options = {"max_tokens": 70, **kind, **more}

@@ -18,6 +18,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.test_hybrids import ask_every_kind, engine_of_every_kind
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.up_proj", "experts.down_proj"]
@@ -108,6 +109,21 @@ def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings
     engine = close_later(build(world.checkpoint, world.shelf, tmp_path / "cache", **sizes))
     assert ask(world, Answers(engine)) == world.expected
     assert len({tuple(tokens) for tokens in world.expected.values()}) == len(world.names)
+
+
+def test_requests_of_every_kind_answer_together_as_each_alone(world, tmp_path, close_later):
+    """Forced tokens, draws, penalties, stop tokens and several choices, in chunks and preempted."""
+    names = (None, "all", "mamba", world.names[2])
+    alone = close_later(engine_of_every_kind(world, tmp_path / "alone"))
+    want = ask_every_kind(alone, world, together=False, names=names, logprobs=0)
+    tight = {"kv_pages": 24, "max_context": 200, "max_batch_tokens": 40}
+    engine = close_later(engine_of_every_kind(world, tmp_path / "cache", **tight))
+    for _ in ("anew", "with prefix hits"):
+        together = ask_every_kind(engine, world, together=True, names=names)
+        assert together.tokens == want.tokens
+        assert together.finish == want.finish
+    assert max(len(output.token_ids) for output in together.outputs["0", 0]) > 1
+    assert engine.status().preemptions > 0
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     FUNCTION_GEMMA,
     FUNCTOOLS,
+    GEMMA_4,
     GRANITE,
     HERMES,
     LLAMA,
@@ -149,6 +150,12 @@ SHOWN = {
         "<start_function_call>call:look{at:<escape>it<escape>}<end_function_call>",
     ),
 }
+SHOWN["Gemma 4"] = ToolTemplate(
+    "{% for t in tools or [] %}<|tool>declaration:{{ t.function.name }}{% endfor %}"
+    """{% for m in messages if m.tool_calls %}<|tool_call>call:{{ '<|"|>' }}{% endfor %}""",
+    GEMMA_4,
+    '<|tool_call>call:look{at:<|"|>it<|"|>}<tool_call|>',
+)
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
@@ -180,8 +187,9 @@ def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
     assert json.loads("".join(call.arguments for call in calls)) == {"at": "it"}
 
 
-def test_function_gemma_cannot_be_held_to_calls(tmp_path: Path) -> None:
-    gemma = encoder(tmp_path, SHOWN["FunctionGemma"].text + TURNS)
+@pytest.mark.parametrize("family", ["FunctionGemma", "Gemma 4"])
+def test_calls_in_gemmas_syntax_cannot_be_held(tmp_path: Path, family: str) -> None:
+    gemma = encoder(tmp_path, SHOWN[family].text + TURNS)
     strict = {**USE.tools[0]["function"], "strict": True}
     for call in (
         replace(CHAT, tools=replace(USE, forced=("look",))),

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.reasoning import MISTRAL_TAGS, THINK_TAGS, Thinking
+from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS, Thinking
 from lorikeet.answer_stream.tool_call_bodies import calls_of
 from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
 from lorikeet.errors import InvalidInput
@@ -33,6 +33,7 @@ TEMPLATES = Path(__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
 QWEN3_5 = (TEMPLATES / "qwen3.5.jinja").read_text()
 QWEN3_6 = (TEMPLATES / "qwen3.6.jinja").read_text()
+GEMMA_4_TEMPLATE = (TEMPLATES / "gemma4.jinja").read_text()
 MINISTRAL_3 = (TEMPLATES / "ministral3.jinja").read_text()
 FIRST_MINISTRAL_3 = (
     "{% for m in messages %}"
@@ -250,16 +251,25 @@ class Thinker:
 
 @pytest.fixture(
     params=itertools.product(
-        [Thinking.POSSIBLE, Thinking.BEGUN], MARKS, [HERMES, LLAMA, MINISTRAL]
+        [Thinking.POSSIBLE, Thinking.BEGUN],
+        MARKS,
+        [
+            (HERMES, THINK_TAGS),
+            (LLAMA, THINK_TAGS),
+            (MINISTRAL, MISTRAL_TAGS),
+            (HERMES, GEMMA_TAGS),
+        ],
     ),
-    ids=lambda param: f"{param[0].value}, {param[1]}, {param[2].before.strip() or 'llama'}",
+    ids=lambda param: (
+        f"{param[0].value}, {param[1]}, {param[2][0].before.strip() or 'llama'}, "
+        f"{param[2][1].opens}"
+    ),
 )
 def thinker(request: pytest.FixtureRequest, tmp_path: Path) -> Thinker:
-    thinking, marks, syntax = request.param
+    thinking, marks, (syntax, tags) = request.param
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("<other>", normalized=False)])
-    tags = MISTRAL_TAGS if syntax is MINISTRAL else THINK_TAGS
-    for mark in (*tags, *syntax.tokens):
+    for mark in (*tags.marks, *syntax.tokens):
         MARKS[marks](tokenizer, mark)
     encoder(tmp_path, f"{{{{ '{tags.closes}' }}}}")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -384,7 +394,7 @@ def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[
     closing = {thinker.ids(character)[0] for character in '"}]\n'}
     begin = thinker.syntax.before or '{"'
     said: list[int] = []
-    opens, closes = thinker.encoder.think_tags
+    opens, closes, _ = thinker.encoder.think_tags
     plan = thinker.ids(dice.choice([opens, begin]))
     while len(said) < 250:
         allowed = possible(thinker.grammars, matcher, thinker.encoder.backend.get_vocab_size())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VISION_LANGUAGE
+from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VARIANTS, VISION_LANGUAGE
 from lorikeet_engine.errors import ModelError
 
 # Keys of the text part that a vision-language model's file has outside of text_config.
@@ -64,7 +64,7 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises ModelError if text_config is not an object.
     """
     if not is_vision_language(raw):
-        return raw
+        return _variant(raw)
     text = raw.get("text_config", {**raw, "model_type": f"{raw['model_type']}_text"})
     if not isinstance(text, Mapping):
         raise refusal("text_config", text, "an object")
@@ -74,7 +74,16 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if decoder is None:
         return config
     config = {key: value for key, value in config.items() if key not in decoder.unread}
-    return {**decoder.defaults, **config, "model_type": decoder.family}
+    return _variant({**decoder.defaults, **config, "model_type": decoder.family})
+
+
+def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a decoder's config with the model_type of the family to which its switches assign it.
+
+    Raises ModelError if such a switch is not a boolean.
+    """
+    switch, family = VARIANTS.get(str(config.get("model_type")), (None, ""))
+    return {**config, "model_type": family} if switch and flag(config, switch) else config
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -54,6 +54,7 @@ class ModelConfig:
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
     sinks, value_norm: see Family.
     layer_scalars: see Family.
+    experts_beside: whether layers have a dense MLP, and experts beside it (ExpertKeys.beside).
     attention_scale: factor of attention scores; None: 1 / √head_dim.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
@@ -91,6 +92,7 @@ class ModelConfig:
     sinks: bool
     value_norm: bool
     layer_scalars: bool
+    experts_beside: bool
     attention_scale: float | None
     experts_per_token: int
     normalised_experts: bool
@@ -165,6 +167,7 @@ class ModelConfig:
             sinks=family.sinks,
             value_norm=family.value_norm,
             layer_scalars=family.layer_scalars,
+            experts_beside=family.experts is not None and family.experts.beside,
             attention_scale=_own_scale(raw, family),
             experts_per_token=_experts_per_token(raw, shape),
             normalised_experts=_normalised_experts(raw, family),
@@ -233,9 +236,10 @@ def _experts_per_token(raw: Mapping[str, Any], shape: BaseShape) -> int:
     if stored is not None and stored.format is not known:
         want = f"experts of floats or of {known.name}"
         raise refusal("quantization_config", stored.format.value, want)
-    chosen = integer(raw, "num_experts_per_tok")
+    field = keys.per_token if keys else ""
+    chosen = integer(raw, field)
     if chosen > shape.experts:
-        raise refusal("num_experts_per_tok", chosen, f"at most the {shape.experts} experts")
+        raise refusal(field, chosen, f"at most the {shape.experts} experts")
     return chosen
 
 
@@ -297,7 +301,7 @@ def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ModelError for what only Gemma 4 E2B and E4B have."""
     if not flag(raw, "attention_k_eq_v"):
         raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
-    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
+    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if field in family.switches and raw[field]:
             raise refusal(field, raw[field], "0: Gemma 4 E2B and E4B cannot be served")
 

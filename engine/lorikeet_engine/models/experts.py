@@ -26,7 +26,9 @@ from lorikeet_engine.kernels.pointwise import (
     act_and_mul,
     act_and_mul_fp8,
     add_delta,
+    add_rms_norm,
     add_weighed,
+    rms_norm,
     squared_relu,
     squared_relu_fp8,
 )
@@ -89,6 +91,11 @@ class Experts:
         own, every = range(first, first + width), range(hidden)
         router = shape.linears[shape.groups["router"][0]].path(layer)
         path = f"{router.rpartition('.')[0]}.experts"
+        self.factors: torch.Tensor | None = None
+        if config.experts_beside:
+            path = f"model.layers.{layer}.experts"
+            name = f"model.layers.{layer}.router.per_expert_scale"
+            self.factors = checkpoint.read_float32(name, Cut.whole(whole.experts))
         if config.sigmoid_scale is not None:
             cut = Cut.whole(whole.experts)
             bias = checkpoint.read_float32(f"{router}.e_score_correction_bias", cut)
@@ -157,14 +164,19 @@ class Experts:
             unrounded.
         """
         rows, adapts = rows_of(x), step is not None and step.segments.changes_experts
-        usual = self.sigmoids is None and not self.squared_relu
-        if rows.is_cuda and len(rows) == 1 and not adapts and usual:
+        if rows.is_cuda and len(rows) == 1 and not adapts:
             return experts_of_one(
                 rows, self.gate_up, self.down, logits, lora, self.per_token,
                 normalised=self.normalised, gelu=self.gelu, biases=self.biases,
+                factors=self.factors, sigmoids=self.sigmoids, squared_relu=self.squared_relu,
             )  # fmt: skip
         routed = route(
-            logits, self.per_token, lora, normalised=self.normalised, sigmoids=self.sigmoids
+            logits,
+            self.per_token,
+            lora,
+            normalised=self.normalised,
+            sigmoids=self.sigmoids,
+            factors=self.factors,
         )
         adapted = begin_experts(step, routed)
         gate_up = expert_products(x, self.gate_up, routed, gathered=True)  # [rows, 2 · width]
@@ -219,7 +231,8 @@ class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Each rank computes its part of every expert. Experts may read and write vectors that
+    experts. Logits of sigmoids are float32, as in training: rounded ones would choose other experts
+    of equals. Each rank computes its part of every expert. Experts may read and write vectors that
     are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
     hidden states of the experts' sum; every rank has both whole.
     """
@@ -241,9 +254,8 @@ class RoutedMlp:
         output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         self._ranks = ranks
-        self.router = LoraLinear(
-            checkpoint, config.shape, layer, "router", bias=config.clamp is not None
-        )
+        biased, wide = config.clamp is not None, config.sigmoid_scale is not None
+        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=biased, wide=wide)
         self.latent_in: LoraLinear | None = None
         if config.shape.latent:
             self.latent_in, self.latent_out = (
@@ -283,6 +295,56 @@ class RoutedMlp:
         if delta is not None:
             add_delta(y, delta)
         return y
+
+
+class ExpertsBesideMlp:
+    """Router and experts of a layer whose MLP computes beside them, as in Gemma 4.
+
+    y = norm(mlp(x)) + norm(experts(norm(x))), where the router reads another norm of x. Every rank
+    has the whole router.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        layer: int,
+        ranks: RankGroup | None,
+        output_norm: str | None,
+    ) -> None:
+        """Read a layer's router, this rank's part of its experts, and their norms.
+
+        Arguments: see RoutedMlp. Raises ModelError as Experts does.
+        """
+        path, hidden = f"model.layers.{layer}", config.shape.hidden
+        self._ranks, self._eps, self._root = ranks, config.norm_eps, hidden**-0.5
+        self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=False)
+        self.router_weight = checkpoint.read_float32(f"{path}.router.scale", Cut.whole(hidden))
+        self.experts = Experts(config, checkpoint, layer)
+        before, behind = (
+            read_norm_weight(config, checkpoint, f"{path}.{place}_feedforward_layernorm_2")
+            for place in ("pre", "post")
+        )
+        assert before is not None
+        assert behind is not None
+        self.input_weight, self.experts_weight = before, behind
+        self.output_weight = read_norm_weight(config, checkpoint, output_norm)
+
+    def __call__(self, x: torch.Tensor, mlp: Product, lora: LoraStep | None) -> Product:
+        """Compute the sum of an MLP's output and of the experts' → Product [tokens, hidden].
+
+        x [tokens, hidden]: hidden states, of which the MLP has read a norm.
+        mlp: output of the MLP, with the norm that it passes.
+        lora: LoRA work of the forward pass; None: no adapter.
+        """
+        logits, delta = self.router(rms_norm(x, self.router_weight, self._eps, self._root), lora)
+        inputs = rms_norm(x, self.input_weight, self._eps)
+        mixed = self.experts(inputs, logits, delta, lora)
+        if self._ranks is not None:
+            self._ranks.sums.all_reduce(mixed)
+        y = rms_norm(mixed, self.experts_weight, self._eps)
+        given = (mlp.lora, 1.0, mlp.norm_weight, mlp.exchange)
+        return Product(add_rms_norm(y, mlp.y, None, self._eps, *given), None, self.output_weight)
 
 
 def _pairs(own: range) -> range:

@@ -26,7 +26,14 @@ class LoraLinear:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, shape: BaseShape, layer: int, group: str, *, bias: bool
+        self,
+        checkpoint: Checkpoint,
+        shape: BaseShape,
+        layer: int,
+        group: str,
+        *,
+        bias: bool,
+        wide: bool = False,
     ) -> None:
         """Read the linears of a fused group, such as qkv.
 
@@ -36,6 +43,7 @@ class LoraLinear:
         layer: index of the layer.
         group: name of one of the shape's groups.
         bias: whether the linears have biases.
+        wide: whether the linear, the only one of its group, is multiplied in float32.
         """
         linears = shape.groups[group]
         assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
@@ -48,15 +56,20 @@ class LoraLinear:
             for n, cut in zip(linears, kept, strict=True)
             for rows in cut.outputs
         ]
+        self.bias: torch.Tensor | None = None
+        if wide:
+            ((path, d_in, d_out, rows, columns),) = parts
+            cut = Cut((d_out, d_in), rows, columns)
+            self.weight: FusedWeight = checkpoint.read_float32(f"{path}.weight", cut)
+            return
         floats = [
             cut for n, cut in zip(linears, kept, strict=True) if shape.linears[n].is_never_fp8
         ]
-        self.weight: FusedWeight = checkpoint.read_fused(
+        self.weight = checkpoint.read_fused(
             [f"{path}.weight" for path, *_ in parts],
             [Cut((d_out, d_in), rows, columns) for _, d_in, d_out, rows, columns in parts],
             floats=sum(len(cut.outputs) for cut in floats),
         )
-        self.bias: torch.Tensor | None = None
         biases = [f"{path}.bias" for path, *_ in parts]
         if bias and shape.linears[linears[0]].parallel is Parallel.ROW and checkpoint.shard.index:
             checkpoint.leave(biases)  # the first process adds the bias to the sum

@@ -45,7 +45,7 @@ from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.delta_net import DeltaNet
-from lorikeet_engine.models.experts import RoutedMlp
+from lorikeet_engine.models.experts import ExpertsBesideMlp, RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.latent_attention import LatentAttention
@@ -310,11 +310,16 @@ class _Layer:
             output_norm = path(norms.attention_output)
             self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp: Mlp | RoutedMlp | None = None
+        self.experts: ExpertsBesideMlp | None = None
         if kind.mixes and FAMILIES[config.shape.family].alone:
             return
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
         output_norm = path(norms.mlp_output)
-        if config.experts_per_token and not kind.is_dense:
+        if config.experts_beside:
+            of_mlp = path("post_feedforward_layernorm_1")
+            self.mlp = Mlp(config, checkpoint, layer, ranks, of_mlp, shared=True)
+            self.experts = ExpertsBesideMlp(config, checkpoint, layer, ranks, output_norm)
+        elif config.experts_per_token and not kind.is_dense:
             self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
             shared = config.shape.shared_intermediate > 0 and not kind.is_dense
@@ -336,6 +341,8 @@ class _Layer:
         if self.mlp is not None:
             inputs = self.mlp_norm.inputs(x, delta, rounded=self.mlp.rounds(len(x)))
             delta = self.mlp(inputs, step.lora)
+        if self.experts is not None:
+            delta = self.experts(x, delta, step.lora)
         return delta
 
 

@@ -5,11 +5,12 @@ kernels/mamba defines the scan, kernels/delta_net the convolution before it.
 
 import torch
 
-from lorikeet_engine.adapter_format.families import Width
+from lorikeet_engine.adapter_format.families import FAMILIES, Width
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.delta_net import Heads, decode_convolution, prefill_convolution
 from lorikeet_engine.kernels.lora.linear import Inputs
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
-from lorikeet_engine.kernels.mamba import Scan, decode_scan, prefill_scan
+from lorikeet_engine.kernels.mamba import Scan, decode_scan, fits_gpu, prefill_scan
 from lorikeet_engine.kernels.pointwise import gated_group_norm, gated_mean_squares
 from lorikeet_engine.models.batch import StateRows
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -43,7 +44,15 @@ class Mamba:
         whole, own = shape.recurrent, shard.part_of(shape).recurrent
         assert whole is not None
         assert own is not None
+        family = FAMILIES[shape.family].recurrent
+        assert family is not None
         self.heads = Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim)
+        if checkpoint.device.type == "cuda" and not fits_gpu(self.heads):
+            raise ModelError(
+                f"config.json: Mamba 2's states are {own.value_dim} × {own.key_dim}: GPUs have "
+                "kernels for multiples of 16 times a power of two of 16 and more",
+                field=family.key_dim,
+            )
         self.eps, self._ranks = config.norm_eps, ranks
         self.inputs = LoraLinear(checkpoint, shape, layer, "mamba_in", bias=False)
         self.out = LoraLinear(checkpoint, shape, layer, "mamba_out", bias=False)

@@ -187,7 +187,7 @@ def open_choice(
     reasoning = None
     if thinking is not Thinking.NEVER:
         reasoning = ReasoningParser(thinking, tags)
-        shown += tags
+        shown += tags.marks
     parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None = None
     if call.tools is not None and syntax is not None:
         match syntax.style if call.tools.forced else None:

@@ -1,7 +1,8 @@
-"""Tool calls in Python and FunctionGemma syntax: finding their end in streams, and parsing."""
+"""Tool calls in Python and in Gemma's syntax: finding their end in streams, and parsing."""
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import regex
@@ -17,20 +18,13 @@ MOST_VALUES = 4096
 A body is parsed in one callback of the event loop that all answers share: 15 ms at this limit.
 """
 
-_ESCAPE = "<escape>"
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CONSTANTS = _JSON_CONSTANTS | {"True": True, "False": False, "None": None}
 _NUMBER = regex.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
-_TOKEN = {
-    CallStyle.PYTHON: regex.compile(
-        r"""(?s)\s*+(?:(?P<string>"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')"""
-        r"""|(?P<sign>[][(){},=:])|(?P<word>[^][\s(){},=:"']++))"""
-    ),
-    CallStyle.GEMMA: regex.compile(
-        rf"(?s)\s*+(?:{_ESCAPE}(?P<string>.*?){_ESCAPE}|(?P<sign>[][{{}},:])"
-        r"|(?P<word>[^][\s{},:<]++))"
-    ),
-}
+_PYTHON_TOKEN = regex.compile(
+    r"""(?s)\s*+(?:(?P<string>"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')"""
+    r"""|(?P<sign>[][(){},=:])|(?P<word>[^][\s(){},=:"']++))"""
+)
 _BACKSLASH = regex.compile(r"(?s)\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\\"'/"}
 _OUTSIDE, _CALLS = "", "calls"  # outside all brackets; in the brackets of a list of calls
@@ -139,11 +133,15 @@ class PythonEnd:
 
 
 class GemmaEnd:
-    """Finder of the closing mark of FunctionGemma's tool calls, outside their strings."""
+    """Finder of the closing mark of Gemma's tool calls, outside their strings.
 
-    def __init__(self, closes: str) -> None:
-        self._closes = closes
-        self._longest = max(len(closes), len(_ESCAPE))
+    closes: the closing mark.
+    quote: mark on both sides of each string.
+    """
+
+    def __init__(self, closes: str, quote: str) -> None:
+        self._closes, self._quote = closes, quote
+        self._longest = max(len(closes), len(quote))
         self._tail = ""  # last characters since the last string mark
         self._in_string = False
 
@@ -155,7 +153,7 @@ class GemmaEnd:
         """
         for at, char in enumerate(text):
             self._tail = (self._tail + char)[-self._longest :]
-            if self._tail.endswith(_ESCAPE):
+            if self._tail.endswith(self._quote):
                 self._in_string, self._tail = not self._in_string, ""
             elif not self._in_string and self._tail.endswith(self._closes):
                 return at + 1
@@ -163,15 +161,17 @@ class GemmaEnd:
 
 
 class Reader:
-    """Recursive-descent parser of calls in Python or FunctionGemma syntax.
+    """Recursive-descent parser of calls in Python or Gemma's syntax.
 
     Values are literals: strings, numbers, constants of Python and JSON, lists, and dictionaries,
     whose keys may be bare words.
+
+    quote: mark on both sides of each string in the style GEMMA.
     """
 
-    def __init__(self, text: str, style: CallStyle) -> None:
+    def __init__(self, text: str, style: CallStyle, quote: str = "") -> None:
         self._text, self._style = text.strip(), style
-        self._next = _TOKEN[style]
+        self._next = _gemma_token(quote) if style is CallStyle.GEMMA else _PYTHON_TOKEN
         self._at = self._taken = 0
 
     def calls(self) -> list[FunctionCall]:
@@ -268,6 +268,15 @@ class Reader:
         self._at = found.end()
         groups: dict[str, str | None] = found.groupdict()
         return groups
+
+
+@cache
+def _gemma_token(quote: str) -> "regex.Pattern[str]":
+    mark = regex.escape(quote)
+    return regex.compile(
+        rf"(?s)\s*+(?:{mark}(?P<string>.*?){mark}|(?P<sign>[][{{}},:])"
+        r"|(?P<word>[^][\s{},:<]++))"
+    )
 
 
 def python_value(text: str) -> Any:

@@ -12,14 +12,24 @@ from typing import NamedTuple
 
 
 class ThinkTags(NamedTuple):
-    """Tags between which a model writes its thinking."""
+    """Tags between which a model writes its thinking.
+
+    word: end of the opening tag, which is no part of its first token.
+    """
 
     opens: str
     closes: str
+    word: str = ""
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Tokens, if the tokenizer has them, with which the opening and the closing tag begin."""
+        return self.opens.removesuffix(self.word), self.closes
 
 
 THINK_TAGS = ThinkTags("<think>", "</think>")
 MISTRAL_TAGS = ThinkTags("[THINK]", "[/THINK]")
+GEMMA_TAGS = ThinkTags("<|channel>thought", "<channel|>", "thought")
 
 
 class Thinking(Enum):
@@ -38,7 +48,9 @@ class Thinking(Enum):
 def tags_of(templates: Iterable[str]) -> ThinkTags | None:
     """Return the tags of thinking that a model's chat templates show; None if they show none."""
     text = "".join(templates)
-    return next((tags for tags in (THINK_TAGS, MISTRAL_TAGS) if tags.closes in text), None)
+    return next(
+        (tags for tags in (THINK_TAGS, MISTRAL_TAGS, GEMMA_TAGS) if tags.closes in text), None
+    )
 
 
 def thinking_behind(prompt: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
@@ -75,7 +87,7 @@ class ReasoningParser:
 
     def __init__(self, thinking: Thinking, tags: ThinkTags = THINK_TAGS) -> None:
         assert thinking is not Thinking.NEVER
-        self._opens, self._closes = tags
+        self._opens, self._closes = tags.opens, tags.closes
         begun = thinking is Thinking.BEGUN
         self._look: Callable[[bool], str] = self._in_thought if begun else self._before_thought
         self._spaces: list[str] = []  # whitespace before a possible opening tag

@@ -112,7 +112,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
         case CallStyle.PYTHON:
             return PythonEnd(syntax.closes)
         case CallStyle.GEMMA:
-            return GemmaEnd(syntax.closes)
+            return GemmaEnd(syntax.closes, syntax.quote)
         case CallStyle.XML:
             return XmlEnd(syntax.closes)
 
@@ -136,7 +136,7 @@ def calls_of(
             )
         if syntax.style is CallStyle.XML:
             return [xml_call(body, syntax, parameters)]
-        return Reader(body.removesuffix(syntax.closes), syntax.style).calls()
+        return Reader(body.removesuffix(syntax.closes), syntax.style, syntax.quote).calls()
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -10,7 +10,7 @@ class CallStyle(Enum):
     JSON: an object, or an array of objects.
     NAMED: the function's name, a mark, and an object of the arguments.
     PYTHON: name(key=value, …) with literals of Python or JSON.
-    GEMMA: call:name{key:value, …} with <escape> around strings.
+    GEMMA: call:name{key:value, …} with a mark of its own on both sides of each string.
     XML: <function=name> with a <parameter=key> for each value, which is bare text.
     """
 
@@ -32,6 +32,7 @@ class ToolSyntax:
     arguments: key of a JSON call's arguments; the key of its function is always "name". In the
         style NAMED, the mark before the arguments.
     pad: text on both sides of each value of an XML call.
+    quote: mark on both sides of each string of a call in the style GEMMA.
     """
 
     before: str
@@ -42,11 +43,12 @@ class ToolSyntax:
     style: CallStyle = CallStyle.JSON
     arguments: str = "arguments"
     pad: str = ""
+    quote: str = ""
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """Marks around tool calls that must be decoded as text even if they are special tokens."""
-        within = {CallStyle.GEMMA: "<escape>", CallStyle.NAMED: self.arguments}.get(self.style)
+        within = {CallStyle.GEMMA: self.quote, CallStyle.NAMED: self.arguments}.get(self.style)
         return tuple(text for text in (self.opens, self.closes, within) if text)
 
     @property
@@ -138,8 +140,19 @@ FUNCTION_GEMMA = ToolSyntax(
     opens="<start_function_call>",
     closes="<end_function_call>",
     style=CallStyle.GEMMA,
+    quote="<escape>",
 )
 """Tool calls of FunctionGemma."""
+GEMMA_4 = ToolSyntax(
+    before="<|tool_call>",
+    between="<tool_call|><|tool_call>",
+    after="<tool_call|>",
+    opens="<|tool_call>",
+    closes="<tool_call|>",
+    style=CallStyle.GEMMA,
+    quote='<|"|>',
+)
+"""Tool calls of Gemma 4."""
 QWEN_XML = ToolSyntax(
     before="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
@@ -202,6 +215,8 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return GRANITE
     if "<function_calls>" in template and "<invoke" not in template:
         return OLMO
+    if GEMMA_4.opens in template and GEMMA_4.quote in template:
+        return GEMMA_4
     if "<start_function_call>" in template:
         return FUNCTION_GEMMA
     if "```tool_code" in template:

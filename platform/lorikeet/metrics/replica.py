@@ -126,7 +126,7 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
 def _states(states: StateUsage) -> Iterator[Metric]:
     yield gauge(
         "lorikeet_states",
-        "States of gated delta nets: of running sequences, cached, and room for in total.",
+        "States of delta nets and Mamba 2: of running sequences, cached, and room for in total.",
         "state",
         {"running": states.running, "cached": states.cached, "total": states.slots},
     )

@@ -409,8 +409,8 @@ def _with_thought_in_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not (thought := message.get("reasoning_content")):
         return message
-    opens, closes = MISTRAL_TAGS
-    return {**message, "content": f"{opens}{thought}{closes}{message['content']}"}
+    tags = MISTRAL_TAGS
+    return {**message, "content": f"{tags.opens}{thought}{tags.closes}{message['content']}"}
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

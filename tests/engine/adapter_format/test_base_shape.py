@@ -3,12 +3,21 @@
 import pytest
 import transformers
 
-from lorikeet_engine.adapter_format import FAMILIES, BaseShape
+from lorikeet_engine.adapter_format import FAMILIES, BaseShape, decoder_config
+from lorikeet_engine.adapter_format.families import VARIANTS
 from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
 OWN = {
     "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_moe_text": {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "moe_intermediate_size": 20,
+        "num_experts": 4,
+        "top_k_experts": 2,
+    },
     "gemma4_unified_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 3,
@@ -22,6 +31,8 @@ OWN = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_base_model_fits_its_linears(family):
     layers = 6 if FAMILIES[family].is_hybrid else 1
+    own = OWN.get(family, {})
+    types = {variant: name for name, (_, variant) in VARIANTS.items()}
     sizes = {
         "hidden_size": 48,
         "intermediate_size": 56,
@@ -32,10 +43,10 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         "head_dim": 12,
         "pad_token_id": None,
         **({"moe_latent_size": 20} if FAMILIES[family].alone else {}),
-        **OWN.get(family, {}),
+        **own,
     }
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    shape = BaseShape.from_config(config.to_dict())
+    config = transformers.AutoConfig.for_model(types.get(family, family), **sizes)
+    shape = BaseShape.from_config(decoder_config(config.to_dict()))
     decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers
     for index, linear in enumerate(shape.linears):
         if linear.of_experts:
@@ -51,7 +62,7 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
         block = getattr(decoder[0], "block_sparse_moe", None) or decoder[-1].mlp
-        experts = block.experts
+        experts = getattr(block, "experts", None) or decoder[0].experts
         up_dims, down_dims = (d_gate + d_up, d_in), (d_out, width)
         if family == "gpt_oss":
             up_dims, down_dims = up_dims[::-1], down_dims[::-1]

@@ -52,6 +52,20 @@ HYBRID = CONFIG | {
     "hidden_act": "silu",
     "partial_rotary_factor": 0.25,
 }
+MAMBA = {key: value for key, value in CONFIG.items() if key != "num_hidden_layers"} | {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+    "head_dim": 64,
+    "mamba_head_dim": 32,
+    "mamba_num_heads": 8,
+    "moe_intermediate_size": 128,
+    "moe_latent_size": 128,
+    "moe_shared_expert_intermediate_size": 256,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "ssm_state_size": 32,
+}
 TWO_HEADS = CONFIG | {  # heads of two sizes
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,
@@ -191,6 +205,7 @@ class Twice:
         ("cpu", "fp8", CONFIG),
         ("cpu", "auto", WINDOWED),
         ("cpu", "auto", HYBRID),
+        ("cpu", "auto", MAMBA),
         ("cpu", "auto", TWO_HEADS),
         ("cpu", "fp8", TWO_HEADS),
         pytest.param(("cuda", "auto", CONFIG), marks=pytest.mark.gpu),
@@ -198,6 +213,7 @@ class Twice:
         pytest.param(("cuda", "auto", WINDOWED), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", WINDOWED), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", HYBRID), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "auto", MAMBA), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WIDE), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", WIDE), marks=pytest.mark.gpu),
     ],

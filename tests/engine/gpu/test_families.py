@@ -83,6 +83,8 @@ def test_every_answer_equals_the_references(reference, run, chunked, request):
         clear = [compare(reference, call, name, draws, answers) for name, call in asked]
         assert sum(clear) / len(clear) > 0.5, "too few tokens are compared"
     hits = sum((len(call.prompts[0]) - 1) // PAGE * PAGE for _, call in asked)
+    if witness.state_slots:  # a prompt with states begins behind the last of these
+        hits = 1
     assert computed[1] <= computed[0] - hits
     assert max(len(batch.segments or ()) for batch in witness.batches) == len(NAMES) - 1
     assert (max(len(batch.token_ids) for batch in witness.batches) <= CHUNK) == chunked

@@ -9,7 +9,7 @@ from lorikeet_engine.kernels.delta_net import Heads
 from lorikeet_engine.kernels.mamba import Scan
 
 CPU = torch.device("cpu")
-HEADS = [Heads(2, 2, 16, 16), Heads(2, 6, 16, 32), Heads(1, 4, 32, 16)]
+HEADS = [Heads(2, 2, 16, 16), Heads(2, 6, 16, 32), Heads(1, 4, 32, 16), Heads(1, 2, 16, 48)]
 
 
 @dataclass(frozen=True)

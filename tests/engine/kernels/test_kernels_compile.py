@@ -55,6 +55,7 @@ from lorikeet_engine.kernels.moe import (
     Clamp,
     ClampedBiases,
     Mxfp4Experts,
+    Sigmoids,
     grouped_mxfp4,
     mxfp4,
 )
@@ -199,6 +200,7 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
     fused.rotary_and_store_kv(qkv, angles, angles, kv, slots, added, query_gain=gain)
     norm = QkNorm(empty(128), empty(128), 1e-6)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128), norm)
+    fused.rms_norm(empty(8, 2816), empty(2816, dtype=torch.float32), 1e-6, 2816**-0.5)
     own = QkNorm(empty(512), empty(512), 1e-6, values=True)
     fused.rotary_and_store_kv(
         empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
@@ -275,8 +277,9 @@ def test_gated_delta_net(
         (Heads(8, 64, 128, 64), torch.bfloat16, torch.bfloat16, False, None),
         (Heads(1, 128, 128, 64), torch.bfloat16, torch.float32, False, 3),
         (Heads(1, 64, 128, 64), torch.float32, torch.float32, True, None),
+        (Heads(8, 128, 128, 80), torch.bfloat16, torch.float32, False, 3),
     ],
-    ids=["Nano", "Nano, rounded states", "Granite small", "floats"],
+    ids=["Nano", "Nano, rounded states", "Granite small", "floats", "Nano 2"],
 )
 def test_mamba(
     compiled: set[str],
@@ -308,12 +311,25 @@ def test_mamba(
         assert o.shape == (300, count, heads.value_dim)
     width = count * heads.value_dim // heads.key_heads
     o, gate = o.view(300, -1, width), wider[:, : count * heads.value_dim].view(300, -1, width)
-    delta, gains = LoraDelta(gate, integers(1)) if adapters else None, empty(count * 64)
+    delta, gains = (
+        LoraDelta(gate, integers(1)) if adapters else None,
+        empty(count * heads.value_dim),
+    )
     fused.gated_group_norm(o, gate, gains, 1e-5, delta)
     means = fused.gated_mean_squares(o, gate, delta)
     fused.gated_group_norm(o, gate, gains, 1e-5, delta, means)
     scans = {"_decode_scan", "_prefill_scan", "_gate_group"}
     assert compiled == {"_decode_convolution", "_prefill_convolution", *scans}
+
+
+def test_the_experts_of_one_token_without_gates(compiled: set[str]) -> None:
+    floats = partial(empty, dtype=torch.float32)
+    y = moe.experts_of_one(
+        empty(1, 2688), empty(128, 1856, 2688), empty(128, 2688, 1856), floats(1, 128), None, 6,
+        normalised=True, gelu=False, sigmoids=Sigmoids(floats(128), 2.5), squared_relu=True,
+    )  # fmt: skip
+    assert y.shape == (1, 2688)
+    assert compiled == {"choose", "_gate_up", "_down"}
 
 
 def test_squared_relu(compiled: set[str]) -> None:
@@ -478,6 +494,12 @@ def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
             empty(tokens, 36, 512)[:, :32], empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2)
         )
     assert compiled == {"_prefill", "_decode"}
+
+
+def test_experts_whose_weights_have_factors(compiled: set[str]) -> None:
+    factors = empty(128, dtype=torch.float32)
+    moe.route(empty(8, 128), 8, None, normalised=True, factors=factors)
+    assert compiled == {"choose", "sort_by_expert"}
 
 
 @pytest.mark.parametrize("tokens", [1, 256])

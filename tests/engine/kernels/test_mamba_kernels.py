@@ -104,6 +104,7 @@ def test_decode_scan_with_a_ring(kind, heads, entries, state_dtype):
         (HEADS[0], [130, 3], False),
         (HEADS[1], [70, 1, 64, 2], True),
         (HEADS[2], [1], True),
+        (HEADS[3], [66, 2], False),
         *slow((REAL, [200, 65], True), (HEADS[0], [640, 1, 63], False)),
     ],
 )

@@ -80,6 +80,14 @@ def test_sigmoids_with_their_biases_choose_experts_and_alone_weigh_them():
     assert routed.weights.tolist() == [[1.5, 1.5]]
 
 
+def test_factors_multiply_the_weights_of_chosen_experts_and_choose_none():
+    logits, factors = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([9.0, -0.5, 3.0])
+    plain = reference.route(logits, 2, normalised=True)
+    routed = reference.route(logits, 2, normalised=True, factors=factors)
+    assert routed.experts.tolist() == plain.experts.tolist() == [[1, 2]]
+    assert torch.equal(routed.weights, plain.weights * torch.tensor([-0.5, 3.0]))
+
+
 def assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoids=None):
     from lorikeet_engine.kernels.moe import fused
 
@@ -87,8 +95,10 @@ def assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoi
     if adapters:
         some = torch.tensor([tokens // 2], dtype=torch.int32, device=kind[0])
         lora = LoraDelta(random(kind, experts, tokens).T.contiguous(), some)
-    got = fused.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
-    want = reference.route(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
+    factors = random((kind[0], torch.float32), experts) if adapters else None
+    given = {"normalised": normalised, "sigmoids": sigmoids, "factors": factors}
+    got = fused.route(logits, per_token, lora, **given)
+    want = reference.route(logits, per_token, lora, **given)
     torch.testing.assert_close(got.weights, want.weights)
     for name in ("pairs", "rows", "experts", "starts"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -382,6 +392,35 @@ def test_blocks_have_their_scales_in_every_step_over_columns(kind):
     y = weight.floats().double()[chosen[0].long()] @ x[0].double()
     want = F.silu(y[:, :32]) * y[:, 32:]
     atol = 8 * torch.finfo(kind[1]).eps * max(1.0, y.abs().max().item() ** 2)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", ["floats", "fp8"])
+@pytest.mark.parametrize(
+    ("experts", "per_token", "hidden", "width"), [(5, 1, 64, 48), (9, 3, 100, 33), (16, 8, 48, 20)]
+)
+def test_the_experts_of_one_token_without_gates(kind, experts, per_token, hidden, width, stored):
+    from lorikeet_engine.kernels.moe import fused
+
+    x, logits = (random(kind, 1, size) for size in (hidden, experts))
+    up = random(kind, experts, width, hidden) * hidden**-0.5
+    down = random(kind, experts, hidden, width) * width**-0.5
+    sigmoids = Sigmoids(random((kind[0], torch.float32), experts) / 4, 2.5)
+    floats = up.double(), down.double()
+    if stored == "fp8":
+        up, down = quantized_in_rows(up), quantized_in_rows(down)
+        floats = [each.floats().double() for each in (up, down)]
+    got = fused.experts_of_one(
+        x, up, down, logits, None, per_token,
+        normalised=True, gelu=False, sigmoids=sigmoids, squared_relu=True,
+    )  # fmt: skip
+    routed = reference.route(logits, per_token, normalised=True, sigmoids=sigmoids)
+    y = reference.expert_products(x.double(), floats[0], routed, gathered=True)
+    y = y.clamp(min=0).square()
+    want = reference.combine(reference.expert_products(y, floats[1], routed), routed)
+    atol = 6 * 2.5 * torch.finfo(kind[1]).eps * y.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 

@@ -211,6 +211,18 @@ def test_lora_is_added_to_queries_keys_and_values(kind, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [60, 1536])
+def test_rms_norm(kind, width, tokens):
+    x, weight = random(kind, tokens, width), random((kind[0], torch.float32), width)
+    wide = x.double()
+    want = 0.3 * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    for operators in (reference, fused):
+        assert_close(operators.rms_norm(x, weight, 1e-5, 0.3), want.float())
+        assert_close(operators.rms_norm(x, weight, 1e-5), want.float() / 0.3)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("delta_weight", [False, True])
 def test_hidden_states_are_multiplied_after_the_delta_is_added(kind, delta_weight, tokens):
     x, delta, weight = (random(kind, tokens + 1, 60) for _ in range(3))

@@ -44,6 +44,12 @@ GPT_OSS_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
 }
+# Experts that are no part of the MLP beside them, and the router.
+GEMMA4_ADAPTERS = ADAPTERS | {
+    "all_linears": ADAPTERS["all_linears"]
+    | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "proj", "lm_head", "embed_tokens"]},
+}
 # Mixers and shared experts. PEFT adapts no out_proj of Mamba.
 MAMBA_ADAPTERS = {
     "all_linears": ADAPTERS["all_linears"]
@@ -101,6 +107,8 @@ LATENT_ADAPTERS = {
     "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
 }
 EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
+# transformers saves the experts of others as one tensor, whose FP8 has scales of blocks.
+NUMBERED = ("qwen3_moe", "mixtral")
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
@@ -113,11 +121,11 @@ SOME = {
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
-    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
-    "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
-    "fp8_blocks": ("gemma3_text", *MOE, *HYBRID, *LATENT),
+    "fp8_channels": ("llama", "mistral", *NUMBERED, *HYBRID, "nemotron_h"),
+    "fp8_matrices": ("ministral3", "qwen2", *NUMBERED, *HYBRID),
+    "fp8_blocks": ("gemma3_text", "gemma4_text", *MOE, *HYBRID, *LATENT),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON, *LATENT),
+    "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
@@ -131,11 +139,15 @@ OFTEN = {
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h", "glm4_moe_lite"),
+    "fp8_kv": (
+        *("ministral", "gemma4_text", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+        "glm4_moe_lite",
+    ),
     "two_ranks": (
         *(
             "gemma4_text",
             "gemma4_unified_text",
+            "gemma4_moe_text",
             "ministral3",
             "smollm3",
             "olmo2",
@@ -147,7 +159,7 @@ OFTEN = {
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next", "deepseek_v3"),
+    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),
 }
@@ -174,6 +186,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = LATENT_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
+    elif shape.family == "gemma4_moe_text":
+        adapters = GEMMA4_ADAPTERS
     elif shape.shared_intermediate:
         adapters = SHARED_ADAPTERS
     return SavedFamily(checkpoint, folder, adapters)

@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from lorikeet_engine.adapter_format import FAMILIES
+from lorikeet_engine.adapter_format.families import VARIANTS
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.config import ModelConfig
 from tests.engine.conftest import SIZES
@@ -33,6 +34,7 @@ IDLE_IN = {
     # Of Gemma 4's mixtures, and of E2B and E4B.
     *(("gemma4_text", key) for key in ("moe_intermediate_size", "num_experts", "top_k_experts")),
     *(("gemma4_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
+    *(("gemma4_moe_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
     ("gemma4_unified_text", "use_double_wide_mlp"),
     ("gpt_oss", "max_position_embeddings"),  # YaRN's factor gives a longer context
     # Of kernels, of the first weights, of tokens predicted at once; and what transformers reads in
@@ -54,8 +56,16 @@ IDLE_IN = {
 }
 IDLE_IN |= {("deepseek_v3", "num_mtp_layers")}  # tokens predicted at once
 # Where all of a family's keys at their defaults make a model that is refused.
+GEMMA4_TEXT = {
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "top_k_experts": 2,
+}
 BESIDE = {
-    "gemma4_text": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "gemma4_text": GEMMA4_TEXT,
+    "gemma4_moe_text": GEMMA4_TEXT | {"enable_moe_block": True},
     "gemma4_unified_text": {"attention_k_eq_v": True},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "glm4_moe_lite": {"num_key_value_heads": 4},
@@ -124,7 +134,13 @@ OTHERWISE = {
 
 
 def config_class(family):
-    return type(transformers.AutoConfig.for_model(family))
+    return type(transformers.AutoConfig.for_model(model_type(family)))
+
+
+def model_type(family):
+    """The model_type of a family's config.json, which a switch may assign to another family."""
+    of = {variant: name for name, (_, variant) in VARIANTS.items()}
+    return of.get(family, family)
 
 
 def keys_of(family):
@@ -165,9 +181,9 @@ def otherwise(key, value):
     [(f, k) for f in FAMILIES for k in keys_of(f) if k not in IDLE and (f, k) not in IDLE_IN],
 )
 def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, key, parse):
-    plain = {**keys_of(family), **SIZES, "model_type": family, "sliding_window": None}
+    plain = {**keys_of(family), **SIZES, "sliding_window": None}
     plain = {name: value for name, value in plain.items() if name in keys_of(family)}
-    plain |= {"model_type": family} | ({"head_dim": 16} if "head_dim" in plain else {})
+    plain |= {"model_type": model_type(family)} | ({"head_dim": 16} if "head_dim" in plain else {})
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     if family.startswith("gemma4"):
         plain |= {"num_hidden_layers": 4, "sliding_window": 64}
@@ -206,10 +222,10 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     sizes |= {"max_position_embeddings": 8192, "num_hidden_layers": 8, **BESIDE.get(family, {})}
     if family in LAYERS:
         sizes |= {key: 2 * kinds for key, kinds in LAYERS[family].items()}
-    config = parse({**sizes, "model_type": family})
+    config = parse({**sizes, "model_type": model_type(family)})
     assert config.norm_eps == known.get("rms_norm_eps", known.get("layer_norm_epsilon"))
     assert config.tied_embeddings == config.shape.tied == known["tie_word_embeddings"]
-    want = transformers.AutoConfig.for_model(family, **sizes)
+    want = transformers.AutoConfig.for_model(model_type(family), **sizes)
     slides = [kind == "sliding_attention" for kind in layer_types(want)]
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
     if FAMILIES[family].is_hybrid:
@@ -242,7 +258,8 @@ def kinds_of(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_other_tools_add_are_ignored(family, parse):
-    plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, "sliding_window": None}
+    plain = {**SIZES, "num_hidden_layers": 4, "sliding_window": None}
+    plain |= {"model_type": model_type(family)}
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
     assert parse(plain | added) == parse(plain)

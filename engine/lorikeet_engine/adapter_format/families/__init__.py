@@ -20,7 +20,7 @@ from lorikeet_engine.adapter_format.families.family import (
     RecurrentKeys,
     Width,
 )
-from lorikeet_engine.adapter_format.families.table import FAMILIES
+from lorikeet_engine.adapter_format.families.table import FAMILIES, VARIANTS
 from lorikeet_engine.adapter_format.families.vision_language import (
     TEXT_DECODERS,
     VISION_LANGUAGE,
@@ -34,6 +34,7 @@ __all__ = [
     "HEAD_ROWS",
     "OUTER_MODULES",
     "TEXT_DECODERS",
+    "VARIANTS",
     "VISION_LANGUAGE",
     "ExpertKeys",
     "Family",

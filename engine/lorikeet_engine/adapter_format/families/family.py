@@ -148,7 +148,9 @@ class Linear:
         """
         before, _, last = self.module.rpartition(".")
         owner = before.rpartition(".")[2]
-        named = owner.startswith("shared_") or (self.of_experts and self.kinds)
+        named = owner.startswith("shared_") or (
+            self.of_experts and (self.kinds or before == "experts")
+        )
         return f"{owner}.{last}" if named else last
 
     def path(self, layer: int) -> str:
@@ -200,6 +202,10 @@ class ExpertKeys:
     may_lack: whether a model of the family may have no experts, and the shared one alone.
     sigmoid: whether an expert's weight is the sigmoid of its logit, not a softmax over all; experts
         are chosen by this weight plus a trained bias (DeepSeek V3's router).
+    per_token: key for the number of experts that compute a token.
+    beside: whether a dense MLP and the experts compute side by side, as in Gemma 4: each with norms
+        of its own, the router with another norm of the hidden states, and with a trained factor of
+        each expert's weight. The dense MLP has the linears of a shared expert.
     clamped: whether experts are gpt-oss's: router and experts have biases, gates and the values
         that they gate are clamped, and checkpoints store the weights of all experts as one tensor
         [experts, d_in, d_out] in which gates and values alternate.
@@ -217,6 +223,8 @@ class ExpertKeys:
     clamped: bool = False
     shared_width: str = Width.SHARED_INTERMEDIATE
     shared_count: str | None = None
+    per_token: str = "num_experts_per_tok"
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

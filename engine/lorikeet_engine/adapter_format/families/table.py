@@ -312,6 +312,19 @@ _GEMMA4 = _GEMMA4_UNIFIED | {
     "use_bidirectional_attention": None,
 }
 _GEMMA4_LINEARS = (*_WINDOW_LINEARS, _FULL_Q, _FULL_K, _FULL_O, _GATE, _UP, _DOWN)
+_GEMMA4_MOE_LINEARS = (
+    *_GEMMA4_LINEARS[:-3],
+    *(
+        replace(linear, outputs=(Width.SHARED_INTERMEDIATE,), group="shared_gate_up")
+        for linear in (_GATE, _UP)
+    ),
+    replace(_DOWN, inputs=Width.SHARED_INTERMEDIATE, group="shared_down"),
+    replace(_ROUTER, module="router.proj"),
+    *(
+        replace(linear, module=linear.module.removeprefix("mlp."))
+        for linear in (_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
+    ),
+)
 _LIKE_GEMMA4: Mapping[str, Any] = {
     "norms": _GEMMA_NORMS,
     "qk_norm": QkNormKind.HEAD,
@@ -344,6 +357,11 @@ _LIKE_DEEPSEEK: Mapping[str, Any] = {
     },
 }
 
+VARIANTS: Mapping[str, tuple[str, str]] = {
+    "gemma4_text": ("enable_moe_block", "gemma4_moe_text"),
+}
+"""Model types that a switch divides: by model_type, the switch's key in config.json, and the family
+of models for which its value is true. Others are of the family that is called as the model_type."""
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
@@ -457,6 +475,23 @@ FAMILIES: Mapping[str, Family] = {
         scales_in_module=True,
     ),
     "gemma4_text": Family("Gemma 4", _GEMMA4_LINEARS, _GEMMA4, **_LIKE_GEMMA4),
+    "gemma4_moe_text": Family(
+        "Gemma 4 MoE",
+        _GEMMA4_MOE_LINEARS,
+        _GEMMA4 | {"moe_intermediate_size": None, "num_experts": None, "top_k_experts": None},
+        experts=ExpertKeys(
+            ("num_experts",),
+            "moe_intermediate_size",
+            normalised=True,
+            parameters=True,
+            shared=True,
+            weighed=False,
+            shared_width="intermediate_size",
+            per_token="top_k_experts",
+            beside=True,
+        ),
+        **_LIKE_GEMMA4,
+    ),
     "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),
     "glm4": Family(
         "GLM 4",

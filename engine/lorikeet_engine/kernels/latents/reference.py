@@ -29,7 +29,7 @@ def store_latents(
     """See kernels.latents."""
     add_lora_delta(y, lora)
     ranks = len(norms.queries), len(norms.keys)
-    queries, latents, keys = y.split([*ranks, y.shape[1] - sum(ranks)], dim=1)
+    queries, latents, keys = torch.split(y, [*ranks, y.shape[1] - sum(ranks)], dim=1)
     cached = torch.cat(
         [
             _normed(latents, norms.keys, norms.eps),
@@ -106,7 +106,7 @@ def _rotated(
 ) -> torch.Tensor:
     """Return x [tokens, heads, rotary] with each pair rotated by its position's angle."""
     cos, sin, half = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    pairs = x.unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = x.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
     first, second = pairs.float().unbind(-1 if interleaved else -2)
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.stack(turned, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype)

@@ -64,7 +64,7 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
     x [tokens, d_in]
     weight: W [d_out, d_in]
     bias: b [d_out]; None with PartlyFp8
-    → [tokens, d_out]
+    → [tokens, d_out] like x; float32 if the weight is a float32 tensor
 
     cuBLAS multiplies, or on CUDA for a single token of a 16-bit dtype our Triton kernel
     (kernels/gemv.py). With an FP8 weight x is rounded to FP8 first (kernels/fp8), a weight of 4
@@ -83,6 +83,8 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
         rounded = x.fp8 if isinstance(x, Activations) else None
         return fp8.linear(rows_of(x), weight, bias, rounded)
     x = rows_of(x)
+    if weight.dtype == torch.float32:
+        return F.linear(x.float(), weight, bias)
     if _is_gemv(x):
         y: torch.Tensor = _cuda("gemv").gemv(x, weight, bias)
         return y

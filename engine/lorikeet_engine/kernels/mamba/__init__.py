@@ -40,6 +40,13 @@ class Scan:
     time_limits: tuple[float, float]
 
 
+def fits_gpu(heads: Heads) -> bool:
+    """Whether the scan has CUDA kernels for these heads: for B of 16, 32, 64 and so on elements,
+    and multiples of 16 values of a head.
+    """
+    return heads.key_dim >= 16 and heads.key_dim.bit_count() == 1 and heads.value_dim % 16 == 0
+
+
 def decode_scan(
     xbc: torch.Tensor,
     dt: torch.Tensor,

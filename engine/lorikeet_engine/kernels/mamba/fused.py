@@ -9,6 +9,8 @@ chunk's start, S the state before the chunk, and D[i, j] = exp(γ[i] − γ[j]) 
     S = exp(γ[last]) S + (exp(γ[last] − γ) δ x)ᵀ B
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, Ring
 from lorikeet_engine.kernels.delta_net.gates import softplus
 from lorikeet_engine.kernels.delta_net.ring import add_tokens, empty
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.mamba import Scan
+from lorikeet_engine.kernels.mamba import Scan, fits_gpu
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
 
 _CHUNK = tl.constexpr(delta_net.CHUNK)
@@ -41,7 +43,7 @@ def decode_scan(
     """See kernels.mamba."""
     _check(xbc, dt, states, heads, lora)
     y = _output(xbc, heads) if out is None else out
-    values, entries = min(_DECODED, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
+    values, entries = gcd(_DECODED, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     _decode_scan[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
         xbc, dt, *operands(lora), scan.a_log, scan.dt_bias, scan.d, states, decodes.slots,
         decodes.tokens, *(ring or _NO_RING), y, *scan.time_limits, xbc.stride(0), dt.stride(0),
@@ -64,7 +66,7 @@ def prefill_scan(
     """See kernels.mamba."""
     _check(xbc, dt, states, heads, lora)
     y = _output(xbc, heads) if out is None else out
-    values, entries = min(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
+    values, entries = gcd(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     wide = xbc.dtype == torch.float32
     _prefill_scan[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         xbc, dt, *operands(lora), scan.a_log, scan.dt_bias, scan.d, states, prefills.slots,
@@ -82,8 +84,7 @@ def _output(xbc: torch.Tensor, heads: Heads) -> torch.Tensor:
 def _check(
     xbc: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, heads: Heads, lora: LoraDelta | None
 ) -> None:
-    for dim in (heads.key_dim, heads.value_dim):
-        assert dim == max(16, triton.next_power_of_2(dim)), dim
+    assert fits_gpu(heads), heads
     assert xbc.shape[1] == sum(heads.widths), xbc.shape
     assert (xbc.stride(1), dt.stride(1)) == (1, 1), (xbc.stride(), dt.stride())
     assert states.shape[1:] == (heads.value_heads, heads.value_dim, heads.key_dim), states.shape

@@ -92,6 +92,7 @@ def route(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> RoutedRows:
     """Choose the `per_token` likeliest experts of each token; ties go to the lower index.
 
@@ -102,9 +103,12 @@ def route(
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
+    factors [experts] float32: factor of each expert's weight, last; None: 1
     """
     operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(logits, per_token, lora, normalised=normalised, sigmoids=sigmoids)
+    routed: RoutedRows = operator(
+        logits, per_token, lora, normalised=normalised, sigmoids=sigmoids, factors=factors
+    )
     return routed
 
 
@@ -174,6 +178,9 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
     biases: ClampedBiases | None = None,
+    factors: torch.Tensor | None = None,
+    sigmoids: Sigmoids | None = None,
+    squared_relu: bool = False,
 ) -> torch.Tensor:
     """Compute the experts' MLPs of a single token, from routing to the weighted sum, on CUDA.
 
@@ -185,12 +192,14 @@ def experts_of_one(
     x [1, hidden]
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
-    logits, lora, per_token, normalised: as for `route`
+    logits, lora, per_token, normalised, factors, sigmoids: as for `route`
     gelu: GELU instead of SiLU
+    squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]
     → [1, hidden] like x
     """
     y: torch.Tensor = _operators(x.device.type).experts_of_one(
         x, gate_up, down, logits, lora, per_token,
-        normalised=normalised, gelu=gelu, biases=biases,
+        normalised=normalised, gelu=gelu, biases=biases, factors=factors, sigmoids=sigmoids,
+        squared_relu=squared_relu,
     )  # fmt: skip
     return y

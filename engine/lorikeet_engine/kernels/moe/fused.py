@@ -38,12 +38,13 @@ def route(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> RoutedRows:
     """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
     chosen, weights = choose_experts(
-        logits, lora, per_token, normalised=normalised, sigmoids=sigmoids
+        logits, lora, per_token, normalised=normalised, sigmoids=sigmoids, factors=factors
     )
     rows, pairs, starts = ints(chosen.shape), ints(tokens * per_token), ints(experts + 1)
     block = min(_SORTED, triton.next_power_of_2(len(pairs)))
@@ -113,15 +114,22 @@ def experts_of_one(
     normalised: bool,
     gelu: bool,
     biases: ClampedBiases | None = None,
+    factors: torch.Tensor | None = None,
+    sigmoids: Sigmoids | None = None,
+    squared_relu: bool = False,
 ) -> torch.Tensor:
     """See kernels.moe; x [1, hidden], contiguous. This takes three launches."""
-    chosen, weights = choose_experts(logits, lora, per_token, normalised=normalised)
+    chosen, weights = choose_experts(
+        logits, lora, per_token, normalised=normalised, factors=factors, sigmoids=sigmoids
+    )
     if isinstance(gate_up, Mxfp4Experts):
         assert isinstance(down, Mxfp4Experts)
         assert biases is not None
         gated = one_token_mxfp4.gate_up_of(x, gate_up, chosen, biases)
         return one_token_mxfp4.down_of(gated, down, chosen, weights, biases.down)
     assert not isinstance(down, Mxfp4Experts)
-    gated = one_token.gate_up_of(x, gate_up, chosen, gelu=gelu, biases=biases)
+    gated = one_token.gate_up_of(
+        x, gate_up, chosen, gelu=gelu, biases=biases, squared_relu=squared_relu
+    )
     of_down = None if biases is None else biases.down
     return one_token.down_of(gated, down, chosen, weights, of_down)

@@ -33,6 +33,7 @@ def gate_up_of(
     *,
     gelu: bool,
     biases: ClampedBiases | None = None,
+    squared_relu: bool = False,
 ) -> torch.Tensor:
     """Compute act_and_mul of x·weight[e]ᵀ for each expert e chosen for a single token.
 
@@ -41,15 +42,16 @@ def gate_up_of(
     chosen [1, per_token] int32: the token's experts
     gelu: GELU instead of SiLU
     biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
-    → [per_token, d_out / 2]
+    squared_relu: squared ReLU instead of act_and_mul; there are no gates
+    → [per_token, d_out / 2]; without gates [per_token, d_out]
     """
     matrices, scales, high, wide = kernel_arguments(weight)
     _, d_out, d_in = matrices.shape
-    y = x.new_empty((chosen.shape[1], d_out // 2))
+    y = x.new_empty((chosen.shape[1], d_out if squared_relu else d_out // 2))
     block = min(config.columns, triton.next_power_of_2(d_in))
     _gate_up[(triton.cdiv(d_out, config.rows), len(y))](
         x, matrices, scales, chosen, y, *bias_arguments(biases), d_out, d_in, high, wide, gelu,
-        config.rows, block, min(config.summed, block),
+        squared_relu, config.rows, block, min(config.summed, block),
         num_warps=config.warps,
     )  # fmt: skip
     return y
@@ -108,20 +110,24 @@ def _gate_up(
     high: tl.constexpr,
     wide: tl.constexpr,
     gelu: tl.constexpr,
+    squared_relu: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some activations of one expert: half of a tile's rows gate the other half.
+    """Compute some activations of one expert: half of a tile's rows gate the other half, if any.
 
-    x, weight, chosen, gelu: see gate_up_of; y: its result. scales: of an FP8 weight; None: floats.
+    x, weight, chosen, gelu, squared_relu: see gate_up_of; y: its result.
+    scales: of an FP8 weight; None: floats.
     biases, alpha, limit: see bias_arguments.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     rows, summed: see GemvConfig. block: columns read at once.
     """
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
-    row = place // 2 + place % 2 * (d_out // 2)
+    row = place
+    if not squared_relu:
+        row = place // 2 + place % 2 * (d_out // 2)
     row = tl.load(chosen + index).to(tl.int64) * d_out + row
     column = tl.arange(0, block)
     total = tl.zeros((rows, block // summed), tl.float32)
@@ -139,14 +145,20 @@ def _gate_up(
     rounded = out.to(y.dtype.element_ty).to(tl.float32)
     if biases is not None:
         rounded += tl.load(biases + row).to(tl.float32)
-    gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
-    if biases is None:
-        out = activated(gates, gelu) * values
+    if squared_relu:
+        out = tl.maximum(rounded, 0.0)
+        out = (out * out).to(y.dtype.element_ty)
+        place = tile * rows + tl.arange(0, rows)
+        tl.store(y + index * d_out + place, out, mask=place < d_out)
     else:
-        out = clamped(gates, values, alpha, limit)
-    place = tile * (rows // 2) + tl.arange(0, rows // 2)
-    mask = place < d_out // 2
-    tl.store(y + index * (d_out // 2) + place, out.to(y.dtype.element_ty), mask=mask)
+        gates, values = tl.split(tl.reshape(rounded, (rows // 2, 2)))
+        if biases is None:
+            out = activated(gates, gelu) * values
+        else:
+            out = clamped(gates, values, alpha, limit)
+        place = tile * (rows // 2) + tl.arange(0, rows // 2)
+        mask = place < d_out // 2
+        tl.store(y + index * (d_out // 2) + place, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

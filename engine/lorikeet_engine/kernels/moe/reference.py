@@ -20,6 +20,7 @@ def route(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> RoutedRows:
     """See kernels.moe."""
     scores = logits.float()
@@ -33,6 +34,8 @@ def route(
         weights = weights / weights.sum(-1, keepdim=True)
     if sigmoids is not None:
         weights = weights * sigmoids.scale
+    if factors is not None:
+        weights = weights * factors[chosen]
     pairs = experts.argsort(stable=True)
     rows = torch.empty_like(pairs)
     rows[pairs] = torch.arange(len(pairs), device=pairs.device)
@@ -50,7 +53,7 @@ def _of_kept_groups(choices: torch.Tensor, sigmoids: Sigmoids) -> torch.Tensor:
     """Return choices [tokens, experts] with −∞ for the experts of groups that are not kept."""
     if sigmoids.groups == sigmoids.kept_groups:
         return choices
-    grouped = choices.unflatten(-1, (sigmoids.groups, -1))
+    grouped = choices.view(len(choices), sigmoids.groups, -1)
     order = grouped.topk(2).values.sum(-1).argsort(dim=-1, descending=True, stable=True)
     lost = order[:, sigmoids.kept_groups :, None].expand(-1, -1, grouped.shape[-1])
     return grouped.scatter(1, lost, -torch.inf).flatten(1)

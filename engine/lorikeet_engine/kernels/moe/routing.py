@@ -20,6 +20,7 @@ def choose_experts(
     *,
     normalised: bool,
     sigmoids: Sigmoids | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's experts, in one launch: see kernels.moe.route.
 
@@ -32,8 +33,9 @@ def choose_experts(
     bias, scale = (None, 1.0) if sigmoids is None else (sigmoids.bias, sigmoids.scale)
     groups = (1, 1) if sigmoids is None else (sigmoids.groups, sigmoids.kept_groups)
     choose[(tokens,)](
-        logits, *operands(lora), bias, chosen, weights, scale, experts, per_token, normalised,
-        *groups, triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
+        logits, *operands(lora), bias, factors, chosen, weights, scale, experts, per_token,
+        normalised, *groups, triton.next_power_of_2(experts), triton.next_power_of_2(per_token),
+        num_warps=1,
     )  # fmt: skip
     return chosen, weights
 
@@ -44,6 +46,7 @@ def choose(
     lora: tl.tensor,
     adapted: tl.tensor,
     bias: tl.tensor,
+    factors: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     scale: tl.tensor,
@@ -57,7 +60,8 @@ def choose(
 ) -> None:
     """Choose one token's experts, and compute the weight of each.
 
-    logits, per_token, normalised: see kernels.moe.route. chosen, weights: see choose_experts.
+    logits, per_token, normalised, factors: see kernels.moe.route. chosen, weights: see
+        choose_experts.
     lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
     bias, scale, groups, kept_groups: see Sigmoids; bias None: weights are of a softmax, scale is 1,
         and there is one group.
@@ -96,6 +100,8 @@ def choose(
         shares = shares / tl.sum(shares, 0)
     if bias is not None:
         shares *= scale
+    if factors is not None:
+        shares *= tl.load(factors + indices, mask=pair < per_token, other=0.0)
     first = token * per_token
     tl.store(chosen + first + pair, indices, mask=pair < per_token)
     tl.store(weights + first + pair, shares, mask=pair < per_token)

@@ -70,6 +70,17 @@ def add_rms_norm(
     return y
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """Compute x / sqrt(mean(x²) + eps) · weight · scale, in float32.
+
+    x [tokens, width], contiguous
+    weight [width], in x's dtype or float32
+    → [tokens, width] like x
+    """
+    y: torch.Tensor = _operators(x.device.type).rms_norm(x, weight, eps, scale)
+    return y
+
+
 def add_rms_norm_fp8(
     x: torch.Tensor,
     delta: torch.Tensor,

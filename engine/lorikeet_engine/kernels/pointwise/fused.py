@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations
 from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows, scale_of
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
-from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8
+from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 from lorikeet_engine.kernels.pointwise.gates import (
     gated_group_norm,
     gated_mean_squares,
@@ -29,6 +29,7 @@ __all__ = [
     "gated_mean_squares",
     "gated_rms_norm",
     "mean_squares",
+    "rms_norm",
     "rotary_and_store_kv",
     "sigmoid_gate",
     "squared_relu",

@@ -56,6 +56,16 @@ def add_rms_norm_fp8(
     return Activations(y, rounded)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight · scale: see kernels.pointwise."""
+    tokens, width = x.shape
+    y, block = torch.empty_like(x), triton.next_power_of_2(width)
+    _rms_norm[(tokens,)](
+        x, weight, y, eps, scale, width, block, num_warps=min(32, max(1, block // 256))
+    )
+    return y
+
+
 def _launch_add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
@@ -89,6 +99,29 @@ def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.conste
     """
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Normalise one token's row of x [tokens, width], and write the result to y.
+
+    weight, eps, scale: see kernels.pointwise.rms_norm. block: `width` rounded up to a power of two.
+    """
+    columns = tl.arange(0, block)
+    inside = columns < width
+    at = tl.program_id(0).to(tl.int64) * width + columns
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gains = tl.load(weight + columns, mask=inside, other=0.0)
+    normed = _rms_normed(row, gains, eps, width) * scale
+    tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -35,6 +35,12 @@ def add_rms_norm(
     return _normed(x, weight, eps)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """See kernels.pointwise."""
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * scale).to(x.dtype)
+
+
 def add_rms_norm_fp8(
     x: torch.Tensor,
     delta: torch.Tensor,

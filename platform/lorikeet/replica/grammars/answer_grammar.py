@@ -29,7 +29,7 @@ def answer_grammar(
         the answer.
     tags: the model's tags of thinking.
     """
-    excluded = () if thinking is Thinking.NEVER else tags
+    excluded = () if thinking is Thinking.NEVER else tags.marks
     grammar = _without_thinking(call, syntax, vocabulary, excluded)
     if grammar is None or thinking is Thinking.NEVER:
         return grammar
@@ -61,11 +61,12 @@ def _behind_thinking(
     The closing tag ends the thinking. The answer follows after at most two line ends. If thinking
     is only possible and not yet begun, the answer may also begin at once.
     """
-    opens, closes = (vocabulary.added.get(tag) for tag in tags)
+    opens, closes = map(vocabulary.added.get, tags.marks)
     # added tokens that clients see as text, but that grammars do not match as text
     words = sorted({*vocabulary.added.values()} - vocabulary.special - {closes})
     begun = "thought LINE_ENDS? answer"
-    opening = "opening" if opens is None else f"(opening | <[{opens}]>)"
+    of_token = f"<[{opens}]>" + (f" {json.dumps(tags.word)}" if tags.word else "")
+    opening = "opening" if opens is None else f"(opening | {of_token})"
     start = begun if thinking is Thinking.BEGUN else f"({opening} {begun}) | answer"
     inside = f"(THOUGHT <[{','.join(map(str, words))}]>)* " if words else ""
     closing = "closing" if closes is None else f"(closing | THOUGHT <[{closes}]>)"
