@@ -151,7 +151,7 @@ MOE: dict[str, dict[str, Any]] = {
     "gemma4_moe_text": {
         **FAMILIES["gemma4_text"],
         "enable_moe_block": True,
-        "moe_intermediate_size": 40,
+        "moe_intermediate_size": 48,
         "num_experts": 6,
         "top_k_experts": 3,
     },
@@ -515,6 +515,8 @@ def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
                 "_bias"
             ):  # norms start as 1 and biases as 0, which would hide them
                 weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            if name.endswith("router.scale"):  # so that experts are clearly chosen
+                weight.data = (1.0 + weight.data) * len(weight) ** 0.5
             if "gemma4" in family and name.endswith("q_norm.weight"):
                 weight.data /= len(weight) ** 0.5  # scores have no such divisor of their own
         for name, buffer in model.named_buffers():

@@ -93,7 +93,8 @@ class RoundedCache(transformers.DynamicCache):
 
 def key_gain(config: Any) -> float:
     """Return what an engine multiplies keys by: √(a family's scale of scores / (1/√d))."""
-    if config.model_type == "granitemoehybrid":  # attention itself applies the factor
+    of_attention = config.model_type == "granitemoehybrid" or "gemma4" in config.model_type
+    if of_attention:  # which itself applies the factor
         return 1.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     usual = 1 / math.sqrt(head_dim)

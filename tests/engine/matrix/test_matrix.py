@@ -85,6 +85,8 @@ GRANITE_ADAPTERS = {
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
 }
 EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
+# transformers saves the experts of others as one tensor, whose FP8 has scales of blocks.
+NUMBERED = ("qwen3_moe", "mixtral")
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
@@ -97,11 +99,11 @@ SOME = {
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
-    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
-    "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
-    "fp8_blocks": ("gemma3_text", *MOE, *HYBRID),
+    "fp8_channels": ("llama", "mistral", *NUMBERED, *HYBRID, "nemotron_h"),
+    "fp8_matrices": ("ministral3", "qwen2", *NUMBERED, *HYBRID),
+    "fp8_blocks": ("gemma3_text", "gemma4_text", *MOE, *HYBRID),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("granite", *HYBRID, *NEMOTRON),
+    "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
@@ -112,7 +114,7 @@ OFTEN = {
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_kv": ("ministral", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+    "fp8_kv": ("ministral", "gemma4_text", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
     "two_ranks": (
         *(
             "gemma4_text",
@@ -129,7 +131,7 @@ OFTEN = {
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "mixtral", "qwen3_next"),
+    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),
 }
