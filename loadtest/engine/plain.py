@@ -142,7 +142,12 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
     ]
     heads = head_segments(chunks, np.array([len(part) for part in rows]))
     step = replace(step, logit_rows=np.concatenate(rows), head_segments=heads)
-    attention = SdpaAttention(model.config.attention_soft_cap, model.config.attention_scale)
+    latents = model.config.shape.latents
+    attention = SdpaAttention(
+        model.config.attention_soft_cap,
+        model.config.attention_scale,
+        0 if latents is None else latents.kv_rank,
+    )
     runner = ModelRunner(model, attention, tiers.weights, kv, states=states)
     logits = runner.forward(step.upload(model.device))
     for sequence in sequences:

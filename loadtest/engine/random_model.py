@@ -303,6 +303,27 @@ GRANITE_4_H_TINY: Mapping[str, Any] = GRANITE_4_H_SMALL | {
     "mamba_n_heads": 48,
     "logits_scaling": 6.0,
 }
+GLM_4_7_FLASH: Mapping[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "max_position_embeddings": 202752,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "rms_norm_eps": 1e-5,
+}
 _E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
@@ -323,6 +344,7 @@ CONFIGS = {
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,
     "granite-4-h-small": GRANITE_4_H_SMALL,
     "granite-4-h-tiny": GRANITE_4_H_TINY,
+    "glm-4.7-flash": GLM_4_7_FLASH,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
 }

@@ -251,6 +251,31 @@ MAMBA["nemotron_h_latent"] = MAMBA["nemotron_h"] | {
     "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "moe"],
     "moe_latent_size": 28,
 }
+LATENT: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        "initializer_range": 0.2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 36,
+        "q_lora_rank": 28,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.7,
+    },
+}
+LATENT["deepseek_v3"] = LATENT["glm4_moe_lite"] | {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "n_routed_experts": 12,
+    "topk_group": 2,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -363,8 +388,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, MAMBA, GPT_OSS, VARIANTS; "tied " before a family's name ties
-    its embeddings.
+    Names: of FAMILIES, MOE, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied " before a
+    family's name ties its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -372,7 +397,7 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **GPT_OSS, **VARIANTS}[
+        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **LATENT, **GPT_OSS, **VARIANTS}[
             name.removeprefix("tied ")
         ]
         if name.startswith("tied "):

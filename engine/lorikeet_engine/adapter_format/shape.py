@@ -13,6 +13,7 @@ from lorikeet_engine.adapter_format.families import (
     HEAD,
     HEAD_ROWS,
     VISION_LANGUAGE,
+    ExpertKeys,
     Family,
     LayerKind,
     Linear,
@@ -62,6 +63,30 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1), in elements.
+
+    A token's keys and values of all heads are linear functions of a vector, its latent; beside it,
+    all heads share a key with rotary embedding. These two are all that is cached of a token.
+
+    query_rank: vector that queries are made of. kv_rank: latent of keys and values.
+    plain: part of each head's key and query without rotary embedding. rotary: the other part.
+    values: each head's value.
+    """
+
+    query_rank: int
+    kv_rank: int
+    plain: int
+    rotary: int
+    values: int
+
+    @property
+    def cached(self) -> int:
+        """Elements that are cached of a token."""
+        return self.kv_rank + self.rotary
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionHeads:
     """Heads of attention in some layers of a base model.
 
@@ -89,6 +114,8 @@ class BaseShape:
         are others; None: all layers have the same.
     dense_intermediate: width of dense MLPs in a model that has mixtures of experts, too.
     latent: width of the vectors that experts read and write; 0: hidden states.
+    latents: sizes of latent attention, whose cached vectors are one head of keys; None: heads have
+        keys and values of their own. Then head_dim is the width of a query.
     """
 
     family: str
@@ -107,6 +134,7 @@ class BaseShape:
     full: AttentionHeads | None = None
     dense_intermediate: int = 0
     latent: int = 0
+    latents: LatentShape | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -121,6 +149,9 @@ class BaseShape:
             raise refusal("model_type", family, want)
         config = {**FAMILIES[family].switches, **config}
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+        latents = _latents(config, FAMILIES[family], heads)
+        if latents is not None:
+            config |= {"head_dim": latents.plain + latents.rotary, "num_key_value_heads": 1}
         if config.get("head_dim") is None and hidden % heads:
             raise refusal("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
         kv_heads = integer(config, "num_key_value_heads", heads)
@@ -149,16 +180,17 @@ class BaseShape:
             vocabulary=integer(config, "vocab_size"),
             tied=flag(config, "tie_word_embeddings"),
             experts=_experts(config, keys.counts) if keys and routed else 0,
-            shared_intermediate=integer(config, keys.shared_width) if keys and keys.shared else 0,
+            shared_intermediate=_shared_width(config, keys) if keys and keys.shared else 0,
             kinds=kinds,
             recurrent=_recurrent(config, of_state)
             if of_state and any(kind.has_state for kind in kinds)
             else None,
             full=_full_heads(config, kinds, heads, kv_heads) if LayerKind.WINDOW in kinds else None,
             dense_intermediate=integer(config, "intermediate_size")
-            if LayerKind.MLP in kinds
+            if any(kind.is_dense for kind in kinds)
             else 0,
             latent=integer(config, Width.LATENT) if LayerKind.LATENT_EXPERTS in kinds else 0,
+            latents=latents,
         )
 
     @property
@@ -197,9 +229,11 @@ class BaseShape:
         return max(self.head_dim, self.full.head_dim if self.full is not None else 0)
 
     def heads_of(self, layer: int) -> AttentionHeads:
-        """Return the heads of a layer with attention."""
+        """Return the heads of a layer with attention; of latent attention, as they are cached."""
         if self.full is not None and self.is_full(layer):
             return self.full
+        if self.latents is not None:
+            return AttentionHeads(1, self.latents.cached)
         return AttentionHeads(self.kv_heads, self.head_dim)
 
     def has(self, layer: int, linear: int) -> bool:
@@ -245,6 +279,7 @@ class BaseShape:
         """
         delta = self.recurrent or RecurrentShape(0, 0, 0, 0, 0)
         full = self.full or AttentionHeads(0, 0)
+        latents = self.latents or LatentShape(0, 0, 0, 0, 0)
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),
@@ -262,6 +297,11 @@ class BaseShape:
             Width.SHARED_INTERMEDIATE: (self.shared_intermediate, 1),
             Width.DENSE_INTERMEDIATE: (self.dense_intermediate, 1),
             Width.LATENT: (self.latent or self.hidden, 1),
+            Width.QUERY_LATENT: (latents.query_rank, 1),
+            Width.KV_LATENT: (latents.kv_rank, 1),
+            Width.LATENT_AND_KEY: (latents.cached, 1),
+            Width.LATENT_KEYS_VALUES: (self.heads, latents.plain + latents.values),
+            Width.LATENT_VALUES: (self.heads, latents.values),
             Width.ONE: (1, 1),
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
@@ -271,7 +311,8 @@ class BaseShape:
         """Return the key of config.json that holds the number of a width's pieces."""
         keys, of_state = FAMILIES[self.family].experts, FAMILIES[self.family].recurrent
         if keys and width in (Width.INTERMEDIATE, Width.SHARED_INTERMEDIATE):
-            return keys.width if width is Width.INTERMEDIATE else keys.shared_width
+            is_own = width is Width.INTERMEDIATE or keys.shared_count is not None
+            return keys.width if is_own else keys.shared_width
         if of_state and width in (Width.DELTA_VALUES, Width.DELTA_GATES):
             return of_state.value_heads
         if of_state and width in (Width.DELTA_KEYS, Width.DELTA_QKVZ, Width.DELTA_BA):
@@ -280,6 +321,8 @@ class BaseShape:
             Width.DENSE_INTERMEDIATE: Width.INTERMEDIATE,
             Width.GATED_QUERIES: Width.QUERIES,
             Width.FULL_QUERIES: Width.QUERIES,
+            Width.LATENT_KEYS_VALUES: Width.QUERIES,
+            Width.LATENT_VALUES: Width.QUERIES,
         }
         return shared.get(width, width)
 
@@ -319,6 +362,8 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
             raise refusal(key, kinds, f"a text of {', '.join(_LETTERS)}")
         kinds = [_LETTERS[letter] for letter in kinds]
     layers = integer(config, "num_hidden_layers", len(kinds or ()))
+    if LayerKind.DENSE in family.kinds:
+        kinds = _dense_first(config, kinds, layers)
     if kinds is None and LayerKind.WINDOW in family.kinds:
         window, full = LayerKind.WINDOW, LayerKind.ATTENTION
         kinds = [window if layer % _WINDOWS_AND_FULL else full for layer in range(1, layers)]
@@ -333,12 +378,59 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
     found = [names[kind] for kind in kinds]
     if LayerKind.WINDOW in family.kinds and found[-1] is not LayerKind.ATTENTION:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for the last layer")
-    if LayerKind.ATTENTION not in found:
+    if LayerKind.ATTENTION in family.kinds and LayerKind.ATTENTION not in found:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for at least one layer")
     if config.get(Width.LATENT) is None:
         return tuple(found)
     latent = {LayerKind.EXPERTS: LayerKind.LATENT_EXPERTS}
     return tuple(latent.get(kind, kind) for kind in found)
+
+
+def _dense_first(config: Mapping[str, Any], kinds: object, layers: int) -> object:
+    """Return the kinds of layers of which the first have dense MLPs, and all others mixtures.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    kinds: kinds by config.json's list; None: it has none.
+    """
+    field = "first_k_dense_replace"
+    dense = 1 if config[field] is None else config[field]
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise refusal(field, dense, f"a number from 0 to {layers - 1}")
+    by_count = [*["dense"] * dense, *["sparse"] * (layers - dense)]
+    if kinds is not None and config[field] is not None and kinds != by_count:
+        raise refusal(field, dense, "as many as the first dense layers of mlp_layer_types, or none")
+    return by_count if kinds is None else kinds
+
+
+def _latents(config: Mapping[str, Any], family: Family, heads: int) -> LatentShape | None:
+    """Return the sizes of a base model's latent attention; None if it has none.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    heads: number of query heads.
+    """
+    if Width.KV_LATENT not in family.switches:
+        return None
+    kv_heads = integer(config, "num_key_value_heads", heads)
+    if kv_heads != heads:
+        raise refusal("num_key_value_heads", kv_heads, f"num_attention_heads ({heads})")
+    if config[Width.QUERY_LATENT] is None:
+        raise refusal(Width.QUERY_LATENT, None, "a number: queries without a latent are not served")
+    rotary = integer(config, "qk_rope_head_dim")
+    if rotary % 2:
+        raise refusal("qk_rope_head_dim", rotary, "an even number")
+    return LatentShape(
+        query_rank=integer(config, Width.QUERY_LATENT),
+        kv_rank=integer(config, Width.KV_LATENT),
+        plain=integer(config, "qk_nope_head_dim"),
+        rotary=rotary,
+        values=integer(config, "v_head_dim"),
+    )
+
+
+def _shared_width(config: Mapping[str, Any], keys: ExpertKeys) -> int:
+    if keys.shared_count is None:
+        return integer(config, keys.shared_width)
+    return integer(config, keys.shared_count) * integer(config, keys.width)
 
 
 def _full_heads(

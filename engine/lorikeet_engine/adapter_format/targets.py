@@ -184,7 +184,11 @@ class _Expected:
             elif layer < with_weights and not possible:
                 missing += next(iter(lacks.values()))
             wanted.append(possible)
-        if self.layers and not any(LayerKind.ATTENTION in kinds for kinds in wanted):
+        if (
+            self.layers
+            and LayerKind.ATTENTION in self.layers[0]
+            and not any(LayerKind.ATTENTION in kinds for kinds in wanted)
+        ):
             # some layer of every base model has attention
             missing += _lacking(self.layers[0][LayerKind.ATTENTION], given, targeted)
         return missing, tuple(wanted)

@@ -31,11 +31,14 @@ def kv_shape(
     The shape is [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second
     dimension is keys and values. The model's KvGroups say which layers share a page. If layers have
     keys of different widths, the last two dimensions are 1 and the elements of a token in a piece,
-    which layers share (KvPlace.part).
+    which layers share (KvPlace.part). With latent attention, the second dimension is 1: a token's
+    latent and shared key.
 
     shape: part of the base model that this rank computes.
     """
     groups = config.kv_groups
+    if shape.latents is not None:
+        return groups.page_layers, 1, pages, page_size, 1, shape.latents.cached
     if shape.full is None:
         heads = shape.kv_heads, kv_head_dim(shape.head_dim, device)
     else:

@@ -227,6 +227,10 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
     itemsize = settings.torch_dtype.itemsize
     kinds = {shape.heads_of(layer) for layer in range(shape.layers)}
     qkv = max((shape.heads + 2 * each.kv_heads) * each.head_dim for each in kinds)
+    if shape.latents is not None:  # queries before and behind the absorbed product, and outputs
+        latents = shape.latents
+        of_head = shape.head_dim + latents.cached + latents.kv_rank + latents.values
+        qkv = latents.query_rank + latents.cached + shape.heads * of_head
     mlp = 3 * shape.intermediate
     if config.experts_per_token:  # each of a token's experts has a row, an input and an output
         mlp = config.experts_per_token * (mlp + 2 * shape.hidden)

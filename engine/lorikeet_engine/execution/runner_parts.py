@@ -6,7 +6,6 @@ from itertools import groupby
 
 import torch
 
-from lorikeet_engine.adapter_format.shape import AttentionHeads
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.kv_tensors import allocate_kv, allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
@@ -63,7 +62,7 @@ def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[Atten
     """Return the shape of each kind of heads, with the windows of its groups of layers."""
     config, own = model.config, model.shape
     groups, places = range(len(config.kv_groups.windows)), enumerate(config.kv_groups.places)
-    heads = {group: AttentionHeads(own.kv_heads, own.head_dim) for group in groups}
+    heads = dict.fromkeys(groups, own.heads_of(0))
     if own.full is not None:
         heads |= {place.group: own.heads_of(layer) for layer, place in places if place is not None}
     kinds = groupby(groups, key=lambda group: heads[group])
@@ -80,6 +79,7 @@ def _attention_shapes(model: LlamaModel, settings: EngineSettings) -> list[Atten
             config.sinks,
             config.max_context >= _LONG_CONTEXT,
             config.attention_scale,
+            0 if own.latents is None else own.latents.kv_rank,
         )
         for each, of_kind in kinds
     ]

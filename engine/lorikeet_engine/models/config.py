@@ -19,10 +19,15 @@ from lorikeet_engine.adapter_format import (
     read_json,
 )
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
-from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys
+from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys, Width
 from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups
-from lorikeet_engine.models.rope_config import RopeConfig, context_of_positions, rope_configs
+from lorikeet_engine.models.rope_config import (
+    RopeConfig,
+    context_of_positions,
+    rope_configs,
+    yarn_score_gain,
+)
 
 _IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
 _AMONG_IMAGES = "vision"  # tokens of one image see one another; those of texts as ever
@@ -56,6 +61,7 @@ class ModelConfig:
     clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
     sigmoid_scale: factor of the weights of a token's experts, where these are sigmoids
         (ExpertKeys.sigmoid); None: they are of a softmax.
+    expert_groups: number of groups of experts, and of those that a token's experts are chosen from.
     conv_bias: whether the convolution of Mamba 2 has a bias.
     time_limits: smallest and largest time step of Mamba 2.
     """
@@ -92,6 +98,7 @@ class ModelConfig:
     normalised_experts: bool
     clamp: Clamp | None
     sigmoid_scale: float | None
+    expert_groups: tuple[int, int]
     conv_bias: bool
     time_limits: tuple[float, float]
 
@@ -168,6 +175,7 @@ class ModelConfig:
             sigmoid_scale=number(raw, "routed_scaling_factor")
             if family.experts and family.experts.sigmoid
             else None,
+            expert_groups=_expert_groups(raw, shape),
             conv_bias=_conv_bias(raw, family.recurrent),
             time_limits=_time_limits(raw, family.recurrent),
         )
@@ -241,6 +249,24 @@ def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
     return family.experts.normalised or flag(raw, "norm_topk_prob")
 
 
+def _expert_groups(raw: Mapping[str, Any], shape: BaseShape) -> tuple[int, int]:
+    """Return ModelConfig.expert_groups; (1, 1) for families without groups."""
+    if "n_group" not in FAMILIES[shape.family].switches:
+        return 1, 1
+    groups, kept = integer(raw, "n_group"), integer(raw, "topk_group")
+    if shape.experts % groups or (groups > 1 and shape.experts < 2 * groups):
+        want = f"a number of equal groups, of two or more of the {shape.experts} experts"
+        raise refusal("n_group", groups, want)
+    if (
+        not integer(raw, "num_experts_per_tok") * groups
+        <= kept * shape.experts
+        <= (groups * shape.experts)
+    ):
+        want = f"at most n_group ({groups}), and as many as have num_experts_per_tok experts"
+        raise refusal("topk_group", kept, want)
+    return groups, kept
+
+
 def _clamp(raw: Mapping[str, Any], family: Family) -> Clamp | None:
     if family.experts is None or not family.experts.clamped:
         return None
@@ -256,7 +282,7 @@ def _soft_cap(raw: Mapping[str, Any], family: Family, switch: str) -> float | No
 def _is_gelu(raw: Mapping[str, Any], family: Family) -> bool:
     key = "hidden_activation" if "hidden_activation" in family.switches else "hidden_act"
     activation = raw.get(key, "silu")
-    if "mlp_hidden_act" in family.fixed:
+    if "mlp_hidden_act" in family.fixed or "hidden_act" in family.fixed:
         return False
     is_silu = family.recurrent is not None or "swiglu_limit" in family.switches
     known = ("silu",) if is_silu else tuple(_IS_GELU)
@@ -308,6 +334,9 @@ def _own_scale(raw: Mapping[str, Any], family: Family) -> float | None:
     """
     if "position_embedding_type" in family.switches:
         return number(raw, "attention_multiplier")
+    if Width.KV_LATENT in family.switches:
+        width = integer(raw, "qk_nope_head_dim") + integer(raw, "qk_rope_head_dim")
+        return yarn_score_gain(raw, family) / math.sqrt(width)
     return family.attention_scale
 
 

@@ -99,7 +99,7 @@ class Experts:
         if config.sigmoid_scale is not None:
             cut = Cut.whole(whole.experts)
             bias = checkpoint.read_float32(f"{router}.e_score_correction_bias", cut)
-            self.sigmoids = Sigmoids(bias, config.sigmoid_scale)
+            self.sigmoids = Sigmoids(bias, config.sigmoid_scale, *config.expert_groups)
         if config.clamp is not None:
             if checkpoint.packs_experts:
                 self._read_packed(checkpoint, path, whole, own)

@@ -26,6 +26,7 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, kv_head_dim
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
@@ -47,6 +48,7 @@ from lorikeet_engine.models.delta_net import DeltaNet
 from lorikeet_engine.models.experts import ExpertsBesideMlp, RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
+from lorikeet_engine.models.latent_attention import LatentAttention
 from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
 from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
@@ -216,6 +218,12 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard, packed=packed)
+    if config.shape.latents is not None and device.type == "cuda":
+        raise SettingsError(
+            f"{folder}: latent attention ({config.shape.family}) has no GPU kernels yet: want "
+            "device=cpu, or another base model",
+            field="device",
+        )
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     smaller = "" if is_fp8 or packed else Quantization.FP8.value
@@ -262,7 +270,10 @@ def _read(
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
     hybrid, tied = FAMILIES[config.shape.family].is_hybrid, config.tied_embeddings
-    checkpoint.check_all_read((*["lm_head."] * tied, *[_NEXT_TOKENS] * hybrid))
+    # DeepSeek's are in layers behind the last one
+    beyond = f"model.layers.{config.shape.layers}."
+    next_tokens = _NEXT_TOKENS if config.shape.latents is None else beyond
+    checkpoint.check_all_read((*["lm_head."] * tied, *[next_tokens] * hybrid))
     return model
 
 
@@ -288,11 +299,13 @@ class _Layer:
 
         norms, kind = config.norms, config.shape.kind(layer)
         scalar = read_layer_scalar(config, checkpoint, layer - 1)
-        self.mixer: _Attention | _Recurrent | None = None
+        self.mixer: _Attention | _Latent | _Recurrent | None = None
         if kind.mixes:
             self.mixer_norm = RmsNorm(config, checkpoint, path(norms.attention_input), scalar)
         if kind.has_state:
             self.mixer = _Recurrent(config, checkpoint, layer, ranks)
+        elif config.shape.latents is not None:
+            self.mixer = _Latent(config, checkpoint, layer, ranks)
         elif kind.mixes:
             output_norm = path(norms.attention_output)
             self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
@@ -306,10 +319,10 @@ class _Layer:
             of_mlp = path("post_feedforward_layernorm_1")
             self.mlp = Mlp(config, checkpoint, layer, ranks, of_mlp, shared=True)
             self.experts = ExpertsBesideMlp(config, checkpoint, layer, ranks, output_norm)
-        elif config.experts_per_token and kind is not LayerKind.MLP:
+        elif config.experts_per_token and not kind.is_dense:
             self.mlp = RoutedMlp(config, checkpoint, layer, ranks, output_norm)
         else:
-            shared = config.shape.shared_intermediate > 0 and kind is not LayerKind.MLP
+            shared = config.shape.shared_intermediate > 0 and not kind.is_dense
             self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm, shared=shared)
 
     def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
@@ -348,6 +361,18 @@ class _Recurrent:
         assert states is not None, "a step without states"
         assert rows is not None, "a batch without places of states"
         return self._net(x, states.layer(self._index), rows, step.lora)
+
+
+class _Latent:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
+    ) -> None:
+        self._attention = LatentAttention(config, checkpoint, layer, ranks)
+        self.inputs = self._attention.inputs
+
+    def __call__(self, x: Inputs, step: _Step) -> Product:
+        turns, kv = step.turns[self._attention.rope], (step.layers_kv, step.kv_slots)
+        return self._attention(x, turns, *kv, step.batch, step.attention, step.lora)
 
 
 class _Attention:

@@ -87,6 +87,7 @@ class QueryScaling:
 _BETA = "llama_4_scaling_beta"
 _LOCAL_THETA = "rope_local_base_freq"
 """Key of config.json in model families whose sliding-window layers have another RoPE theta."""
+_PAIRS = "rope_interleave"
 _PER_KIND = {"full_attention", "sliding_attention"}
 
 RopeScaling = (
@@ -158,7 +159,7 @@ def rope_configs(
     raw: content of config.json.
     context: maximum number of tokens of a context that the engine serves.
     """
-    head_dim = shape.head_dim
+    head_dim = shape.head_dim if shape.latents is None else shape.latents.rotary
     if {*family.rope_parameters} >= _PER_KIND:
         full_dim = shape.full.head_dim if shape.full is not None else head_dim
         ropes = (
@@ -175,6 +176,22 @@ def rope_configs(
     theta = number(rope, "rope_theta", number(raw, _LOCAL_THETA))
     local = _rope(raw, family, name, {**rope, "rope_theta": theta}, head_dim, context)
     return LayerRopes(full, local)
+
+
+def yarn_score_gain(raw: Mapping[str, Any], family: Family) -> float:
+    """Return the factor of attention scores that config.json's RoPE section adds: DeepSeek's YaRN
+    multiplies queries and keys by a factor apart from that of their cosines and sines.
+
+    raw: content of config.json.
+    """
+    _, rope = _section(raw, family)
+    if _kind(rope) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return _gain(rope, number(rope, "mscale_all_dim")) ** 2
+
+
+def _gain(rope: Mapping[str, Any], weight: float) -> float:
+    return 0.1 * weight * math.log(max(1.0, number(rope, "factor"))) + 1.0
 
 
 def _rope(
@@ -197,7 +214,8 @@ def _rope(
     if kind in ("su", "yarn") and "original_max_position_embeddings" in family.switches:
         kind = "longrope"  # Phi's first checkpoints call it su or yarn
     queries = _query_scaling(raw, family, name, rope, context)
-    plain = RopeConfig(theta, rotary_dim, interleaved=family.interleaved_rope, queries=queries)
+    interleaved = family.interleaved_rope or (_PAIRS in family.switches and flag(raw, _PAIRS))
+    plain = RopeConfig(theta, rotary_dim, interleaved=interleaved, queries=queries)
     match kind:
         # for text, mrope's three positions are equal; dynamic is unscaled up to
         # max_position_embeddings
@@ -332,13 +350,10 @@ def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnRopeScaling:
 
 
 def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
-    def gain(weight: float) -> float:
-        return 0.1 * weight * math.log(max(1.0, number(rope, "factor"))) + 1.0
-
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor")
     if number(rope, "attn_factor", 1.0) != 1:
-        vllm, transformers = gain(1.0) * rope["attn_factor"], gain(1.0)
+        vllm, transformers = _gain(rope, 1.0) * rope["attn_factor"], _gain(rope, 1.0)
         raise refusal(
             f"{name}.attn_factor",
             rope["attn_factor"],
@@ -347,8 +362,8 @@ def _yarn_gain(name: str, rope: Mapping[str, Any]) -> float:
             "key",
         )
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return gain(number(rope, "mscale")) / gain(number(rope, "mscale_all_dim"))
-    return gain(1.0)
+        return _gain(rope, number(rope, "mscale")) / _gain(rope, number(rope, "mscale_all_dim"))
+    return _gain(rope, 1.0)
 
 
 def _longrope(

@@ -122,8 +122,11 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
     """Warn if there is no fast attention kernel for the model."""
     from lorikeet_engine.kernels.attention import why_slow  # torch
 
-    head_dim = BaseShape.from_config(read_config(folder)).widest_head
-    if reason := why_slow(head_dim, served.torch_dtype):
+    shape = BaseShape.from_config(read_config(folder))
+    if shape.latents is not None:
+        found = f"latent attention ({shape.family}) has no GPU kernels yet"
+        yield problem(check, found, "choose another base model")
+    elif reason := why_slow(shape.widest_head, served.torch_dtype):
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
         yield warning(check, f"{reason}: the more requests run, the longer each waits", fix)

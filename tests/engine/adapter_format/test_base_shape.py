@@ -23,6 +23,8 @@ OWN = {
         "layer_types": ["linear_attention", "full_attention"] * 3,
         "mamba_n_heads": 8,
     },
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
 }
 
 
@@ -31,19 +33,19 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
     layers = 6 if FAMILIES[family].is_hybrid else 1
     own = OWN.get(family, {})
     types = {variant: name for name, (_, variant) in VARIANTS.items()}
-    config = transformers.AutoConfig.for_model(
-        types.get(family, family),
-        hidden_size=48,
-        intermediate_size=56,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32,
-        head_dim=12,
-        pad_token_id=None,
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+        "head_dim": 12,
+        "pad_token_id": None,
         **({"moe_latent_size": 20} if FAMILIES[family].alone else {}),
         **own,
-    )
+    }
+    config = transformers.AutoConfig.for_model(types.get(family, family), **sizes)
     shape = BaseShape.from_config(decoder_config(config.to_dict()))
     decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers
     for index, linear in enumerate(shape.linears):
@@ -59,7 +61,7 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
     if "expert_gate_up" in shape.groups:
         (gate, up), (down,) = shape.groups["expert_gate_up"], shape.groups["expert_down"]
         (d_in, d_gate), (_, d_up), (width, d_out) = map(shape.dims, (gate, up, down))
-        block = getattr(decoder[0], "block_sparse_moe", None) or decoder[0].mlp
+        block = getattr(decoder[0], "block_sparse_moe", None) or decoder[-1].mlp
         experts = getattr(block, "experts", None) or decoder[0].experts
         up_dims, down_dims = (d_gate + d_up, d_in), (d_out, width)
         if family == "gpt_oss":

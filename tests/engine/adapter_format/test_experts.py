@@ -110,8 +110,8 @@ def test_experts_may_be_targeted_all_at_once_or_each_by_its_name(
     want = packed_deltas(checkpoint, folder)
     edit_config(folder, target_modules=targets)
     torch.testing.assert_close(packed_deltas(checkpoint, folder), want)
-    edit_config(folder, target_modules=[*targets, "q_proj"])
-    with pytest.raises(AdapterRejected, match=r"selects model\.layers\.0\.self_attn\.q_proj"):
+    edit_config(folder, target_modules=[*targets, "o_proj"])
+    with pytest.raises(AdapterRejected, match=r"selects model\.layers\.0\.self_attn\.o_proj"):
         write_blob(folder, folder / "blob")
     shutil.rmtree(folder)
     save_adapter(checkpoint, folder, target_modules=["q_proj"], r=2)

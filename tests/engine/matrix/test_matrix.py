@@ -1,10 +1,9 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA and GPT_OSS of
-tests/engine/conftest.py)
-with a storage (STORAGES), in which every feature of requests (FEATURES) occurs. `make test` tries
-every family in floats, and each storage with the few families of OFTEN; `make soak` tries the
-others.
+A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA, LATENT and GPT_OSS of
+tests/engine/conftest.py) with a storage (STORAGES), in which every feature of requests (FEATURES)
+occurs. `make test` tries every family in floats, and each storage with the few families of OFTEN;
+`make soak` tries the others.
 """
 
 from statistics import median_low
@@ -12,7 +11,7 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, LATENT, MAMBA, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
@@ -84,7 +83,30 @@ GRANITE_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
 }
-EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS)
+# Projections to latents and from them, the first layer's MLP, the router, experts and the shared
+# expert. PEFT takes down_proj and its like for parameters of experts, so MLPs are parameters here.
+LATENT_ADAPTERS = {
+    "all_linears": ADAPTERS["all_linears"]
+    | {
+        "target_modules": [
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        ],
+        "target_parameters": [
+            *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+            *(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+            *("mlp.gate.weight", *BOTH),
+        ],
+    },
+    "some_linears": ADAPTERS["some_linears"]
+    | {
+        "target_modules": ["kv_b_proj"],
+        "target_parameters": ["shared_experts.down_proj.weight"],
+        "rank_pattern": {r"layers\.1\.self_attn\.kv_b_proj": 12},
+    },
+    "head": ADAPTERS["head"] | {"target_modules": ["q_b_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
+}
+EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 # transformers saves the experts of others as one tensor, whose FP8 has scales of blocks.
 NUMBERED = ("qwen3_moe", "mixtral")
 IN_BLOCKS = ("gpt_oss_in_blocks",)
@@ -101,20 +123,26 @@ SOME = {
     "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
     "fp8_channels": ("llama", "mistral", *NUMBERED, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *NUMBERED, *HYBRID),
-    "fp8_blocks": ("gemma3_text", "gemma4_text", *MOE, *HYBRID),
+    "fp8_blocks": ("gemma3_text", "gemma4_text", *MOE, *HYBRID, *LATENT),
     "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON),
+    "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
     "floats": EVERY,
-    "fp8_weights": ("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
+    "fp8_weights": (
+        *("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
+        "glm4_moe_lite",
+    ),
     "nf4_weights": ("qwen2", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_kv": ("ministral", "gemma4_text", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+    "fp8_kv": (
+        *("ministral", "gemma4_text", "gemma2", "qwen3_5_text", "gpt_oss", "nemotron_h"),
+        "glm4_moe_lite",
+    ),
     "two_ranks": (
         *(
             "gemma4_text",
@@ -131,7 +159,7 @@ OFTEN = {
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next"),
+    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite",),
 }
@@ -154,6 +182,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GPT_OSS_ADAPTERS
     elif shape.family == "granitemoehybrid":
         adapters = GRANITE_ADAPTERS
+    elif request.param in LATENT:
+        adapters = LATENT_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.family == "gemma4_moe_text":

@@ -26,13 +26,19 @@ _BY_INPUT = (".o_proj", ".out_proj", ".down_proj", ".output_linear")  # divided 
 class RoundedLinear(torch.nn.Linear):
     """Linear whose input is rounded to FP8, token by token; its weight is not changed.
 
+    PEFT may add an adapter to the weight, as a parameter; it reads the input unrounded.
+
     parts: parts of a token's input, each rounded with a scale of its own.
     """
 
     parts = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(rounded(x, self.parts), self.weight, self.bias)
+        if not is_parametrized(self, "weight"):
+            return F.linear(rounded(x, self.parts), self.weight, self.bias)
+        adapted, base = self.weight, self.parametrizations.weight.original
+        y = F.linear(rounded(x, self.parts), base, self.bias)
+        return y + F.linear(x, adapted - base)
 
 
 class RoundedExperts(torch.nn.Module):
@@ -166,8 +172,11 @@ def round_linears(
             linear.gate_up_proj.data = torch.cat([_stored(w, 1, block) for w in gate_and_up], 1)
             linear.down_proj.data = _stored(linear.down_proj.data, ranks, block)
         name = name.removesuffix(".base_layer")
-        if (
-            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear"))
+        if name.endswith("kv_b_proj"):  # its parts are multiplied apart, in floats
+            if block is not None:  # a checkpoint has it in FP8
+                linear.weight.data = rounded_in_blocks(linear.weight.data, block)
+        elif (
+            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear", "_mqa"))
             and type(linear) is torch.nn.Linear
         ):
             parts = ranks if name.endswith(_BY_INPUT) else 1

@@ -54,6 +54,7 @@ IDLE_IN = {
     ("nemotron_h", "time_step_min"),
     ("nemotron_h", "use_mamba_kernels"),
 }
+IDLE_IN |= {("deepseek_v3", "num_mtp_layers")}  # tokens predicted at once
 # Where all of a family's keys at their defaults make a model that is refused.
 GEMMA4_TEXT = {
     "attention_k_eq_v": True,
@@ -67,6 +68,8 @@ BESIDE = {
     "gemma4_moe_text": GEMMA4_TEXT | {"enable_moe_block": True},
     "gemma4_unified_text": {"attention_k_eq_v": True},
     "granitemoehybrid": {"position_embedding_type": "rope"},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
 }
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
@@ -115,12 +118,13 @@ OTHERWISE = {
     "layers_block_type": ALONE[::-1],
     "max_position_embeddings": 2**19,  # beyond the context of any family's own YaRN
     "max_window_layers": 0,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
     "mlp_only_layers": [1],
     "moe_latent_size": 32,
     "no_rope_layer_interval": 2,
     "no_rope_layers": [0, 1],
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 1,
     "original_max_position_embeddings": 16,
     "position_embedding_type": "nope",
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
@@ -207,6 +211,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
         **GLOBAL,
         "rope_local_base_freq": theta["local"],
         "rope_theta": theta["global"],
+        "first_k_dense_replace": known.get("first_k_dense_replace"),
+        "mlp_layer_types": None,
         "hybrid_override_pattern": None,
         "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
     }
@@ -224,7 +230,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     assert config.windows == tuple(want.sliding_window if s else None for s in slides)
     if FAMILIES[family].is_hybrid:
         names = FAMILIES[family].kind_names
-        assert list(config.shape.kinds) == [names.get(kind, kind) for kind in want.layer_types]
+        assert list(config.shape.kinds) == [names.get(kind, kind) for kind in kinds_of(want)]
     if "sliding_attention" in FAMILIES[family].rope_parameters:
         assert FAMILIES[family].rope_parameters == want.rope_parameters
         kinds = {"global": "full_attention", "local": "sliding_attention"}
@@ -241,6 +247,13 @@ def layer_types(config):
         return config.layer_types
     has_window = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
+
+
+def kinds_of(config):
+    if config.model_type == "deepseek_v3":
+        dense = config.first_k_dense_replace
+        return ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
+    return getattr(config, "mlp_layer_types", None) or config.layer_types
 
 
 @pytest.mark.parametrize("family", FAMILIES)

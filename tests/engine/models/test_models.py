@@ -15,13 +15,13 @@ from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.shard import WHOLE
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, MAMBA, MOE, VARIANTS
+from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, LATENT, MAMBA, MOE, VARIANTS
 
 NAMES = [
-    *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *GPT_OSS),
+    *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
     *(name for name in VARIANTS if name != "longrope"),
 ]
-MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next")
+MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -75,7 +75,12 @@ class Run:
         pages, page_size = tokens.all_pages, tokens.page_size
         shape = kv_shape(config, model.shape, pages, page_size, tokens.device)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
-        attention = SdpaAttention(config.attention_soft_cap, config.attention_scale)
+        latents = config.shape.latents
+        attention = SdpaAttention(
+            config.attention_soft_cap,
+            config.attention_scale,
+            0 if latents is None else latents.kv_rank,
+        )
         states = allocate_states(model.shape, tokens.all_pages, dtype, kv.device)
         for each in states.tensors if states is not None else ():
             each.fill_(torch.nan if each.is_floating_point() else 5)

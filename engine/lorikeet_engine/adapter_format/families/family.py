@@ -30,6 +30,11 @@ class Width(StrEnum):
     SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
     DENSE_INTERMEDIATE = "dense intermediate"  # of MLPs in a model that has mixtures, too
     LATENT = "moe_latent_size"  # what a mixture's experts read and write, if not hidden states
+    QUERY_LATENT = "q_lora_rank"  # what queries of latent attention are made of
+    KV_LATENT = "kv_lora_rank"  # what keys and values of latent attention are made of
+    LATENT_AND_KEY = "kv latent and rotary key"  # all that latent attention keeps of a token
+    LATENT_KEYS_VALUES = "keys and values"  # of each head, its key without rotary part, its value
+    LATENT_VALUES = "latent values"  # of each head of latent attention
     ONE = "one"
     VOCABULARY = "vocab_size"
     TOKEN = "token"  # the base-256 digits of an id
@@ -45,6 +50,8 @@ class LayerKind(StrEnum):
         families whose layers with a window have other linears; ATTENTION is to all earlier tokens
         then. DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
         context. MAMBA: Mamba 2 (arXiv 2405.21060), with such a state, too.
+    DENSE, SPARSE: attention to all earlier tokens, and behind it a dense MLP or a mixture of
+        experts, in families that have both.
     MLP: dense MLP. EXPERTS: mixture of experts. LATENT_EXPERTS: mixture of experts that read and
         write vectors narrower than hidden states.
     """
@@ -53,6 +60,8 @@ class LayerKind(StrEnum):
     WINDOW = "sliding_attention"
     DELTA_NET = "linear_attention"
     MAMBA = "mamba"
+    DENSE = "dense"
+    SPARSE = "sparse"
     MLP = "mlp"
     EXPERTS = "moe"
     LATENT_EXPERTS = "latent_moe"
@@ -70,6 +79,8 @@ class LayerKind(StrEnum):
             LayerKind.WINDOW: "attention with a window",
             LayerKind.DELTA_NET: "a gated delta net",
             LayerKind.MAMBA: "a Mamba 2 mixer",
+            LayerKind.DENSE: "a dense MLP",
+            LayerKind.SPARSE: "a mixture of experts",
             LayerKind.MLP: "an MLP",
             LayerKind.EXPERTS: "a mixture of experts",
             LayerKind.LATENT_EXPERTS: "a mixture of experts with latent projections",
@@ -78,7 +89,15 @@ class LayerKind(StrEnum):
     @property
     def mixes(self) -> bool:
         """Whether layers of this kind mix a sequence's tokens."""
-        return self in (LayerKind.ATTENTION, LayerKind.WINDOW) or self.has_state
+        return self.has_state or self in (
+            *(LayerKind.ATTENTION, LayerKind.WINDOW),
+            *(LayerKind.DENSE, LayerKind.SPARSE),
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether layers of this kind have a dense MLP although others have mixtures."""
+        return self in (LayerKind.DENSE, LayerKind.MLP)
 
 
 class Parallel(StrEnum):
@@ -129,7 +148,9 @@ class Linear:
         """
         before, _, last = self.module.rpartition(".")
         owner = before.rpartition(".")[2]
-        named = owner.startswith("shared_") or before in ("mixer.experts", "experts")
+        named = owner.startswith("shared_") or (
+            self.of_experts and (self.kinds or before == "experts")
+        )
         return f"{owner}.{last}" if named else last
 
     def path(self, layer: int) -> str:
@@ -176,6 +197,8 @@ class ExpertKeys:
     weighed: whether the shared expert's output is multiplied by the sigmoid of shared_expert_gate's
         output; else it is added as it is.
     shared_width: key for the width of the shared expert's intermediate vector.
+    shared_count: key for this width in widths of an expert, as if several experts were shared; it
+        replaces shared_width. None: the family has no such key.
     may_lack: whether a model of the family may have no experts, and the shared one alone.
     sigmoid: whether an expert's weight is the sigmoid of its logit, not a softmax over all; experts
         are chosen by this weight plus a trained bias (DeepSeek V3's router).
@@ -199,6 +222,7 @@ class ExpertKeys:
     sigmoid: bool = False
     clamped: bool = False
     shared_width: str = Width.SHARED_INTERMEDIATE
+    shared_count: str | None = None
     per_token: str = "num_experts_per_tok"
     beside: bool = False
 

@@ -192,6 +192,45 @@ _ALONE = (
         kinds=(_LATENT,),
     ),
 )
+_DENSE, _SPARSE = LayerKind.DENSE, LayerKind.SPARSE
+_LATENT_ATTENTION = (
+    Linear(
+        "self_attn.q_a_proj",
+        Width.HIDDEN,
+        (Width.QUERY_LATENT,),
+        "latents",
+        Parallel.WHOLE,
+    ),
+    Linear(
+        "self_attn.kv_a_proj_with_mqa",
+        Width.HIDDEN,
+        (Width.LATENT_AND_KEY,),
+        "latents",
+        Parallel.WHOLE,
+    ),
+    Linear("self_attn.q_b_proj", Width.QUERY_LATENT, (Width.QUERIES,), "q_b", Parallel.COLUMN),
+    Linear(
+        "self_attn.kv_b_proj",
+        Width.KV_LATENT,
+        (Width.LATENT_KEYS_VALUES,),
+        "kv_b",
+        Parallel.COLUMN,
+    ),
+    replace(_O, inputs=Width.LATENT_VALUES),
+    *(
+        replace(linear, outputs=(Width.DENSE_INTERMEDIATE,), kinds=(_DENSE,))
+        for linear in (_GATE, _UP)
+    ),
+    replace(_DOWN, inputs=Width.DENSE_INTERMEDIATE, kinds=(_DENSE,)),
+    *(
+        replace(
+            linear,
+            module=linear.module.replace("shared_expert.", "shared_experts."),
+            kinds=(_SPARSE,),
+        )
+        for linear in _SHARING[:-1]
+    ),
+)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -297,6 +336,26 @@ _LIKE_GEMMA4: Mapping[str, Any] = {
     "layer_scalars": True,
 }
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_LIKE_DEEPSEEK: Mapping[str, Any] = {
+    "o_bias": None,
+    "experts": ExpertKeys(
+        ("n_routed_experts",),
+        "moe_intermediate_size",
+        parameters=True,
+        shared=True,
+        weighed=False,
+        sigmoid=True,
+        shared_count="n_shared_experts",
+    ),
+    "kinds_key": "mlp_layer_types",
+    "fixed": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
 
 VARIANTS: Mapping[str, tuple[str, str]] = {
     "gemma4_text": ("enable_moe_block", "gemma4_moe_text"),
@@ -638,6 +697,55 @@ FAMILIES: Mapping[str, Family] = {
             "topk_group": 1,
             "use_bias": False,
         },
+    ),
+    "glm4_moe_lite": Family(
+        "GLM 4.7 Flash",
+        _LATENT_ATTENTION,
+        {
+            "first_k_dense_replace": None,
+            "intermediate_size": 10240,
+            "kv_lora_rank": 512,
+            "mlp_layer_types": None,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+            "routed_scaling_factor": 1.8,
+            "topk_group": 1,
+            "v_head_dim": 256,
+        },
+        **_LIKE_DEEPSEEK,
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek V3",
+        _LATENT_ATTENTION,
+        {
+            "first_k_dense_replace": 3,
+            "intermediate_size": 18432,
+            "kv_lora_rank": 512,
+            "mlp_layer_types": None,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rope_interleave": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            "v_head_dim": 128,
+        },
+        **_LIKE_DEEPSEEK,
     ),
     "gpt_oss": Family(
         "gpt-oss",

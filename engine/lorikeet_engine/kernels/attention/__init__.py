@@ -42,7 +42,7 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
     """
     shape = shapes[0]
     if device.type != "cuda":
-        return SdpaAttention(shape.soft_cap, shape.scale)
+        return SdpaAttention(shape.soft_cap, shape.scale, shape.latent)
     if shape.fp8_kv and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
         raise SettingsError(
             f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
@@ -51,7 +51,7 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
     for each in shapes:
         if reason := why_slow(each.head_dim, each.dtype):
             log.warning("attention_is_slow", extra={"reason": reason})
-            return SdpaAttention(shape.soft_cap, shape.scale)
+            return SdpaAttention(shape.soft_cap, shape.scale, shape.latent)
     backends, first = list[tuple[range, CapturableAttention]](), 0
     for each in shapes:
         groups = range(first, first + len(each.windows))

@@ -44,6 +44,8 @@ class AttentionShape:
     long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
         compiling.
     scale: factor of attention scores; None: 1 / √head_dim.
+    latent: elements of each key that are its value, too, as in latent attention; 0: values are
+        stored beside keys.
     """
 
     heads: int
@@ -57,6 +59,7 @@ class AttentionShape:
     sinks: bool = False
     long_contexts: bool = False
     scale: float | None = None
+    latent: int = 0
 
     @property
     def score_scale(self) -> float:
@@ -149,6 +152,9 @@ class AttentionBackend(Protocol):
           `window`
         sinks [heads] float32: a logit more in each head's softmax, without a value; None: no sinks
         → [tokens, heads, head_dim] like q, contiguous
+
+        With AttentionShape.latent, layer_kv is [1, pages, page_size, 1, head_dim], the first
+        `latent` elements of a key are its value, and the result is [tokens, heads, latent].
 
         Query head h uses key head h // (heads / kv_heads). Page slots that no sequence has written
         are never read. The scale is 1 / √head_dim unless the model has another. With the model's

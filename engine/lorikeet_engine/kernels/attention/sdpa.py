@@ -13,8 +13,11 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 class SdpaAttention:
     """AttentionBackend by torch, for all devices and any mix of prefill and decode."""
 
-    def __init__(self, soft_cap: float | None = None, scale: float | None = None) -> None:
-        self._soft_cap, self._scale = soft_cap, scale
+    def __init__(
+        self, soft_cap: float | None = None, scale: float | None = None, latent: int = 0
+    ) -> None:
+        """Take AttentionShape's fields of these names."""
+        self._soft_cap, self._scale, self._latent = soft_cap, scale, latent
 
     def plan(self, batch: PagedSequences) -> None:
         """Do nothing: this back end needs no plan."""
@@ -30,7 +33,7 @@ class SdpaAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], self._latent or q.shape[2])
         table = batch.page_tables[group]
         of_all = torch.from_numpy(table.pages)
         owned, asked = pairwise(table.starts.tolist()), pairwise(batch.query_starts.tolist())
@@ -39,8 +42,9 @@ class SdpaAttention:
             pages = of_all[first:last].to(q.device)
             # cut at length: the rest of the last page was never written
             first_seen = 0 if window is None else max(0, length - (end - begin) + 1 - window)
-            keys, values = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]
-            keys, values = keys[..., : q.shape[-1]], values[..., : q.shape[-1]]
+            cached = layer_kv[:, pages].flatten(1, 2)[:, first_seen:length]
+            keys = cached[0, ..., : q.shape[-1]]
+            values = cached[-1, ..., : out.shape[-1]]  # of latent attention, keys begin with them
             if scales is not None:
                 keys, values = keys.to(q.dtype), values.to(q.dtype)
             out[begin:end] = _attend_one(
@@ -62,10 +66,11 @@ def _attend_one(
     """Compute attention of one sequence's queries to its keys.
 
     q [queries, heads, head_dim]: the last tokens of the sequence
-    keys, values [length, kv_heads, head_dim]
+    keys [length, kv_heads, head_dim]
+    values [length, kv_heads, head_dim, or less in latent attention]
     scales, window, sinks: as for AttentionBackend.attend
     soft_cap, scale: see AttentionShape
-    → [queries, heads, head_dim] like q
+    → [queries, heads, width of a value] like q
     """
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
@@ -98,5 +103,5 @@ def _attend_one(
         out = score.softmax(-1)[..., :length].to(q.dtype) @ values
     if scales is not None:
         out *= scales.value
-    out = out.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3)
-    return out.reshape(queries, heads, head_dim)
+    out = out.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3)
+    return out.reshape(queries, heads, -1)

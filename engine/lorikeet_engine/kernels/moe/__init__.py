@@ -62,10 +62,15 @@ class Sigmoids:
 
     bias [experts] float32: added to the sigmoids by which experts are chosen, not to weights.
     scale: factor of all weights.
+    groups: number of groups of equally many neighbouring experts. A token's experts are chosen from
+        some groups only: those whose two likeliest experts, bias included, add up to the most.
+    kept_groups: number of these groups.
     """
 
     bias: torch.Tensor
     scale: float
+    groups: int = 1
+    kept_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,8 @@ def route(
 
     An expert's weight is softmax(logits), in float32, divided by the sum of the chosen experts'
     weights if normalised. With `sigmoids`, it is sigmoid(logit) instead, times the scale after the
-    division, and the experts of the largest sigmoid(logit) + bias are chosen.
+    division, and the experts of the largest sigmoid(logit) + bias are chosen, of the groups that
+    are kept.
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter

@@ -27,7 +27,7 @@ def route(
     if lora is not None:
         scores[: lora.tokens] += lora.rows[: lora.tokens].float()
     shares = scores.softmax(-1) if sigmoids is None else scores.sigmoid()
-    choices = shares if sigmoids is None else shares + sigmoids.bias
+    choices = shares if sigmoids is None else _of_kept_groups(shares + sigmoids.bias, sigmoids)
     chosen = choices.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
     weights, experts = shares.gather(1, chosen), chosen.flatten()
     if normalised:
@@ -47,6 +47,16 @@ def route(
         experts=experts.int().view(-1, per_token),
         starts=F.pad(ends, (1, 0)).int(),
     )
+
+
+def _of_kept_groups(choices: torch.Tensor, sigmoids: Sigmoids) -> torch.Tensor:
+    """Return choices [tokens, experts] with −∞ for the experts of groups that are not kept."""
+    if sigmoids.groups == sigmoids.kept_groups:
+        return choices
+    grouped = choices.view(len(choices), sigmoids.groups, -1)
+    order = grouped.topk(2).values.sum(-1).argsort(dim=-1, descending=True, stable=True)
+    lost = order[:, sigmoids.kept_groups :, None].expand(-1, -1, grouped.shape[-1])
+    return grouped.scatter(1, lost, -torch.inf).flatten(1)
 
 
 def expert_products(

@@ -31,9 +31,11 @@ def choose_experts(
     chosen = torch.empty(size, dtype=torch.int32, device=device)
     weights = torch.empty(size, dtype=torch.float32, device=device)
     bias, scale = (None, 1.0) if sigmoids is None else (sigmoids.bias, sigmoids.scale)
+    groups = (1, 1) if sigmoids is None else (sigmoids.groups, sigmoids.kept_groups)
     choose[(tokens,)](
         logits, *operands(lora), bias, factors, chosen, weights, scale, experts, per_token,
-        normalised, triton.next_power_of_2(experts), triton.next_power_of_2(per_token), num_warps=1,
+        normalised, *groups, triton.next_power_of_2(experts), triton.next_power_of_2(per_token),
+        num_warps=1,
     )  # fmt: skip
     return chosen, weights
 
@@ -51,6 +53,8 @@ def choose(
     experts: tl.constexpr,
     per_token: tl.constexpr,
     normalised: tl.constexpr,
+    groups: tl.constexpr,
+    kept_groups: tl.constexpr,
     block: tl.constexpr,
     pair_block: tl.constexpr,
 ) -> None:
@@ -59,7 +63,8 @@ def choose(
     logits, per_token, normalised, factors: see kernels.moe.route. chosen, weights: see
         choose_experts.
     lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
-    bias, scale: see Sigmoids; bias None: weights are of a softmax, and scale is 1.
+    bias, scale, groups, kept_groups: see Sigmoids; bias None: weights are of a softmax, scale is 1,
+        and there is one group.
     block, pair_block: `experts` and `per_token`, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -77,6 +82,8 @@ def choose(
         sigmoids = tl.sigmoid(scores)
         left = sigmoids + tl.load(bias + expert, mask=inside, other=0.0)
         left = tl.where(inside, left, -float("inf"))
+    if groups != kept_groups:
+        left = _of_kept_groups(left, expert, experts // groups, groups, kept_groups)
     pair = tl.arange(0, pair_block)
     indices = tl.zeros((pair_block,), tl.int32)
     shares = tl.zeros((pair_block,), tl.float32)
@@ -98,6 +105,35 @@ def choose(
     first = token * per_token
     tl.store(chosen + first + pair, indices, mask=pair < per_token)
     tl.store(weights + first + pair, shares, mask=pair < per_token)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_kept_groups(
+    left: tl.tensor,
+    expert: tl.tensor,
+    size: tl.constexpr,
+    groups: tl.constexpr,
+    kept_groups: tl.constexpr,
+) -> tl.tensor:
+    """Return `left`, by which experts are chosen, with −∞ for experts of groups that are not kept.
+
+    expert: index of each expert. size: number of experts of a group. groups, kept_groups: see
+        Sigmoids.
+    """
+    owner = expert // size
+    of_own = tl.full(left.shape, -float("inf"), tl.float32)  # sum of the own group's two likeliest
+    for group in tl.static_range(groups):
+        own = tl.where(owner == group, left, -float("inf"))
+        best = tl.max(own, 0)
+        first = tl.min(tl.where(own == best, expert, size * groups), 0)
+        second = tl.max(tl.where(expert == first, -float("inf"), own), 0)
+        of_own = tl.where(owner == group, best + second, of_own)
+    kept = owner < 0
+    for _ in tl.static_range(kept_groups):
+        best = tl.max(tl.where(kept, -float("inf"), of_own), 0)
+        group = tl.min(tl.where((of_own == best) & ~kept, owner, groups), 0)
+        kept = kept | (owner == group)
+    return tl.where(kept, left, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
