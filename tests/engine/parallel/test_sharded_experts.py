@@ -84,9 +84,7 @@ def parameters_of(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_each_part_of_a_layer_once(
-    world, case, tmp_path
-):
+def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_parts_once(world, case, tmp_path):
     all_choose_the_same(world, case, tmp_path)
 
 
