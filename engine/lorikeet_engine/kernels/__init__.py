@@ -4,6 +4,7 @@
 `gemv`: matrix-vector products, for a batch of one token. `fp8`: products with FP8 weights.
 `attention`: back ends of paged attention. `fp8_kv`: format of FP8 keys and values.
 `delta_net`: gated delta net, the linear attention of hybrid models.
+`mamba`: Mamba 2's scan, the state space layer of hybrid models.
 `pointwise`: operators between matrix products: norms, rotary embedding, KV writes, SiLU, gates.
 `moe`: routing of tokens to experts, and the experts' products. `routed_rows`: the tokens of a
     mixture of experts, sorted by expert: an operand of both `moe` and `lora`.

@@ -263,3 +263,11 @@ def test_keys_that_other_tools_add_are_ignored(family, parse):
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     added = {"unsloth_fixed": True, "lm_head_bias": False, "auto_map": {"a": "b"}, "dtype": "half"}
     assert parse(plain | added) == parse(plain)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
+def test_keys_of_rotary_embeddings_are_ignored_where_no_layer_has_one(family, parse):
+    plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, **LAYERS[family]}
+    turned = {"rope_theta": 7.0, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "other"}}
+    assert parse(plain | turned) == parse(plain)
+    assert set(parse(plain).ropes) == {None}

@@ -52,7 +52,7 @@ def floats_logits(model):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE, *HYBRID])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE, *HYBRID, "nemotron_h_latent"])
 def test_its_numbers_are_served_as_they_are(tiny_checkpoints, tmp_path, family, kind):
     folder, floats = write_fp8(tiny_checkpoints[family], tmp_path, kind)
     assert_near(logits(folder), floats_logits(rounded_model(tiny_checkpoints[family], floats)))
