@@ -10,7 +10,16 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.conftest import EIGHT_HEADS, FAMILIES, HYBRID, MAMBA, MOE, PagedTokens, save_all
+from tests.engine.conftest import (
+    EIGHT_HEADS,
+    FAMILIES,
+    HYBRID,
+    LATENT,
+    MAMBA,
+    MOE,
+    PagedTokens,
+    save_all,
+)
 from tests.engine.models.test_models import Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
@@ -24,6 +33,7 @@ CONFIGS = {
     **{name: config | FOUR_KEY_HEADS for name, config in HYBRID.items()},
     # two groups, so that two of four ranks share each, and add up their parts of its norm
     **{name: config | {"n_groups": 2} for name, config in MAMBA.items()},
+    **LATENT,
 }
 NAMES = list(CONFIGS)
 ROUNDED = dict.fromkeys(("llama", "phi3", "qwen3_5_text"), Quantization.NF4)
@@ -79,7 +89,9 @@ def test_the_leaders_logits_equal_one_process(alone, shared, name):
 
 @pytest.mark.soak
 def test_eight_ranks_have_the_logits_of_one_process(tmp_path):
-    folders = save_all({name: config | EIGHT_HEADS for name, config in CONFIGS.items()}, tmp_path)
+    more = {name: {"num_key_value_heads": 8} for name in LATENT}
+    configs = {name: config | EIGHT_HEADS | more.get(name, {}) for name, config in CONFIGS.items()}
+    folders = save_all(configs, tmp_path)
     alone = answers(folders, None)
     leader, *followers = run_ranks(8, answers_of_rank, tmp_path, folders)
     for name in CONFIGS:
