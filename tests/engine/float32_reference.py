@@ -164,6 +164,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.8,
         "shared_intermediate_size": 512,
     },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 192,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 4,
+    },
     "gpt_oss": {
         "head_dim": 64,
         "num_attention_heads": 8,
@@ -211,12 +222,23 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 NAMES = (None, *ADAPTERS)
 _ATTENTION = {"target_modules": ALL[:4]}
+_LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 _TARGETS = {  # changes to ADAPTERS in families whose MLP has other linears, or none
     "gpt_oss": {
         "rank8_all": _ATTENTION,
         "ranks_rs": _ATTENTION | {"rank_pattern": {r"layers\.1\.self_attn\.o_proj": 4}},
     },
     "qwen3_5_text": {"rank8_all": {"target_modules": "all-linear"}},
+    "glm4_moe_lite": {
+        "rank4_qv": {"target_modules": ["q_b_proj", "kv_b_proj"]},
+        "rank8_all": {"target_modules": _LATENTS},
+        "rank64_ko": {"target_modules": ["kv_b_proj", "o_proj"]},
+        "ranks_rs": {
+            "target_modules": ["q_a_proj", "kv_b_proj"],
+            "rank_pattern": {r"layers\.1\.self_attn\.kv_b_proj": 4},
+        },
+        "head_and_embeddings": {"target_modules": ["kv_b_proj", "lm_head", "embed_tokens"]},
+    },
 }
 
 
