@@ -10,7 +10,8 @@ the base product, and the all-reduce that the base product needs anyway sums bot
 their adapters, and the router of a mixture of experts are whole in every process; each expert's
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
 z, b and a by output, out_proj by input; Mamba 2 at its groups or, where several processes share a
-group, at its heads.
+group, at its heads. Latent attention is divided at its heads: q_b_proj and kv_b_proj by output,
+o_proj by input; q_a_proj and kv_a_proj_with_mqa are whole in every process.
 
 A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
 them: first the gates of all its heads, then their queries, so that queries, keys and values lie
