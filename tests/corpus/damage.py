@@ -134,12 +134,12 @@ DAMAGE: tuple[Feature, ...] = (
         "mlp.experts.0.up_proj cannot be adapted",
     ),
     _damage(
-        "an audio tower beside it",
+        "an encoder of speech beside it",
         _with(
-            base_model__model__audio_tower__blocks__0__qkv__lora_A__weight=(2, 64),
-            base_model__model__audio_tower__blocks__0__qkv__lora_B__weight=(64, 2),
+            base_model__model__speech_encoder__blocks__0__qkv__lora_A__weight=(2, 64),
+            base_model__model__speech_encoder__blocks__0__qkv__lora_B__weight=(64, 2),
         ),
-        "audio_tower.blocks.0.qkv cannot be adapted",
+        "speech_encoder.blocks.0.qkv cannot be adapted",
     ),
     _damage("a classifier's head", _with(base_model__model__score__weight=(2, 64)), _NOT_OURS),
     _damage(

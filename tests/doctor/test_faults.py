@@ -574,7 +574,7 @@ def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient:
     assert faults(patient.examined("base models")) == []
     (fault,) = faults(patient.examined("base models", **gpus(2)))
     assert fault.severity is WARNING
-    assert "heads of 64 to 256, and these have 32" in fault.message
+    assert "heads of 64 to 512, and these have 32" in fault.message
     assert fault.fix == "choose a model with such heads"
 
 

@@ -38,7 +38,7 @@ _COPY = re.compile(
     rf"(?:base_model\.model\.)?{_MODELS}{{0,2}}(lm_head|embed_tokens|embeddings)"
     r"(?:\.base_layer)?\.weight"
 )
-# Parts of vision-language models that see images: encoders, and projectors to hidden states.
+# Parts of models that see images or hear sounds: encoders, and projectors to hidden states.
 _VISION = re.compile(
     r"(?:base_model\.model\.)?(?:model\.){0,2}(?:visual|vision_tower|vision_model"
     r"|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector|mm_projector|mlp1)(?:\.|$)"

@@ -319,6 +319,8 @@ def _ropes(
     sliding: tuple[bool, ...],
 ) -> tuple[RopeConfig | None, ...]:
     family = FAMILIES[shape.family]
+    if not any(turning):
+        return (None,) * shape.layers  # transformers reads no key of the rotary embedding either
     ropes = rope_configs(raw, family, shape, context)
     if _own_scale(raw, family) is not None:
         own = zip(turning, sliding, strict=True)

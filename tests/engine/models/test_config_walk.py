@@ -276,3 +276,11 @@ def test_gemma_4_e2b_is_refused_by_what_it_has(left_out, words, parse):
     raw = {**SIZES, **GEMMA4_TEXT, "num_hidden_layers": 4, "model_type": "gemma4_text"}
     with pytest.raises(ModelError, match=words):
         parse({key: value for key, value in raw.items() if key not in left_out})
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
+def test_keys_of_rotary_embeddings_are_ignored_where_no_layer_has_one(family, parse):
+    plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, **LAYERS[family]}
+    turned = {"rope_theta": 7.0, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "other"}}
+    assert parse(plain | turned) == parse(plain)
+    assert set(parse(plain).ropes) == {None}

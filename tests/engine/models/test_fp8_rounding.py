@@ -76,12 +76,14 @@ def test_adapters_read_the_inputs_as_they_were(tiny_checkpoints):
 
 def linears_of(layer):
     """The weights that are rounded: all but a router's."""
-    if hasattr(layer.mlp, "experts"):
-        assert layer.mlp.router.weight.is_floating_point()
-        after = layer.mlp.experts.gate_up, layer.mlp.experts.down
-    else:
-        after = layer.mlp.gate_up.weight, layer.mlp.down.weight
-    return layer.mixer.inputs.weight, layer.mixer.o.weight, *after
+    weights = [layer.mixer.inputs.weight, layer.mixer.o.weight]
+    routed = [each for each in (layer.mlp, layer.experts) if hasattr(each, "experts")]
+    for each in routed:
+        assert each.router.weight.is_floating_point()
+        weights += [each.experts.gate_up, each.experts.down]
+    if layer.mlp not in routed:
+        weights += [layer.mlp.gate_up.weight, layer.mlp.down.weight]
+    return weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,11 +1,12 @@
 """A mixture of experts that ranks share: all choose the same experts, and sum up once a layer."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from lorikeet_engine.adapter_format import BaseShape, read_config
 from lorikeet_engine.kernels.moe import RoutedRows, route
 from lorikeet_engine.models import experts
 from lorikeet_engine.models.llama import load_model
@@ -18,7 +19,6 @@ from tests.engine.parallel.test_sharded_adapters import packed, step
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.ranks import CPU, run_ranks
 
-LAYERS = 2
 ADAPTERS = ("router", "both", "all")
 
 
@@ -63,13 +63,28 @@ def made_case(checkpoint: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     shelf = BlobShelf(folder / "blobs")
     blobs = {}
     for seed, name in enumerate(ADAPTERS):
-        saved = save_adapter(checkpoint, folder / name, seed, **PARAMETERS[name])
+        saved = save_adapter(checkpoint, folder / name, seed, **parameters_of(checkpoint, name))
         blobs[name] = shelf.folder / shelf.add(saved, name).digest
     return checkpoint, blobs
 
 
+def shape_of(checkpoint: Path) -> BaseShape:
+    return BaseShape.from_config(read_config(checkpoint))
+
+
+def parameters_of(checkpoint: Path, name: str) -> dict[str, Any]:
+    """PARAMETERS[name], with the names of Gemma 4's router and experts if it is the base model."""
+    parameters = PARAMETERS[name]
+    if shape_of(checkpoint).family != "gemma4_moe_text":
+        return parameters
+    if name == "router":
+        return parameters | {"target_modules": ["proj"]}
+    paths = [path.removeprefix("mlp.") for path in parameters.get("target_parameters", ())]
+    return parameters | {"target_parameters": paths}
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_twice_a_layer(world, case, tmp_path):
+def test_all_ranks_choose_the_same_experts_bit_for_bit_and_sum_parts_once(world, case, tmp_path):
     all_choose_the_same(world, case, tmp_path)
 
 
@@ -84,11 +99,14 @@ def all_choose_the_same(world: int, case: tuple[Path, dict[str, Path]], tmp_path
     alone = tell(None, *case)
     leader, *followers = run_ranks(world, tell, tmp_path, *case)
     torch.testing.assert_close(leader.logits, alone.logits, rtol=0, atol=1e-4)
-    assert len(leader.routed) == LAYERS
+    shape = shape_of(case[0])
+    assert len(leader.routed) == shape.layers
     for ours, whole in zip(leader.routed, alone.routed, strict=True):
         assert torch.equal(ours.pairs, whole.pairs)
     for rank in followers:
         for ours, theirs in zip(rank.routed, leader.routed, strict=True):
             assert torch.equal(ours.weights, theirs.weights)
             assert torch.equal(ours.pairs, theirs.pairs)
-    assert {rank.sums for rank in (leader, *followers)} == {2 * LAYERS}
+    # behind attention and experts, and behind an MLP beside the experts
+    sums = 3 if shape.family == "gemma4_moe_text" else 2
+    assert {rank.sums for rank in (leader, *followers)} == {sums * shape.layers}
