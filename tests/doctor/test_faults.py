@@ -22,6 +22,7 @@ from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.replica.request_builder import MOST_LOGPROBS
 from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
+from tests.engine.conftest import LATENT, save_all
 from tests.engine.models.quantized_checkpoints import AWQ, awq, linears
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
@@ -565,6 +566,19 @@ def test_heads_that_gpus_cannot_divide_are_not_reported_as_lack_of_memory(patien
     assert fault.severity is PROBLEM
     assert "num_attention_heads=6 cannot be shared evenly by 4 processes" in fault.message
     assert "LORIKEET_TENSOR_PARALLEL" in str(fault.fix)
+
+
+def test_latents_without_attention_kernels_are_named_where_there_is_a_gpu(
+    patient: Patient, tmp_path: Path
+) -> None:
+    config = LATENT["glm4_moe_lite"] | {"vocab_size": 262}
+    for file in save_all({"tiny": config}, tmp_path)["tiny"].glob("*.safetensors"):
+        shutil.copy(file, patient.model)
+    shutil.copy(tmp_path / "tiny" / "config.json", patient.model)
+    assert faults(patient.examined("base models")) == []
+    (fault,) = faults(patient.examined("base models", **gpus(2)))
+    assert fault.severity is PROBLEM
+    assert "kv_lora_rank=36, qk_rope_head_dim=8: GPU kernels take" in fault.message
 
 
 def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:

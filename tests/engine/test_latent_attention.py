@@ -96,8 +96,8 @@ def test_a_switch_that_no_model_of_the_family_has_is_refused_by_name(
     assert caught.value.field == field
 
 
-def test_a_gpu_refuses_the_model_by_name(tiny_checkpoints):
-    with pytest.raises(SettingsError, match=r"glm4_moe_lite.*no GPU kernels"):
+def test_a_gpu_without_kernels_for_its_latents_refuses_a_model_by_name(tiny_checkpoints):
+    with pytest.raises(SettingsError, match=r"kv_lora_rank=36, qk_rope_head_dim=8: GPU kernels"):
         load_model(tiny_checkpoints["glm4_moe_lite"], torch.device("cuda"), torch.bfloat16)
 
 

@@ -158,6 +158,7 @@ SHOWN["Gemma 4"] = ToolTemplate(
 )
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
+    "GLM-4.7": EACH_TOOL + "{{ '<tool_call>{name}<arg_key>{key}</arg_key>' if tools }}",
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
     "Mistral Small 3.2": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][CALL_ID]"
     "[ARGS]{% endfor %}",

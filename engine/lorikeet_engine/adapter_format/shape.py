@@ -225,8 +225,10 @@ class BaseShape:
 
     @property
     def widest_head(self) -> int:
-        """Elements of a head in the layers with the widest heads."""
-        return max(self.head_dim, self.full.head_dim if self.full is not None else 0)
+        """Elements of a head, as attention reads it, in the layers with the widest heads."""
+        full, latents = self.full, self.latents
+        of_full = 0 if full is None else full.head_dim
+        return max(self.head_dim, of_full, 0 if latents is None else latents.cached)
 
     def heads_of(self, layer: int) -> AttentionHeads:
         """Return the heads of a layer with attention; of latent attention, as they are cached."""

@@ -218,7 +218,8 @@ class CudaGraphs:
         elements = sizes[-1] * c.heads * c.widest_head
         both = torch.zeros(2, elements, dtype=model.dtype, device=model.device)
         queries, outputs = both
-        buffers = AttentionBuffers(queries, outputs)
+        latent = 0 if c.latents is None else c.latents.kv_rank
+        buffers = AttentionBuffers(queries, outputs, latent)
         ladder: _Ladder = {}
         for size in reversed(sizes):
             most = min(self._limits.adapters, size)

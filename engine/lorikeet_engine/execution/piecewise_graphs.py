@@ -22,18 +22,25 @@ class AttentionBuffers:
 
     Both tensors have one dimension, with room for the largest step's elements in the layers with
     the widest heads. Captured passes may share them.
+
+    latent: see AttentionShape.
     """
 
     queries: torch.Tensor
     outputs: torch.Tensor
+    latent: int = 0
 
     def of(self, tokens: int, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and outputs of a step's attention, each [tokens, *heads].
+        """Return queries and outputs of a step's attention, each [tokens, *heads]; of latent
+        attention, outputs are [tokens, query heads, latent].
 
         heads: (number of query heads, elements of a head).
         """
-        size = tokens * math.prod(heads)
-        return self.queries[:size].view(tokens, *heads), self.outputs[:size].view(tokens, *heads)
+        queries, outputs = (tokens, *heads), (tokens, heads[0], self.latent or heads[1])
+        return (
+            self.queries[: math.prod(queries)].view(queries),
+            self.outputs[: math.prod(outputs)].view(outputs),
+        )
 
 
 class PiecewiseGraphs:

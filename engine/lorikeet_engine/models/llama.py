@@ -26,8 +26,8 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
-from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8, w4a16
+from lorikeet_engine.kernels.attention import check_latents
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, kv_head_dim
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.linear import (
@@ -218,12 +218,8 @@ def load_model(
     """
     shard = WHOLE if ranks is None else ranks.shard
     config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard, packed=packed)
-    if config.shape.latents is not None and device.type == "cuda":
-        raise SettingsError(
-            f"{folder}: latent attention ({config.shape.family}) has no GPU kernels yet: want "
-            "device=cpu, or another base model",
-            field="device",
-        )
+    if (latents := config.shape.latents) is not None and device.type == "cuda":
+        check_latents(latents.kv_rank, latents.rotary)
     stored = config.quantized_linears
     is_fp8 = Quantization.FP8 in (rounding, stored and stored.format)
     smaller = "" if is_fp8 or packed else Quantization.FP8.value

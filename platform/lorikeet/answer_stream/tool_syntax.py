@@ -199,6 +199,8 @@ def syntax_of(template: str) -> ToolSyntax | None:
         if "<parameter=" not in template:
             return None
         return SEED if "<seed:tool_call>" in template else QWEN_XML
+    if "<arg_key>" in template:  # of GLM 4.5 and later, within the same marks as Hermes's
+        return None
     if "<tool_call>" in template:
         return HERMES
     if "<TOOLCALL>" in template:

@@ -10,7 +10,7 @@ from lorikeet.errors import InvalidInput, InvalidSetting
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
-from lorikeet_engine.errors import EngineError, ModelError
+from lorikeet_engine.errors import EngineError, ModelError, SettingsError
 
 if TYPE_CHECKING:
     from lorikeet_engine.settings import EngineSettings
@@ -120,13 +120,18 @@ def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Findin
 
 def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
     """Warn if there is no fast attention kernel for the model."""
-    from lorikeet_engine.kernels.attention import why_slow  # torch
+    from lorikeet_engine.kernels.attention import check_latents, why_slow  # torch
 
     shape = BaseShape.from_config(read_config(folder))
-    if shape.latents is not None:
-        found = f"latent attention ({shape.family}) has no GPU kernels yet"
-        yield problem(check, found, "choose another base model")
-    elif reason := why_slow(shape.widest_head, served.torch_dtype):
+    latents, width = shape.latents, shape.widest_head
+    if latents is not None:
+        width = latents.kv_rank
+        try:
+            check_latents(latents.kv_rank, latents.rotary)
+        except SettingsError as error:
+            yield problem(check, str(error), "choose another base model")
+            return
+    if reason := why_slow(width, served.torch_dtype):
         wide = served.torch_dtype.itemsize > 2
         fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
         yield warning(check, f"{reason}: the more requests run, the longer each waits", fix)

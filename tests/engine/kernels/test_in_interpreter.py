@@ -13,6 +13,7 @@ FILES = (
     "test_expert_lora.py",
     "test_fp8.py",
     "test_gemv.py",
+    "test_latents.py",
     "test_log_softmax_kernels.py",
     "test_lora_triton.py",
     "test_mamba_kernels.py",

@@ -29,6 +29,8 @@ from lorikeet_engine.kernels.delta_net import fused as delta_net
 from lorikeet_engine.kernels.fp8 import DTYPE, Fp8Rows, few_tokens
 from lorikeet_engine.kernels.fp8 import fused as fp8_fused
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
+from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms
+from lorikeet_engine.kernels.latents import fused as latents
 from lorikeet_engine.kernels.log_softmax import FIELDS, MOST
 from lorikeet_engine.kernels.log_softmax import fused as logprobs
 from lorikeet_engine.kernels.lora import expert_rows, linear, tiles
@@ -494,6 +496,58 @@ def test_attention_of_wide_heads(compiled: set[str], tiling: Tiling) -> None:
             empty(tokens, 36, 512)[:, :32], empty(*size, dtype=FP8_KV), None, KvScales(0.1, 0.2)
         )
     assert compiled == {"_prefill", "_decode"}
+
+
+@pytest.mark.parametrize("heads", [20, 16])
+def test_latent_attention(compiled: set[str], heads: int) -> None:
+    shape = AttentionShape(heads, 1, 576, 16, torch.bfloat16, scale=1 / 16, latent=512)
+    prefill = PagedPrefill(shape, torch.device("cpu"))
+    prefill._tiling = Tiling.of(232_448)
+    prefill._rows = prefill._tiling.rows
+    prefill._tiles, prefill._pages = {None: empty(8, 4, dtype=torch.int32)}, empty(1, 100).int()
+    q, size, out = empty(64, heads, 576), (1, 100, 16, 1, 576), empty(64, heads, 512)
+    eighths, scales = empty(*size, dtype=FP8_KV), KvScales(0.1, 0.1)
+    prefill.attend(q, empty(*size), out)
+    prefill.attend(q, eighths, out, scales)
+    workspace = empty(workspace_bytes(shape, 64), dtype=torch.uint8)
+    decode = PagedDecode(shape, 64, empty(1, 4096, dtype=torch.int32), workspace)
+    decode.attend(q, empty(*size), None)
+    decode.attend(q, eighths, None, scales)
+    assert compiled == {"_prefill", "_decode"}
+
+
+@pytest.mark.parametrize(("tokens", "segments"), [(16, 16), (64, 8), (2048, 8)], ids=list(Regime))
+@pytest.mark.parametrize("plain", [192, 128])
+def test_operators_of_latent_attention(
+    compiled: set[str], tokens: int, segments: int, plain: int
+) -> None:
+    weights, listed = lora(tokens, segments, 64)
+    step, count = LoraStep(weights, listed, listed), empty(1, dtype=torch.int32)
+    width = 20 * (plain + 256)
+    weight = AbsorbedWeight(empty(20, plain + 256, 512), plain, 3, LoraGroup((3,), 512, (width,)))
+    cos, sin = empty(2, tokens, 32, dtype=torch.float32)
+    norms, slots = LatentNorms(empty(768), empty(512), 1e-6), empty(tokens, dtype=torch.int64)
+    for delta, pages, scales in (
+        (None, empty(1, 100, 16, 1, 576), None),
+        (LoraDelta(empty(tokens, 1344), count), empty(1, 100, 16, 1, 576).to(FP8_KV), KvScales()),
+    ):
+        queries = latents.store_latents(
+            empty(tokens, 1344), cos, sin, pages, slots, norms, delta, scales, interleaved=True
+        )
+        assert queries.shape == (tokens, 768)
+    q = empty(tokens, 20, plain + 64)
+    absorbed = latents.absorb_queries(
+        q, cos, sin, weight, LoraDelta(q, count), step, interleaved=True
+    )
+    outputs = latents.expand_outputs(empty(tokens, 20, 512), weight, step)
+    assert (absorbed.shape, outputs.shape) == ((tokens, 20, 576), (tokens, 20, 256))
+    assert compiled == {"_list_tiles", "_store_latents", "_turn_queries", "_add_low_rank"}
+
+
+def test_experts_of_groups(compiled: set[str]) -> None:
+    sigmoids = Sigmoids(empty(256, dtype=torch.float32), 2.5, 8, 4)
+    moe.route(empty(8, 256), 8, None, normalised=True, sigmoids=sigmoids)
+    assert compiled == {"choose", "sort_by_expert"}
 
 
 def test_experts_whose_weights_have_factors(compiled: set[str]) -> None:

@@ -73,6 +73,17 @@ def test_route_by_sigmoids(kind, tokens, experts, per_token, adapters, normalise
     assert_routed(kind, tokens, experts, per_token, adapters, normalised, sigmoids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept"), [(12, 4, 2), (24, 3, 1), (64, 8, 4), (8, 2, 2)]
+)
+def test_experts_are_chosen_from_the_kept_groups(kind, adapters, experts, groups, kept):
+    bias = random((kind[0], torch.float32), experts) / 4
+    sigmoids = Sigmoids(bias, 2.5, groups, kept)
+    assert_routed(kind, 37, experts, 4, adapters, True, sigmoids)
+
+
 def test_sigmoids_with_their_biases_choose_experts_and_alone_weigh_them():
     logits, bias = torch.zeros(1, 4), torch.tensor([0.0, 0.3, 0.1, 0.2])
     routed = reference.route(logits, 2, normalised=False, sigmoids=Sigmoids(bias, 3.0))

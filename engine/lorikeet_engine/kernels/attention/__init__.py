@@ -35,7 +35,8 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
     kernels for heads that are too wide for it; torch on CPUs.
 
     On CUDA, torch's attention is used only if there are no kernels for a shape. Raises
-    SettingsError if FlashInfer is not installed, or if KV pages are FP8 and the GPU has no FP8.
+    SettingsError if FlashInfer is not installed, if KV pages are FP8 and the GPU has no FP8, or as
+    check_latents does.
 
     shapes: for each kind of heads that the model's layers have, its shape, with the windows of its
         groups of layers; in the order of these groups.
@@ -48,8 +49,10 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
             f"kv_dtype=fp8: {torch.cuda.get_device_name(device)} is older than Ada and Hopper and "
             "has no FP8: want auto, or a newer GPU"
         )
+    if shape.latent:
+        check_latents(shape.latent, shape.tail)
     for each in shapes:
-        if reason := why_slow(each.head_dim, each.dtype):
+        if reason := why_slow(each.value_dim, each.dtype):
             log.warning("attention_is_slow", extra={"reason": reason})
             return SdpaAttention(shape.soft_cap, shape.scale, shape.latent)
     backends, first = list[tuple[range, CapturableAttention]](), 0
@@ -60,8 +63,21 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
     return backends[0][1] if len(backends) == 1 else CapturableByHeads(backends)
 
 
+def check_latents(latent: int, rotary: int) -> None:
+    """Raise SettingsError unless GPU kernels of latent attention take latents of this width.
+
+    latent, rotary: elements of a token's latent, and of the key that all heads share.
+    """
+    if any(width < 16 or width & (width - 1) for width in (latent, rotary)) or latent > 512:
+        raise SettingsError(
+            f"kv_lora_rank={latent}, qk_rope_head_dim={rotary}: GPU kernels take powers of two "
+            "from 16, and latents of at most 512: choose another base model, or device=cpu",
+            field="device",
+        )
+
+
 def _on_cuda(shape: AttentionShape, device: torch.device) -> CapturableAttention:
-    if shape.head_dim > _WIDEST_OF_FLASHINFER:
+    if shape.head_dim > _WIDEST_OF_FLASHINFER or shape.latent:
         wide = import_module("lorikeet_engine.kernels.attention.wide_heads")  # Triton
         of_wide: CapturableAttention = wide.WideAttention(shape, device)
         return of_wide

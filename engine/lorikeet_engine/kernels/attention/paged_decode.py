@@ -60,7 +60,10 @@ class PagedDecode:
         }
         rows = self._capacity * shape.heads
         floats = workspace[: workspace_bytes(shape, tokens)].view(torch.float32)
-        self._parts, self._scales = floats[: rows * shape.head_dim], floats[rows * shape.head_dim :]
+        self._parts, self._scales = (
+            floats[: rows * shape.value_dim],
+            floats[rows * shape.value_dim :],
+        )
         # number of a row's finished items; the last item resets it to 0
         self._done = torch.zeros(tokens, shape.kv_heads, dtype=torch.int32, device=device)
         self._many = tokens * shape.kv_heads >= 1024
@@ -87,8 +90,8 @@ class PagedDecode:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
+        out = q.new_empty(*q.shape[:2], shape.value_dim)
         scale = math.log2(math.e) * shape.score_scale
         value_scale = None
         if scales is not None:
@@ -108,8 +111,9 @@ class PagedDecode:
             kv_heads=shape.kv_heads,
             group=sharing,
             rows=max(16, triton.next_power_of_2(sharing)),  # tl.dot wants 16
-            head_dim=shape.head_dim,
-            kv_dim=layer_kv.shape[-1],
+            head_dim=shape.value_dim,
+            kv_dim=layer_kv.shape[-1] - shape.tail,
+            tail=shape.tail,
             page_size=shape.page_size,
             block=block,
             num_warps=warps,
@@ -121,10 +125,10 @@ class PagedDecode:
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
     """Return the bytes that the partial results of a step of `tokens` query tokens need.
 
-    The result of an item (see the module) has, for each query head, head_dim float32 values and the
+    The result of an item (see the module) has, for each query head, a value of float32 and the
     log2 of the sum of exponentials.
     """
-    return 4 * _capacity(shape, tokens) * shape.heads * (shape.head_dim + 1)
+    return 4 * _capacity(shape, tokens) * shape.heads * (shape.value_dim + 1)
 
 
 def query_rows(query_starts: Int32s, table: PageTable) -> tuple[Int32s, Int32s]:
@@ -199,6 +203,7 @@ def _decode(
     rows: tl.constexpr,
     head_dim: tl.constexpr,
     kv_dim: tl.constexpr,
+    tail: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -215,6 +220,7 @@ def _decode(
     value_scale: factor of FP8 values; None for other dtypes.
     sinks: see AttentionBackend.attend.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
+    tail: elements of a key behind its first kv_dim, which are its value then (AttentionShape.tail).
     rows: `group` rounded up to what tl.dot supports. block: number of tokens read at once.
     """
     head = tl.program_id(0)
@@ -233,7 +239,14 @@ def _decode(
     if head_dim != kv_dim:
         real = real & (column < head_dim)[None, :]
     inside = (head * group + row)[:, None] * head_dim + column[None, :]  # of all heads' outputs
-    queries = tl.load(q + query.to(tl.int64) * q_stride + inside, mask=real, other=0.0)
+    at_q = q + query.to(tl.int64) * q_stride
+    if tail:
+        at_q += (head * group + row)[:, None] * (head_dim + tail)
+        end_column = head_dim + tl.arange(0, tail)
+        ends = tl.load(at_q + end_column[None, :], mask=(row < group)[:, None], other=0.0)
+        queries = tl.load(at_q + column[None, :], mask=real, other=0.0)
+    else:
+        queries = tl.load(at_q + inside, mask=real, other=0.0)
     if value_scale is not None:  # FP8 becomes float16 in a quarter of bfloat16's instructions
         queries = queries.to(tl.float16)
 
@@ -244,20 +257,29 @@ def _decode(
         token = start + tl.arange(0, block)
         seen = token < end
         page = tl.load(pages + first_page + token // page_size, mask=seen, other=0).to(tl.int64)
-        at = ((page * page_size + token % page_size) * kv_heads + head) * kv_dim
+        at = ((page * page_size + token % page_size) * kv_heads + head) * (kv_dim + tail)
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
         keys = keys.to(queries.dtype)  # of FP8
-        score = tl.dot(queries, keys) * scale
+        score = tl.dot(queries, keys)
+        if tail:
+            key_ends = tl.load(
+                layer_kv + at[None, :] + end_column[:, None], mask=seen[None, :], other=0.0
+            )
+            score = tl.dot(ends.to(queries.dtype), key_ends.to(queries.dtype), score)
+        score *= scale
         if cap is not None:
             score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
         score = tl.where(seen[None, :], score, float("-inf"))
         better = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - better[:, None])
         kept = tl.exp2(best - better)
-        values = tl.load(
-            layer_kv + plane + at[:, None] + column[None, :], mask=seen[:, None], other=0.0
-        )
-        values = values.to(queries.dtype)
+        if tail:
+            values = tl.trans(keys)
+        else:
+            values = tl.load(
+                layer_kv + plane + at[:, None] + column[None, :], mask=seen[:, None], other=0.0
+            )
+            values = values.to(queries.dtype)
         total = total * kept + tl.sum(weight, 1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values)
         best = better

@@ -106,8 +106,9 @@ class PagedPrefill:
             kv_heads=shape.kv_heads,
             group=shape.heads // shape.kv_heads,
             rows=self._rows,
-            head_dim=shape.head_dim,
-            kv_dim=layer_kv.shape[-1],
+            head_dim=shape.value_dim,
+            kv_dim=layer_kv.shape[-1] - shape.tail,
+            tail=shape.tail,
             page_size=shape.page_size,
             block=tiling.block,
             num_warps=tiling.warps,
@@ -159,6 +160,7 @@ def _prefill(
     rows: tl.constexpr,
     head_dim: tl.constexpr,
     kv_dim: tl.constexpr,
+    tail: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -169,6 +171,7 @@ def _prefill(
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
+    tail: elements of a key behind its first kv_dim, which are its value then (AttentionShape.tail).
     window: tokens that a query sees, itself included; None: all.
     """
     fields = tiles + tl.program_id(0) * 4
@@ -185,8 +188,14 @@ def _prefill(
     if head_dim != kv_dim:
         real = real & (column < head_dim)[None, :]
     inside = query_head[:, None] * head_dim + column[None, :]
-    at_q = q + (first + token)[:, None] * q_stride + inside
-    queries = tl.load(at_q, mask=real, other=0.0)
+    at_q = q + (first + token)[:, None] * q_stride
+    if tail:
+        at_q += query_head[:, None] * (head_dim + tail)
+        end_column = head_dim + tl.arange(0, tail)
+        query_ends = tl.load(at_q + end_column[None, :], mask=(token < count)[:, None], other=0.0)
+        queries = tl.load(at_q + column[None, :], mask=real, other=0.0)
+    else:
+        queries = tl.load(at_q + inside, mask=real, other=0.0)
     if value_scale is not None:  # FP8 becomes float16 in a quarter of bfloat16's instructions
         queries = queries.to(tl.float16)
     ends = length + token  # keys before this one are seen
@@ -202,9 +211,16 @@ def _prefill(
         key = start + tl.arange(0, block)
         held = key < seen_by_last
         page = tl.load(pages + first_page + key // page_size, mask=held, other=0).to(tl.int64)
-        at = ((page * page_size + key % page_size) * kv_heads + head) * kv_dim
+        at = ((page * page_size + key % page_size) * kv_heads + head) * (kv_dim + tail)
         keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=held[None, :], other=0.0)
-        score = tl.dot(queries, keys.to(queries.dtype)) * scale
+        keys = keys.to(queries.dtype)
+        score = tl.dot(queries, keys)
+        if tail:
+            key_ends = tl.load(
+                layer_kv + at[None, :] + end_column[:, None], mask=held[None, :], other=0.0
+            )
+            score = tl.dot(query_ends.to(queries.dtype), key_ends.to(queries.dtype), score)
+        score *= scale
         if cap is not None:
             score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
         sees = key[None, :] < ends[:, None]
@@ -214,10 +230,13 @@ def _prefill(
         better = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - better[:, None])
         kept = tl.exp2(best - better)
-        values = tl.load(
-            layer_kv + plane + at[:, None] + column[None, :], mask=held[:, None], other=0.0
-        )
-        values = values.to(queries.dtype)
+        if tail:
+            values = tl.trans(keys)
+        else:
+            values = tl.load(
+                layer_kv + plane + at[:, None] + column[None, :], mask=held[:, None], other=0.0
+            )
+            values = values.to(queries.dtype)
         total = total * kept + tl.sum(weight, 1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values)
         best = better

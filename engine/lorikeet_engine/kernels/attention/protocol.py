@@ -66,6 +66,16 @@ class AttentionShape:
         """Factor of attention scores."""
         return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value's head."""
+        return self.latent or self.head_dim
+
+    @property
+    def tail(self) -> int:
+        """Elements of a key that are not its value, if the others are; 0 without latent."""
+        return self.head_dim - self.value_dim
+
 
 @dataclass(frozen=True, slots=True)
 class PageTable:

@@ -1,4 +1,4 @@
-"""Attention of heads of more than 256 elements on CUDA, by our Triton kernels."""
+"""Attention of heads of more than 256 elements, and to latents, on CUDA, by our Triton kernels."""
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class WideAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        out, rows = torch.empty_like(q, memory_format=torch.contiguous_format), self._decode_rows
+        out, rows = q.new_empty(*q.shape[:2], self._shape.value_dim), self._decode_rows
         if self._has_prompts:
             self._prefill.attend(q, layer_kv, out, scales, window, group, sinks)
         if rows is None or self._decode is None:

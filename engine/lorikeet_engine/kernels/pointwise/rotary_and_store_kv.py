@@ -133,7 +133,7 @@ def _weight(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _to_fp8(x: tl.tensor) -> tl.tensor:
+def round_to_fp8(x: tl.tensor) -> tl.tensor:
     """Round float32 to E4M3 as to_fp8 (kernels/fp8_kv.py) does."""
     kept = tl.minimum(tl.maximum(x, -448.0), 448.0)
     return tl.where(tl.abs(x) < float("inf"), kept, float("nan")).to(tl.float8e4nv)
@@ -252,7 +252,7 @@ def _rotary_and_store_kv(
     target = layer_kv + value * plane + (slot * kv_heads + kv_head) * kv_dim
     if key_inverse is not None:
         inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
-        low = _to_fp8(low.to(tl.float32) * inverse)
-        high = _to_fp8(high.to(tl.float32) * inverse)
+        low = round_to_fp8(low.to(tl.float32) * inverse)
+        high = round_to_fp8(high.to(tl.float32) * inverse)
     tl.store(target + left, low, mask=stored)
     tl.store(target + right, high, mask=stored)
