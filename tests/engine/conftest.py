@@ -148,6 +148,9 @@ MOE: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+GEMMA4_MOE: dict[str, dict[str, Any]] = {
     "gemma4_moe_text": {
         **FAMILIES["gemma4_text"],
         "enable_moe_block": True,
@@ -155,7 +158,6 @@ MOE: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "top_k_experts": 3,
     },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -397,9 +399,16 @@ class TinyCheckpoints(dict[str, Path]):
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
-        config = {**FAMILIES, **MOE, **HYBRID, **MAMBA, **LATENT, **GPT_OSS, **VARIANTS}[
-            name.removeprefix("tied ")
-        ]
+        config = {
+            **FAMILIES,
+            **MOE,
+            **GEMMA4_MOE,
+            **HYBRID,
+            **MAMBA,
+            **LATENT,
+            **GPT_OSS,
+            **VARIANTS,
+        }[name.removeprefix("tied ")]
         if name.startswith("tied "):
             config = config | {"tie_word_embeddings": True}
         self |= save_all({name: config}, self._folder)

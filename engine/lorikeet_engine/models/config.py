@@ -299,11 +299,16 @@ def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
 
 def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
     """Raise ModelError for what only Gemma 4 E2B and E4B have."""
+    parts = {
+        "hidden_size_per_layer_input": "embeddings of each layer",
+        "num_kv_shared_layers": "layers that share keys and values",
+    }
+    for field, part in parts.items():
+        if field in family.switches and raw[field]:
+            want = f"0: {part}, as Gemma 4 E2B and E4B have them, cannot be served"
+            raise refusal(field, raw[field], want)
     if not flag(raw, "attention_k_eq_v"):
         raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
-    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if field in family.switches and raw[field]:
-            raise refusal(field, raw[field], "0: Gemma 4 E2B and E4B cannot be served")
 
 
 def _ropes(

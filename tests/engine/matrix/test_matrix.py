@@ -11,7 +11,7 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, LATENT, MAMBA, MOE
+from tests.engine.conftest import FAMILIES, GEMMA4_MOE, GPT_OSS, HYBRID, LATENT, MAMBA, MOE
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
@@ -106,9 +106,7 @@ LATENT_ADAPTERS = {
     "head": ADAPTERS["head"] | {"target_modules": ["q_b_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
 }
-EVERY = (*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
-# transformers saves the experts of others as one tensor, whose FP8 has scales of blocks.
-NUMBERED = ("qwen3_moe", "mixtral")
+EVERY = (*FAMILIES, *MOE, *GEMMA4_MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
@@ -120,11 +118,11 @@ SOME = {
     "packed_act_order": tuple(FAMILIES),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
-    "fp8_of_two_ranks": ("llama", *MOE, *HYBRID, "nemotron_h"),
-    "fp8_channels": ("llama", "mistral", *NUMBERED, *HYBRID, "nemotron_h"),
-    "fp8_matrices": ("ministral3", "qwen2", *NUMBERED, *HYBRID),
-    "fp8_blocks": ("gemma3_text", "gemma4_text", *MOE, *HYBRID, *LATENT),
-    "fp8_blocks_of_two_ranks": ("phi3", *MOE, *HYBRID),
+    "fp8_of_two_ranks": ("llama", *GEMMA4_MOE, *MOE, *HYBRID, "nemotron_h"),
+    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
+    "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
+    "fp8_blocks": ("gemma3_text", "gemma4_text", *GEMMA4_MOE, *MOE, *HYBRID, *LATENT),
+    "fp8_blocks_of_two_ranks": ("phi3", *GEMMA4_MOE, *MOE, *HYBRID),
     "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.

@@ -265,6 +265,19 @@ def test_keys_that_other_tools_add_are_ignored(family, parse):
     assert parse(plain | added) == parse(plain)
 
 
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ({"hidden_size_per_layer_input"}, "hidden_size_per_layer_input=256: want 0: embeddings of"),
+        ({"attention_k_eq_v"}, "attention_k_eq_v=False: want true"),
+    ],
+)
+def test_gemma_4_e2b_is_refused_by_what_it_has(left_out, words, parse):
+    raw = {**SIZES, **GEMMA4_TEXT, "num_hidden_layers": 4, "model_type": "gemma4_text"}
+    with pytest.raises(ModelError, match=words):
+        parse({key: value for key, value in raw.items() if key not in left_out})
+
+
 @pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
 def test_keys_of_rotary_embeddings_are_ignored_where_no_layer_has_one(family, parse):
     plain = {**SIZES, "num_hidden_layers": 4, "model_type": family, **LAYERS[family]}

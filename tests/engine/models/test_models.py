@@ -15,10 +15,19 @@ from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.shard import WHOLE
-from tests.engine.conftest import FAMILIES, GPT_OSS, HYBRID, LATENT, MAMBA, MOE, VARIANTS
+from tests.engine.conftest import (
+    FAMILIES,
+    GEMMA4_MOE,
+    GPT_OSS,
+    HYBRID,
+    LATENT,
+    MAMBA,
+    MOE,
+    VARIANTS,
+)
 
 NAMES = [
-    *(*FAMILIES, *MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
+    *(*FAMILIES, *MOE, *GEMMA4_MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
     *(name for name in VARIANTS if name != "longrope"),
 ]
 MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")

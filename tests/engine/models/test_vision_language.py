@@ -23,7 +23,7 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import FAMILIES as FAMILY_CONFIGS
-from tests.engine.conftest import HYBRID, MOE, SIZES, YARN, PagedTokens
+from tests.engine.conftest import GEMMA4_MOE, HYBRID, SIZES, YARN, PagedTokens
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.models.quantized_checkpoints import (
     CONFIGS,
@@ -70,7 +70,7 @@ MODELS = {
         {**PATCHES, "model_type": "siglip_vision_model"},
     ),
     "gemma4": (
-        {**MOE["gemma4_moe_text"], "tie_word_embeddings": False, "pad_token_id": 0},
+        {**GEMMA4_MOE["gemma4_moe_text"], "tie_word_embeddings": False, "pad_token_id": 0},
         {**PATCHES, "model_type": "gemma4_vision", "head_dim": 16},
     ),
     "gemma4_unified": (
