@@ -175,7 +175,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "biases"),
         ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "own weights"),
         ("encoder.weight", "not part of a LoRA"),
-        ("base_model.model.audio_tower.layers.0.self_attn.q_proj.lora_A.weight", "other half"),
+        ("base_model.model.speech_encoder.layers.0.self_attn.q_proj.lora_A.weight", "other half"),
         (Q0.replace(".lora_A.", ".lora_A.default."), "two tensors"),
         (Q0.replace("q_proj", "k_proj"), "other half"),
     ],
