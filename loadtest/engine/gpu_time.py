@@ -24,6 +24,7 @@ _KINDS = (
         r"^_((decode|prefill)_convolution|decode_(delta_rule|with_ring)|(solve|scan)_chunks)",
     ),
     ("Mamba 2", r"^_(decode|prefill)_scan"),
+    ("latents", r"^_(store_latents|turn_queries|add_low_rank)"),
     (
         "norms, rotary, KV write, SiLU",
         r"^_((add_)?rms_norm|add_delta|add_weighed|mean_squares|rotary|act_and_mul|gate(_group)?$|quantize"

@@ -346,8 +346,9 @@ def test_beyond_the_limit_the_connection_that_is_idle_longest_is_closed(
 ) -> None:
     with ExitStack() as opened:
         idle = [opened.enter_context(connected(port)) for _ in range(few)]
-        idle[0].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        answer_until(idle[0], b'"fine"')  # from now on, the second is idle longest
+        for each in (*idle, idle[0]):  # at last, the second is idle longest
+            each.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer_until(each, b'"fine"')
         idle[1].sendall(HEAD)  # headers without end are idle too
         assert not any(map(is_closed, idle))
         assert b'"fine"' in ask(port)

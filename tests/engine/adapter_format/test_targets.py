@@ -19,7 +19,7 @@ def test_a_long_list_of_layers_is_not_searched_for_every_module():
     began_s = time.thread_time()
     with Expressions() as run:
         check_targets(config, modules, run)
-    assert time.thread_time() - began_s < 0.5  # a search of the list for each takes 4 s
+    assert time.thread_time() - began_s < 1.5  # a search of the list for each takes 4 s
 
 
 def test_the_number_of_expected_expert_linears_is_limited():

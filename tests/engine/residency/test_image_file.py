@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.adapter_format.families import LayerKind
-from lorikeet_engine.adapter_format.shape import AttentionHeads, RecurrentShape
+from lorikeet_engine.adapter_format.shape import AttentionHeads, LatentShape, RecurrentShape
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
@@ -37,6 +37,7 @@ OTHER_SHAPES = {
     "dense_intermediate": 16,
     "latent": 8,
     "full": AttentionHeads(1, 8),
+    "latents": LatentShape(8, 8, 4, 4, 8),
 }
 
 
