@@ -22,21 +22,20 @@ from loadtest.engine.gpu_time import medians_ms
 from loadtest.engine.random_model import CONFIGS
 from loadtest.engine.tune_fp8 import shapes
 from lorikeet_engine.kernels.split_k import ProductConfig
-from lorikeet_engine.kernels.w4a16 import PackedWeight, fused, pack
+from lorikeet_engine.kernels.w4a16 import SPAN, PackedWeight, fused, pack
 
 FORMATS = ("groups of 128", "groups of 32", "nf4")
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 _BLOCKS = (
-    # block_out, block_in, warps, stages
-    (64, 128, 4, 3),
-    (64, 128, 4, 4),
-    (64, 128, 4, 6),
-    (128, 128, 4, 3),
-    (128, 128, 8, 3),
-    (128, 64, 8, 4),
+    # block_out, warps, stages
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (128, 4, 3),
+    (128, 8, 3),
 )
 _SPLITS = (1, 2, 4, 8)
-_MOST_SPLIT_TOKENS = 128
+_MOST_SPLIT_TOKENS = 256
 _COPIES_BYTES = 1 << 28
 _TIMES = 5
 # Sums of exact products of bfloat16 numbers, rounded once; decoded weights are rounded too.
@@ -123,8 +122,8 @@ def _us(call: Callable[[Any], object], weights: Sequence[Any]) -> float:
 def candidates(tokens: int) -> Iterator[ProductConfig]:
     """Yield the configs to try for `tokens` tokens."""
     splits = _SPLITS if tokens <= _MOST_SPLIT_TOKENS else (1,)
-    for (out, inner, warps, stages), split in product(_BLOCKS, splits):
-        yield ProductConfig(out, inner, split, warps, stages)
+    for (out, warps, stages), split in product(_BLOCKS, splits):
+        yield ProductConfig(out, SPAN, split, warps, stages)
 
 
 def measure(linear: str, stored: str, d_out: int, d_in: int, tokens: int) -> Row:

@@ -108,7 +108,6 @@ def multiply(
         x, weight.codes, weight.scales, weight.zeros, weight.order, weight.levels, bias, y,
         parts, counters,
         count, x.stride(0), d_out, d_in, weight.group,
-        weight.scales.stride(0), weight.scales.stride(1),
         d_in % SPAN == 0, _scales_of_span(weight),
         device.type == "cpu",  # Triton's interpreter, which multiplies 16 bits as integers
         _TRITON[weight.rounded], MIDDLE, _ONES.get(x.dtype, 0), _OFFSETS.get(x.dtype, 0),
@@ -234,8 +233,6 @@ def _multiply(
     d_out: tl.tensor,
     d_in: tl.tensor,
     group: tl.constexpr,
-    by_output: tl.tensor,
-    by_group: tl.tensor,
     even: tl.constexpr,
     scales_of_span: tl.constexpr,
     upcast: tl.constexpr,
@@ -255,7 +252,6 @@ def _multiply(
     parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
         split-K.
     count: number of tokens. x_stride: elements of x from token to token.
-    by_output, by_group: strides of scales and zeros.
     even: whether the last span is full. scales_of_span: see _scales_of_span.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
@@ -275,7 +271,7 @@ def _multiply(
     x_at = x + token[:, None].to(tl.int64) * x_stride
     sums = tl.zeros((block_out, block_tokens), tl.float32)
     spans = tl.cdiv(d_in, 128)
-    groups_at = inside * by_output
+    groups_at = inside * tl.cdiv(d_in, group)
     begin, end = part * spans // split, (part + 1) * spans // split
     for step in tl.range(begin, end, num_stages=stages):
         span = turned(step, begin, end, tile) if turn else step
@@ -295,7 +291,7 @@ def _multiply(
                 column = tl.load(order + column, mask=column < d_in, other=0)
             inputs = tl.load(x_at + column[None, :], mask=known, other=0.0)
             if i % (4 // scales_of_span) == 0:
-                place = groups_at + tl.minimum(first, d_in - 1) // group * by_group
+                place = groups_at + tl.minimum(first, d_in - 1) // group
                 scale, zero = _of_group(scales, zeros, place, middle)
             if levels is not None:
                 level = _level(levels, _code(packed, i), upcast)
