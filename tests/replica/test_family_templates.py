@@ -34,8 +34,8 @@ from lorikeet.answer_stream.tool_syntax import (
 from lorikeet.errors import UnsupportedParameter
 from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.prompts import PromptEncoder
-from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
+from lorikeet.text.prompts import PromptEncoder
+from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
 
 USE = ToolUse(
     ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
@@ -205,7 +205,7 @@ def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
 def test_tools_are_refused_where_calls_would_not_be_read(tmp_path: Path, family: str) -> None:
     without = encoder(tmp_path, NOT_READ[family] + TURNS)
     with pytest.raises(UnsupportedParameter) as refused:
-        without.encode(replace(CHAT, tools=USE))
+        without.encode(replace(CHAT, tools=USE), 4096)
     assert refused.value.param == "tools"
 
 
@@ -218,14 +218,14 @@ def test_smollm_and_granite_think_as_their_switches_say(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         thinks = encoder(tmp_path / folder, TURNS + template)
         call = replace(CHAT, template_args={off: False})
-        assert thinks.thinking(call, thinks.encode(call)) is Thinking.NEVER
+        assert thinks.thinking(call, thinks.encode(call, 4096)) is Thinking.NEVER
         call = replace(CHAT, template_args={off: True})
-        assert thinks.thinking(call, thinks.encode(call)) is Thinking.POSSIBLE
+        assert thinks.thinking(call, thinks.encode(call, 4096)) is Thinking.POSSIBLE
     (tmp_path / "granite").mkdir()
     told = "{{ 'Think between <think></think>.' if thinking }}"
     granite = encoder(tmp_path / "granite", told + TURNS)
     call = replace(CHAT, template_args={"thinking": True})
-    assert granite.thinking(call, granite.encode(call)) is Thinking.POSSIBLE
+    assert granite.thinking(call, granite.encode(call, 4096)) is Thinking.POSSIBLE
 
 
 def test_nemotron_has_begun_to_think_unless_its_switch_is_off(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_nemotron_has_begun_to_think_unless_its_switch_is_off(tmp_path: Path) ->
         ({"enable_thinking": False}, Thinking.NEVER),
     ):
         call = replace(CHAT, template_args=args)
-        assert nemotron.thinking(call, nemotron.encode(call)) is state
+        assert nemotron.thinking(call, nemotron.encode(call, 4096)) is state
 
 
 PARTS = (
@@ -256,7 +256,7 @@ def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path / name)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TURNS}))
-    assert text_of(PromptEncoder(tmp_path, 4096), CHAT) == "[user]hi"
+    assert text_of(PromptEncoder(tmp_path), CHAT) == "[user]hi"
 
 
 def test_a_grammar_knows_the_end_of_an_answer_from_the_text_part(tmp_path: Path) -> None:

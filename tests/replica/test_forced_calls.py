@@ -35,8 +35,8 @@ from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.grammars.tool_grammar import call_grammar
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.replica.test_grammar import possible
-from tests.replica.test_prompts import CHAT, DEMO
 from tests.replica.test_strict_tools import MARKS
+from tests.text.test_prompts import CHAT, DEMO
 
 SYNTAXES = {
     "FunctionGemma": FUNCTION_GEMMA,
