@@ -14,6 +14,7 @@ from lorikeet.answer_stream.forced_gemma_calls import ForcedGemmaParser
 from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
     GEMMA_4,
@@ -213,6 +214,7 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
     ("template", "syntax"),
     [
         ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", HERMES),
+        ("""{{ '<tool_call>{"name": ' + name | tojson + '}</tool_call>' }}""", EXAONE),
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
         ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }}", QWEN_XML),
         ("{{ '<seed:tool_call>\\n<function=' + name + '><parameter=' + key + '>' }}", SEED),
@@ -309,6 +311,7 @@ def allows(demo, grammar):
 
 HELD = {
     "hermes": HERMES,
+    "exaone": EXAONE,
     "mistral": MISTRAL,
     "ministral": MINISTRAL,
     "granite": GRANITE,

@@ -13,6 +13,7 @@ import pytest
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
     GEMMA_4,
@@ -76,6 +77,12 @@ SHOWN = {
         EACH_TOOL + "{{ 'Call within <tool_call></tool_call>.' if tools }}",
         HERMES,
         f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "EXAONE 4": ToolTemplate(
+        """{% for t in tools or [] %}<tool>{{ t | tojson }}</tool>{% endfor %}"""
+        """{{ 'Call as <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools }}""",
+        EXAONE,
+        f"<tool_call>{CALL}</tool_call>",
     ),
     "Granite 3": ToolTemplate(
         EACH_TOOL + "{{ 'Write <|tool_call|> and a JSON list of tools.' if tools }}",

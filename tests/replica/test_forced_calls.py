@@ -17,6 +17,7 @@ from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     GEMMA_4,
     GLM,
@@ -39,6 +40,7 @@ from tests.replica.test_strict_tools import MARKS
 from tests.text.test_prompts import CHAT, DEMO
 
 SYNTAXES = {
+    "EXAONE 4": EXAONE,
     "FunctionGemma": FUNCTION_GEMMA,
     "Gemma 4": GEMMA_4,
     "GLM 4.7": GLM,

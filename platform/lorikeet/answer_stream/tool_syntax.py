@@ -82,6 +82,13 @@ HERMES = ToolSyntax(
     closes="</tool_call>",
 )
 """Tool calls of Hermes, Qwen 2.5, Qwen 3, SmolLM 3, Granite 4."""
+EXAONE = replace(
+    HERMES,
+    before="<tool_call>",
+    between="</tool_call>\n<tool_call>",
+    after="</tool_call>",
+)
+"""Tool calls of EXAONE 4: as Hermes's, each on one line."""
 MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
@@ -246,7 +253,7 @@ def syntax_of(template: str) -> ToolSyntax | None:
     if "<arg_key>" in template:  # within the same marks as Hermes's
         return GLM if "</arg_key><arg_value>" in template else GLM_4_5
     if "<tool_call>" in template:
-        return HERMES
+        return EXAONE if "<tool_call>{" in template else HERMES
     if "<TOOLCALL>" in template:
         return NEMOTRON
     if "[TOOL_CALLS]" in template:
