@@ -134,6 +134,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+GEMMA4_E: dict[str, dict[str, Any]] = {
+    "gemma4_e_text": {
+        **FAMILIES["gemma4_text"],
+        "initializer_range": 0.15,
+        "num_hidden_layers": 9,
+        "layer_types": [
+            *("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
+            *("sliding_attention", "full_attention", "sliding_attention"),
+            *("sliding_attention", "full_attention"),
+        ],
+        "num_kv_shared_layers": 4,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": 261,
+        "use_double_wide_mlp": True,
+        "pad_token_id": 0,
+    },
+}
 FAMILIES["gemma4_unified_text"] = {
     name: value
     for name, value in FAMILIES["gemma4_text"].items()
@@ -390,8 +409,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied " before a
-    family's name ties its embeddings.
+    Names: of FAMILIES, MOE, GEMMA4_MOE, GEMMA4_E, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied "
+    before a family's name ties its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -403,6 +422,7 @@ class TinyCheckpoints(dict[str, Path]):
             **FAMILIES,
             **MOE,
             **GEMMA4_MOE,
+            **GEMMA4_E,
             **HYBRID,
             **MAMBA,
             **LATENT,

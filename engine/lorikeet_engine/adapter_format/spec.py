@@ -13,7 +13,7 @@ from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_exp
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
-    HEAD,
+    OUTER,
     OUTER_MODULES,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
@@ -435,8 +435,12 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
-    for outer in (HEAD, EMBEDDINGS):
+    for outer in OUTER:
         if module == outer.module:
+            if outer not in shape.modules:
+                raise AdapterRejected(
+                    f"the base model has no {module}; was this trained for another?", field=module
+                )
             return shape.outer_layer, shape.index(outer.name)
     layer, linear = locate_module(module, shape.linears)
     if module != shape.linears[linear].path(layer):
