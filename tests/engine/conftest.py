@@ -137,17 +137,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 GEMMA4_E: dict[str, dict[str, Any]] = {
     "gemma4_e_text": {
         **FAMILIES["gemma4_text"],
-        "initializer_range": 0.15,
-        "num_hidden_layers": 9,
+        "initializer_range": 0.1,
+        "num_hidden_layers": 5,
         "layer_types": [
-            *("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
             *("sliding_attention", "full_attention", "sliding_attention"),
             *("sliding_attention", "full_attention"),
         ],
-        "num_kv_shared_layers": 4,
+        "num_kv_shared_layers": 2,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
-        "hidden_size_per_layer_input": 20,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 261,
         "use_double_wide_mlp": True,
         "pad_token_id": 0,
@@ -359,6 +358,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": None,  # windows in five of six layers, and none in the last
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
+    },
+    "gemma4_e_deep": {
+        **GEMMA4_E["gemma4_e_text"],
+        "num_hidden_layers": 13,
+        "layer_types": None,  # windows in five of six layers, and none in the last
+        "num_kv_shared_layers": 6,
+        "use_double_wide_mlp": False,
+        "num_key_value_heads": 1,
     },
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
     "smollm3_window": {

@@ -85,18 +85,21 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a decoder's config with the model_type of the family to which its switches assign it.
 
-    Raises ModelError if such a switch has a value of another kind than its default.
+    Raises ModelError if such a switch has a value of another kind than its default, or if several
+    switches assign a family.
     """
-    model_type = str(config.get("model_type"))
+    model_type, found = str(config.get("model_type")), dict[str, str]()
     for switch, family in VARIANTS.get(model_type, {}).items():
         default = FAMILIES[model_type].switches[switch]
         value = default if config.get(switch) is None else config[switch]
         if type(value) is not type(default):
             want = "true or false" if isinstance(default, bool) else "a number, or 0"
             raise refusal(switch, value, want)
+        if value and found:
+            raise refusal(switch, value, f"{type(default)()!r} beside {', '.join(found)}")
         if value:
-            return {**config, "model_type": family}
-    return config
+            found[switch] = family
+    return {**config, **{"model_type": family for family in found.values()}}
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -309,8 +309,8 @@ def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
     """
     is_e = bool(family.outer)
     if flag(raw, "attention_k_eq_v") is is_e:
-        want = "have values" if is_e else "take their keys for values"
-        raise refusal("attention_k_eq_v", is_e, f"{str(not is_e).lower()}: full layers {want}")
+        want = "false beside hidden_size_per_layer_input" if is_e else "true, but in E2B and E4B"
+        raise refusal("attention_k_eq_v", is_e, want)
     for field in () if is_e else ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if field in family.switches and raw[field]:
             raise refusal(field, raw[field], "0: only Gemma 4 E2B and E4B have it")

@@ -329,9 +329,6 @@ _GEMMA4_MOE_LINEARS = (
 _OWNERS = (_WINDOW, _FULL)
 _READERS = tuple(kind.reader for kind in _OWNERS)
 _EVERY_WINDOW, _EVERY_FULL = ((kind, kind.reader) for kind in _OWNERS)
-_WIDE_GATE, _WIDE_UP = (
-    replace(linear, outputs=(Width.WIDE_INTERMEDIATE,), kinds=_READERS) for linear in (_GATE, _UP)
-)
 _GEMMA4_E_LINEARS = (
     replace(_Q, kinds=_EVERY_WINDOW),
     *(replace(linear, kinds=(_WINDOW,)) for linear in (_K, _V)),
@@ -340,10 +337,12 @@ _GEMMA4_E_LINEARS = (
     _FULL_K,
     replace(_V, outputs=(Width.FULL_KEYS,), group="full_qkv", kinds=(_FULL,)),
     replace(_FULL_O, kinds=_EVERY_FULL),
-    *(replace(linear, kinds=_OWNERS) for linear in (_GATE, _UP)),
-    *(_WIDE_GATE, _WIDE_UP),
-    replace(_DOWN, kinds=_OWNERS),
-    replace(_DOWN, inputs=Width.WIDE_INTERMEDIATE, kinds=_READERS),
+    *(replace(linear, kinds=_OWNERS) for linear in (_GATE, _UP, _DOWN)),
+    *(
+        replace(linear, outputs=(Width.WIDE_INTERMEDIATE,), group="wide_gate_up", kinds=_READERS)
+        for linear in (_GATE, _UP)
+    ),
+    replace(_DOWN, inputs=Width.WIDE_INTERMEDIATE, group="wide_down", kinds=_READERS),
     Linear(
         "per_layer_input_gate",
         Width.HIDDEN,
@@ -398,8 +397,8 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Model types that switches divide: by model_type, the switches' keys in config.json, and for each
-the family of models for which its value is neither false nor 0. The first such switch determines
-the family; models for which all are false or 0 are of the family that is called as the model_type.
+the family of models for which its value is neither false nor 0; no model may have two such values.
+Models for which all are false or 0 are of the family that is called as the model_type.
 """
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
