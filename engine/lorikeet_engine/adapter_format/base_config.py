@@ -99,7 +99,7 @@ def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
             raise refusal(switch, value, f"{type(default)()!r} beside {', '.join(found)}")
         if value:
             found[switch] = family
-    return {**config, **{"model_type": family for family in found.values()}}
+    return {**config, "model_type": next(iter(found.values()))} if found else config
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -182,7 +182,7 @@ class _Expected:
             ):
                 possible = ()
             elif layer < with_weights and not possible:
-                missing += next(iter(lacks.values()))
+                missing += min(lacks.values(), key=len)  # of the kind that fits best
             wanted.append(possible)
         if (
             self.layers
