@@ -86,6 +86,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"full_attention": YARN},
     },
+    "exaone4": {
+        "model_type": "exaone4",
+        "head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "seed_oss": {
         "model_type": "seed_oss",

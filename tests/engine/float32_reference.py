@@ -97,6 +97,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "exaone4": {
+        "head_dim": 128,
+        "sliding_window": 50,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 200,

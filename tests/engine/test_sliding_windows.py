@@ -15,6 +15,7 @@ WORLDS = (
     "qwen2_window",
     "smollm3_window",
     "olmo3",
+    "exaone4",
     "gemma2",
     "gemma3_text",
     "gemma3_deep",

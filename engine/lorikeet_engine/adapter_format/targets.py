@@ -182,7 +182,8 @@ class _Expected:
             ):
                 possible = ()
             elif layer < with_weights and not possible:
-                missing += min(lacks.values(), key=len)  # of the kind that fits best
+                fewest = min(lacks.values(), key=len)
+                missing += fewest
             wanted.append(possible)
         if (
             self.layers

@@ -134,6 +134,8 @@ class ModelConfig:
             _refuse_bidirectional(raw)
         turning = _turning(raw, family, shape.layers)
         sliding = _sliding_layers(raw, family, turning)
+        if family.rope_in_windows and raw["sliding_window"] is not None:
+            turning = sliding
         if LayerKind.WINDOW in family.kinds:
             _refuse_more_of_gemma4(raw, family)
             sliding = tuple(kind.has_window for kind in shape.kinds)

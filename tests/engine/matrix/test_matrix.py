@@ -168,6 +168,7 @@ OFTEN = {
             "ministral3",
             "smollm3",
             "olmo2",
+            "exaone4",
             "seed_oss",
             "gpt_oss",
         ),

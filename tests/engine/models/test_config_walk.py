@@ -110,6 +110,7 @@ WITH = {
     "no_rope_layer_interval": {"no_rope_layers": None},
     "rope_parameters": {"layer_types": ["full_attention"] * 2},
     "sliding_window": {"use_sliding_window": True, **WINDOW_IN_ALL},
+    "sliding_window_pattern": {"layer_types": None, "sliding_window": 64},
     "use_sliding_window": {"sliding_window": 64, **WINDOW_IN_ALL},
 }
 OTHERWISE = {
@@ -134,6 +135,7 @@ OTHERWISE = {
     "position_embedding_type": "nope",
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
+    "sliding_window_pattern": 2,
     "use_bidirectional_attention": True,
 }
 
@@ -220,7 +222,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
         "first_k_dense_replace": known.get("first_k_dense_replace"),
         "mlp_layer_types": None,
         "hybrid_override_pattern": None,
-        "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
+        "sliding_window_pattern": known.get("sliding_window_pattern")
+        or {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
     }
     for key, value in FAMILIES[family].switches.items():
         assert value == (outside[key] if key in outside else known[key]), key

@@ -294,6 +294,7 @@ class Family:
         default; each with its default, as in transformers' class of the family.
     qkv_bias: whether q, k and v have biases, whatever attention_bias says.
     o_bias: key of config.json that says whether o has a bias; None: o has no bias.
+    rope_in_windows: whether, if the model has a window, only layers with it have rotary embeddings.
     interleaved_rope: whether rotary embeddings rotate neighbouring elements, instead of x[i] with
         x[i + half].
     experts: keys for the mixture of experts; None for dense MLPs.
@@ -326,6 +327,7 @@ class Family:
     o_bias: str | None = "attention_bias"
     norms: LayerNorms = LayerNorms()
     qk_norm: QkNormKind = QkNormKind.NONE
+    rope_in_windows: bool = False
     interleaved_rope: bool = False
     experts: ExpertKeys | None = None
     norms_plus_one: bool = False

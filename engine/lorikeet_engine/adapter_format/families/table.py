@@ -480,6 +480,19 @@ FAMILIES: Mapping[str, Family] = {
         norms=_OLMO_NORMS,
         qk_norm=QkNormKind.WHOLE,
     ),
+    "exaone4": Family(
+        "EXAONE 4",
+        _SEPARATE,
+        {
+            "layer_types": None,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        norms=_OLMO_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        rope_in_windows=True,
+    ),
     "gemma2": Family(
         "Gemma 2",
         _SEPARATE,
