@@ -49,7 +49,7 @@ from lorikeet_engine.models.experts import ExpertsBesideMlp, RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.latent_attention import LatentAttention
-from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns, lora_linears
 from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
@@ -161,6 +161,13 @@ class LlamaModel:
         for layer in self._layers:
             delta = layer(x, delta, step)
         return self._norm.add_and_norm(x, delta)
+
+    def linears(self) -> list[LoraLinear]:
+        """Return the linears with LoRA of this process's part of the layers, in no certain order.
+
+        Linears of experts and kv_b_proj of latent attention are none of them.
+        """
+        return list({id(e): e for layer in self._layers for e in lora_linears(layer)}.values())
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)
