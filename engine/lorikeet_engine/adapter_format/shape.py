@@ -116,6 +116,7 @@ class BaseShape:
     latent: width of the vectors that experts read and write; 0: hidden states.
     latents: sizes of latent attention, whose cached vectors are one head of keys; None: heads have
         keys and values of their own. Then head_dim is the width of a query.
+    biased: groups of a layer's linears, see `groups`, that have biases.
     """
 
     family: str
@@ -135,6 +136,7 @@ class BaseShape:
     dense_intermediate: int = 0
     latent: int = 0
     latents: LatentShape | None = None
+    biased: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -191,6 +193,7 @@ class BaseShape:
             else 0,
             latent=integer(config, Width.LATENT) if LayerKind.LATENT_EXPERTS in kinds else 0,
             latents=latents,
+            biased=_biased(config, FAMILIES[family]),
         )
 
     @property
@@ -308,6 +311,10 @@ class BaseShape:
             Width.VOCABULARY: (self.vocabulary, 1),
             Width.TOKEN: (3, 1),
         }[width]
+
+    def has_bias(self, linear: int) -> bool:
+        """Whether the linear with this index has a bias in the base model."""
+        return self.linears[linear].group in self.biased
 
     def key(self, width: Width) -> str:
         """Return the key of config.json that holds the number of a width's pieces."""
@@ -493,6 +500,28 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
         value_dim=integer({keys.value_dim: value_dim}, keys.value_dim),
         convolution=integer(config, keys.convolution),
     )
+
+
+def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Return the groups of linears that have biases in a base model.
+
+    config: config.json, with the family's defaults.
+    """
+
+    def is_set(key: str | None) -> bool:
+        return key is not None and key in family.switches and flag(config, key)
+
+    groups = list[str]()
+    if family.qkv_bias or is_set("attention_bias"):
+        groups += ["qkv", "full_qkv"]
+    if is_set(family.o_bias):
+        groups += ["o", "full_o"]
+    if is_set("mlp_bias"):
+        groups += ["gate_up", "up", "down"]
+    if family.experts is not None and family.experts.clamped:
+        groups.append("router")
+    found = {linear.group for linear in family.linears}
+    return tuple(group for group in groups if group in found)
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:

@@ -350,6 +350,12 @@ def _vectors(
         check_has_place(module, spans)
         layer, linear = _place(module, shape)
         check_widths(module, spans, shape.dims(linear)[1])
+        if BIAS in spans and not shape.has_bias(linear):
+            raise AdapterRejected(
+                f"{module} has a trained bias, and the base model has none there: the adapter was "
+                "trained for another base model",
+                field=module,
+            )
         if spans.keys() - {BIAS} and (layer, linear) not in adapted:
             kind = next(iter(spans))
             raise AdapterRejected(f"{module} has {kind} and no lora_A and B", field=module)

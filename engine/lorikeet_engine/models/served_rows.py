@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 
 from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.lora.linear import FusedWeight
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
+from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.base_rows import RowFacts
 
@@ -23,12 +25,7 @@ class ServedRows:
     """
 
     def __init__(self, model: LlamaModel) -> None:
-        self._device, self._lock = model.device, threading.Lock()
-        self._linears = {
-            (linear.layer, number): (linear, sum(linear.group.d_outs[:at]), linear.group.d_outs[at])
-            for linear in model.linears()
-            for at, number in enumerate(linear.group.linears)
-        }
+        self._model, self._lock = model, threading.Lock()
         self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
@@ -39,12 +36,12 @@ class ServedRows:
 
         Arguments: see BaseRows.facts.
         """
-        found, begin, d_out = self._linears[layer, linear]
+        found, begin, d_out = self._places[layer, linear]
         with self._lock, self._on_own_stream():
             bias = None if found.bias is None else found.bias[begin : begin + d_out].float().cpu()
             if a is None or b is None:
                 return RowFacts(None, bias)
-            a, b = (each.to(self._device).float() for each in (a, b))
+            a, b = (each.to(self._model.device).float() for each in (a, b))
             squares, done = list[torch.Tensor](), 0
             for rows in _rows(found.weight, begin, begin + d_out):
                 changed = torch.addmm(rows, b[:, done : done + len(rows)].t(), a)
@@ -52,11 +49,21 @@ class ServedRows:
                 done += len(rows)
             return RowFacts(torch.cat(squares).cpu(), bias)
 
+    @cached_property
+    def _places(self) -> dict[tuple[int, int], tuple[LoraLinear, int, int]]:
+        """Product of each (layer, linear), and the linear's first output and outputs there."""
+        return {
+            (linear.layer, number): (linear, sum(linear.group.d_outs[:at]), linear.group.d_outs[at])
+            for linear in self._model.linears()
+            for at, number in enumerate(linear.group.linears)
+        }
+
     def _on_own_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        if self._device.type != "cuda":
+        device = self._model.device
+        if device.type != "cuda":
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
 

@@ -62,9 +62,9 @@ def pack(
     spec: AdapterSpec,
     layout: PackedLayout,
     out: torch.Tensor,
+    base: BaseRows | None = None,
     threads: int | None = None,
     arrived: Callable[[int], None] | None = None,
-    base: BaseRows | None = None,
 ) -> LayerSums:
     """Write the image of a blob into `out`; return the checksum of each layer.
 
@@ -74,12 +74,12 @@ def pack(
 
     blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
+    base: rows of the base model, on which DoRA's gains and biases depend; may be None for a blob
+        without vectors.
     threads: number of threads that divide the layers among them; None: chosen by the number of
         cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
         many bytes. In this case a single thread packs.
-    base: rows of the base model, on which DoRA's gains and biases depend; may be None for a blob
-        without vectors.
 
     Raises AdapterRejected if a value does not fit the dtype or the base model, and the errors of
     `arrived`.

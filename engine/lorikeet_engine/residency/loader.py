@@ -365,7 +365,7 @@ class Loader:
         def write(out: torch.Tensor) -> LayerSums:
             verifying = self._verifiers.submit(verify) if verify else None
             try:
-                return pack(blob, spec, layout, out, base=self._base)
+                return pack(blob, spec, layout, out, self._base)
             finally:
                 if verifying is not None:
                     verifying.result()

@@ -35,8 +35,7 @@ def write_vectors(
     spans: parts of the image, one for each tensor parallel rank.
     base: rows of the base model; may be None if no vector depends on them.
 
-    Raises AdapterRejected if the base model has no bias where one was trained, or if a vector does
-    not fit the image's dtype.
+    Raises AdapterRejected if a vector does not fit the image's dtype.
     """
     with blob.open("rb", buffering=0) as file:
         for part in spec.vectors:
@@ -60,12 +59,6 @@ def _write(
     if divided and MAGNITUDE in stored:
         whole = torch.stack([each.squares for each in facts if each.squares is not None]).sum(0)
         facts = [each._replace(squares=whole) for each in facts]
-    if BIAS in stored and facts[0].bias is None:
-        raise AdapterRejected(
-            f"{part.vector(BIAS)}: the base model has no bias there: the adapter was trained for "
-            "another base model",
-            field=part.vector(BIAS),
-        )
     assert layout.vectors is not None
     at = int(layout.vectors[part.layer, part.linear])
     for rank, (kept, span, own) in enumerate(zip(ranges, spans, facts, strict=True)):

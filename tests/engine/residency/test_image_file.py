@@ -38,6 +38,7 @@ OTHER_SHAPES = {
     "latent": 8,
     "full": AttentionHeads(1, 8),
     "latents": LatentShape(8, 8, 4, 4, 8),
+    "biased": ("qkv",),
 }
 
 

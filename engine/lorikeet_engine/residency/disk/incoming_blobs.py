@@ -198,7 +198,7 @@ class IncomingBlobs:
             return
         try:
             file = Path(f"/proc/self/fd/{descriptor}")
-            sums = pack(file, spec, layout, out, arrived=arrived, base=self._base)
+            sums = pack(file, spec, layout, out, self._base, arrived=arrived)
             packed_s = time.thread_time() - began_s
             while not blob.wanted.wait(_POLL_S):
                 arrived(blob.size_bytes)
