@@ -10,10 +10,10 @@ from lorikeet.answer_stream.detokenizer import StopStrings
 from lorikeet.answer_stream.harmony import HarmonyChoice, Place, place_behind
 from lorikeet.answer_stream.openai_format import Ending, whole_calls
 from lorikeet.protocol.messages import Call, ToolUse
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 from tests.replica.harmony_model import harmony_model
-from tests.replica.test_prompts import CHAT
+from tests.text.test_prompts import CHAT
 
 A = "<|start|>assistant"
 THINKS = "<|channel|>analysis<|message|>Hm.<|end|>" + A
@@ -37,7 +37,7 @@ class Said:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
-    return PromptEncoder(harmony_model(tmp_path_factory.mktemp("harmony")), 4096)
+    return PromptEncoder(harmony_model(tmp_path_factory.mktemp("harmony")))
 
 
 def ids(encoder: PromptEncoder, text: str) -> list[int]:

@@ -13,8 +13,8 @@ from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.grammars.schema_check import broken_keyword
 from lorikeet.replica.grammars.schema_faults import AnswerSchema
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import encode_call
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 from tests.gateway.conftest import Items
 
@@ -48,7 +48,7 @@ class ScriptedReplica:
         if template is not None:
             (model / "chat_template.jinja").write_text(template)
         self.max_context = max_context
-        self.encoder = PromptEncoder(model, max_context)
+        self.encoder = PromptEncoder(model)
         self.grammars = ModelGrammars(model)
         self.prompts: list[str] = []
 

@@ -14,10 +14,10 @@ from lorikeet.replica.grammars import sandbox
 from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.grammars.schema_check import broken_keyword
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.settings import Settings
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import SamplingParams
 from tests.replica.schema_keywords import WHOLE
@@ -40,7 +40,7 @@ OVERLAPPING = {"type": "object", "patternProperties": {"^a": {"type": "integer"}
 
 @pytest.fixture(scope="module")
 def builder():
-    builder = RequestBuilder(PromptEncoder(DEMO, 4096), DEMO, 4096)
+    builder = RequestBuilder(PromptEncoder(DEMO), DEMO, 4096)
     yield builder
     builder.close()
 
@@ -66,7 +66,7 @@ def checked(builder, call, *said):
 def says(grammars, encoded, text):
     matcher = grammars.compile(encoded.request.sampling.grammar)
     try:
-        for token in PromptEncoder(DEMO, 4096).backend.encode(text, add_special_tokens=False).ids:
+        for token in PromptEncoder(DEMO).backend.encode(text, add_special_tokens=False).ids:
             matcher.accept(token)
     except InvalidRequest:
         return False
@@ -129,7 +129,7 @@ class TestRequests:
         call = replace(CALL, tools=ToolUse((tool("f", OVERLAPPING, strict=False),), ("f",)))
         encoded = built(builder, call)
         assert encoded.ignored == ("schema:f:$",)
-        plain = builder._encoder.encode(call)
+        plain = builder._encoder.encode(call, 4096)
         assert encoded.request.prompts == plain
 
     def test_one_tool_that_is_let_go_leaves_the_others_held(self, builder, grammars):

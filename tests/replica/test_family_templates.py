@@ -13,9 +13,12 @@ import pytest
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
     GEMMA_4,
+    GLM,
+    GLM_4_5,
     GRANITE,
     HERMES,
     LLAMA,
@@ -30,10 +33,10 @@ from lorikeet.answer_stream.tool_syntax import (
     TOOL_CODE,
 )
 from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import Format, ToolUse
+from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.prompts import PromptEncoder
-from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
+from lorikeet.text.prompts import PromptEncoder
+from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
 
 USE = ToolUse(
     ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
@@ -74,6 +77,12 @@ SHOWN = {
         EACH_TOOL + "{{ 'Call within <tool_call></tool_call>.' if tools }}",
         HERMES,
         f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "EXAONE 4": ToolTemplate(
+        """{% for t in tools or [] %}<tool>{{ t | tojson }}</tool>{% endfor %}"""
+        """{{ 'Call as <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools }}""",
+        EXAONE,
+        f"<tool_call>{CALL}</tool_call>",
     ),
     "Granite 3": ToolTemplate(
         EACH_TOOL + "{{ 'Write <|tool_call|> and a JSON list of tools.' if tools }}",
@@ -150,6 +159,18 @@ SHOWN = {
         "<start_function_call>call:look{at:<escape>it<escape>}<end_function_call>",
     ),
 }
+SHOWN["GLM 4.7"] = ToolTemplate(
+    EACH_TOOL + "{{ 'Call as <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}"
+    "</arg_value></tool_call>' if tools }}",
+    GLM,
+    "<tool_call>look<arg_key>at</arg_key><arg_value>it</arg_value></tool_call>",
+)
+SHOWN["GLM 4.5 and 4.6"] = ToolTemplate(
+    EACH_TOOL + "{{ 'Call as <tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}"
+    "</arg_value>\n</tool_call>' if tools }}",
+    GLM_4_5,
+    "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call>",
+)
 SHOWN["Gemma 4"] = ToolTemplate(
     "{% for t in tools or [] %}<|tool>declaration:{{ t.function.name }}{% endfor %}"
     """{% for m in messages if m.tool_calls %}<|tool_call>call:{{ '<|"|>' }}{% endfor %}""",
@@ -158,7 +179,6 @@ SHOWN["Gemma 4"] = ToolTemplate(
 )
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
-    "GLM-4.7": EACH_TOOL + "{{ '<tool_call>{name}<arg_key>{key}</arg_key>' if tools }}",
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
     "Mistral Small 3.2": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][CALL_ID]"
     "[ARGS]{% endfor %}",
@@ -188,26 +208,11 @@ def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
     assert json.loads("".join(call.arguments for call in calls)) == {"at": "it"}
 
 
-@pytest.mark.parametrize("family", ["FunctionGemma", "Gemma 4"])
-def test_calls_in_gemmas_syntax_cannot_be_held(tmp_path: Path, family: str) -> None:
-    gemma = encoder(tmp_path, SHOWN[family].text + TURNS)
-    strict = {**USE.tools[0]["function"], "strict": True}
-    for call in (
-        replace(CHAT, tools=replace(USE, forced=("look",))),
-        replace(CHAT, tools=replace(USE, tools=({"type": "function", "function": strict},))),
-        replace(CHAT, tools=USE, format=Format("{}")),
-    ):
-        with pytest.raises(UnsupportedParameter, match="cannot be held") as refused:
-            gemma.encode(call)
-        assert refused.value.param == "tools"
-    assert gemma.encode(replace(CHAT, tools=USE))
-
-
 @pytest.mark.parametrize("family", NOT_READ)
 def test_tools_are_refused_where_calls_would_not_be_read(tmp_path: Path, family: str) -> None:
     without = encoder(tmp_path, NOT_READ[family] + TURNS)
     with pytest.raises(UnsupportedParameter) as refused:
-        without.encode(replace(CHAT, tools=USE))
+        without.encode(replace(CHAT, tools=USE), 4096)
     assert refused.value.param == "tools"
 
 
@@ -220,14 +225,14 @@ def test_smollm_and_granite_think_as_their_switches_say(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         thinks = encoder(tmp_path / folder, TURNS + template)
         call = replace(CHAT, template_args={off: False})
-        assert thinks.thinking(call, thinks.encode(call)) is Thinking.NEVER
+        assert thinks.thinking(call, thinks.encode(call, 4096)) is Thinking.NEVER
         call = replace(CHAT, template_args={off: True})
-        assert thinks.thinking(call, thinks.encode(call)) is Thinking.POSSIBLE
+        assert thinks.thinking(call, thinks.encode(call, 4096)) is Thinking.POSSIBLE
     (tmp_path / "granite").mkdir()
     told = "{{ 'Think between <think></think>.' if thinking }}"
     granite = encoder(tmp_path / "granite", told + TURNS)
     call = replace(CHAT, template_args={"thinking": True})
-    assert granite.thinking(call, granite.encode(call)) is Thinking.POSSIBLE
+    assert granite.thinking(call, granite.encode(call, 4096)) is Thinking.POSSIBLE
 
 
 def test_nemotron_has_begun_to_think_unless_its_switch_is_off(tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_nemotron_has_begun_to_think_unless_its_switch_is_off(tmp_path: Path) ->
         ({"enable_thinking": False}, Thinking.NEVER),
     ):
         call = replace(CHAT, template_args=args)
-        assert nemotron.thinking(call, nemotron.encode(call)) is state
+        assert nemotron.thinking(call, nemotron.encode(call, 4096)) is state
 
 
 PARTS = (
@@ -258,7 +263,7 @@ def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path / name)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TURNS}))
-    assert text_of(PromptEncoder(tmp_path, 4096), CHAT) == "[user]hi"
+    assert text_of(PromptEncoder(tmp_path), CHAT) == "[user]hi"
 
 
 def test_a_grammar_knows_the_end_of_an_answer_from_the_text_part(tmp_path: Path) -> None:

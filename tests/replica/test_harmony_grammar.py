@@ -15,12 +15,12 @@ from lorikeet.answer_stream.openai_format import Ending, whole_calls
 from lorikeet.answer_stream.tool_syntax import HARMONY
 from lorikeet.protocol.messages import Call, Format, FormatKind, ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import encode_call
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.replica.harmony_model import harmony_model
-from tests.replica.test_prompts import CHAT, SHOWN, encoder
+from tests.text.test_prompts import CHAT, SHOWN, encoder
 
 A = "<|start|>assistant"
 THINKS = f"<|channel|>analysis<|message|>Hm, {{}}.<|end|>{A}"
@@ -71,7 +71,7 @@ class Model:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = harmony_model(tmp_path_factory.mktemp("harmony"))
-    return Model(PromptEncoder(folder, 4096), ModelGrammars(folder))
+    return Model(PromptEncoder(folder), ModelGrammars(folder))
 
 
 def test_gpt_oss_is_found_by_its_template_and_tokens(
@@ -86,7 +86,7 @@ def test_gpt_oss_is_found_by_its_template_and_tokens(
     without_tools = harmony_model(
         tmp_path_factory.mktemp("bare"), "{# <|channel|> #}{{ '<|start|>user<|message|>hi' }}"
     )
-    bare = PromptEncoder(without_tools, 4096)
+    bare = PromptEncoder(without_tools)
     assert (bare.syntax, bare.takes_tools) == (HARMONY, False)
     assert encoder(tmp_path_factory.mktemp("other"), SHOWN).syntax is None
 

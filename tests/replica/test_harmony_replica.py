@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.request import SamplingParams
 from tests.replica.harmony_model import TEMPLATE
-from tests.replica.test_prompts import DEMO
 from tests.replica.test_thinking_replica import bodies
+from tests.text.test_prompts import DEMO
 
 MARKS = {
     "<|bos|>": "<|start|>",
@@ -43,15 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = text.replace(token, mark)
         (folder / name).write_text(text)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    ends = [
-        PromptEncoder(folder, 4096).vocabulary.added[mark] for mark in ("<|return|>", "<|call|>")
-    ]
+    ends = [PromptEncoder(folder).vocabulary.added[mark] for mark in ("<|return|>", "<|call|>")]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 
 
 def call_of(model: Path, bias: dict[str, float], **fields: Any) -> Call:
-    backend = PromptEncoder(model, 4096).backend
+    backend = PromptEncoder(model).backend
     biased = tuple((backend.token_to_id(token), value) for token, value in bias.items())
     sampling = SamplingParams(temperature=0.0, logit_bias=biased)
     asked = Call("r1", Endpoint.CHAT, 0, "acme", "harmony", None, max_tokens=200, sampling=sampling)

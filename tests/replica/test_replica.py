@@ -33,9 +33,10 @@ from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, P
 from lorikeet.protocol.status_update import from_stats
 from lorikeet.replica import replica as replica_module
 from lorikeet.replica import request_builder
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet.text import tenant_threads
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, SchedulingParams
@@ -378,11 +379,11 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
 def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded(settings, monkeypatch):
     encode, may_go_on, held = PromptEncoder.encode, threading.Event(), []
 
-    def slow(self, call):
+    def slow(self, call, max_context):
         if call != CALL:
             held.append(call)
             assert may_go_on.wait(30)
-        return encode(self, call)
+        return encode(self, call, max_context)
 
     monkeypatch.setattr(PromptEncoder, "encode", slow)
     long = replace(CALL, work=Work(prompt_tokens=1_000))
@@ -391,7 +392,7 @@ def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded(settings, m
         calls = [replace(long, request_id=f"long-{i}", tenant=f"t{i}") for i in range(4)]
         waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
         async with asyncio.timeout(20):
-            while len(held) < request_builder._ENCODERS:
+            while len(held) < tenant_threads._THREADS:
                 await asyncio.sleep(0.01)
             *_, answer = await items_of(replica, CALL)
         assert not any(task.done() for task in waiting)
@@ -406,10 +407,10 @@ def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded(settings, m
 def test_one_tenants_long_prompts_leave_a_thread_to_another_tenant(settings, monkeypatch):
     encode, may_go_on = PromptEncoder.encode, threading.Event()
 
-    def slow(self, call):
+    def slow(self, call, max_context):
         if call.tenant == "flood":
             assert may_go_on.wait(30)
-        return encode(self, call)
+        return encode(self, call, max_context)
 
     monkeypatch.setattr(PromptEncoder, "encode", slow)
     long = replace(CALL, work=Work(prompt_tokens=1_000))
@@ -660,4 +661,4 @@ def test_a_missing_adapter_is_named_in_the_error(settings):
 
 def test_a_base_model_without_a_fast_tokenizer_is_refused_by_name(tmp_path):
     with pytest.raises(InvalidSetting, match=r"no tokenizer\.json"):
-        PromptEncoder(tmp_path, 128)
+        PromptEncoder(tmp_path)

@@ -16,18 +16,26 @@ from tokenizers import AddedToken, Tokenizer
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS, Thinking
 from lorikeet.answer_stream.tool_call_bodies import calls_of
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
+from lorikeet.answer_stream.tool_syntax import (
+    GEMMA_4,
+    GLM,
+    HERMES,
+    LLAMA,
+    MINISTRAL,
+    QWEN_XML,
+    ToolSyntax,
+)
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import RequestBuilder
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.replica.test_grammar import possible
-from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
 from tests.replica.test_strict_tools import MARKS, SCHEMAS, USE, written
+from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
@@ -52,7 +60,7 @@ NO_THINKING = {"enable_thinking": False}
 
 
 def thinking(encoder: PromptEncoder, call: Call) -> Thinking:
-    return encoder.thinking(call, encoder.encode(call))
+    return encoder.thinking(call, encoder.encode(call, 4096))
 
 
 def test_qwen_thinks_unless_it_is_told_not_to(tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_system_messages_go_first_together_for_a_template_that_takes_them_there_
 def test_plain_completions_and_other_templates_have_no_thinking(tmp_path: Path) -> None:
     call = replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("<think>\n",))
     assert thinking(encoder(tmp_path, R1), call) is Thinking.NEVER
-    assert thinking(PromptEncoder(DEMO, 4096), CHAT) is Thinking.NEVER
+    assert thinking(PromptEncoder(DEMO), CHAT) is Thinking.NEVER
 
 
 @pytest.mark.parametrize(
@@ -257,7 +265,8 @@ class Thinker:
             (HERMES, THINK_TAGS),
             (LLAMA, THINK_TAGS),
             (MINISTRAL, MISTRAL_TAGS),
-            (HERMES, GEMMA_TAGS),
+            (GEMMA_4, GEMMA_TAGS),
+            (GLM, THINK_TAGS),
         ],
     ),
     ids=lambda param: (
@@ -274,7 +283,7 @@ def thinker(request: pytest.FixtureRequest, tmp_path: Path) -> Thinker:
     encoder(tmp_path, f"{{{{ '{tags.closes}' }}}}")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     shutil.copy(DEMO / "config.json", tmp_path)
-    own = PromptEncoder(tmp_path, 4096)
+    own = PromptEncoder(tmp_path)
     own.syntax = syntax
     return Thinker(thinking, syntax, own, ModelGrammars(tmp_path))
 

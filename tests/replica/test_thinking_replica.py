@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.request import SamplingParams
-from tests.replica.test_prompts import DEMO
 from tests.serving.local_gateway import answer_of
+from tests.text.test_prompts import DEMO
 
 TAGS = {"<|system|>": "<think>", "<|pad|>": "</think>"}
 TEMPLATE = (
@@ -56,7 +56,7 @@ def bodies(model: Path, *calls: Call) -> list[Any]:
 
 
 def call_of(model: Path, **fields: Any) -> Call:
-    closing = PromptEncoder(model, 4096).vocabulary.added["</think>"]
+    closing = PromptEncoder(model).vocabulary.added["</think>"]
     return Call(
         "r1",
         Endpoint.CHAT,

@@ -13,7 +13,7 @@ from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_exp
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
-    HEAD,
+    OUTER,
     OUTER_MODULES,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
@@ -42,6 +42,8 @@ METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
+# First release of transformers whose Gemma 4 has no keys in layers that read other layers' keys.
+_WITHOUT_UNUSED = "5.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,6 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     _check_family(config, shape)
-    _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
@@ -225,6 +226,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     linears = [_linear(module, pair, config, shape, limits) for module, pair in pairs.items()]
     linears.sort(key=lambda part: (part.layer, part.linear))
+    _check_kinds(config, shape)
     _check_lost_biases(config, linears, shape)
     return AdapterSpec(
         base_model=config.base_model_name_or_path,
@@ -322,14 +324,19 @@ def _linear(
             "the adapter was trained for another base model",
             field=module,
         )
-    found = shape.modules[linear]
-    name = found.name if layer == shape.outer_layer else f"layers.{layer}.{found.name}"
+    found, name = shape.modules[linear], _name(layer, linear, shape)
     scaling, spans = config.scaling(module), (sides["A"], sides["B"])
     if found.gathers and _leaves_out_the_scale(config, shape):
         scaling /= math.sqrt(shape.hidden)  # by which the engine multiplies
     return LinearLora(
         layer, linear, name, rank, scaling, *spans, found.gathers, shape.matrices(linear)
     )
+
+
+def _name(layer: int, linear: int, shape: BaseShape) -> str:
+    """Return a module's name for error messages, such as layers.0.q_proj."""
+    name = shape.modules[linear].name
+    return name if layer == shape.outer_layer else f"layers.{layer}.{name}"
 
 
 def _vectors(
@@ -359,7 +366,7 @@ def _vectors(
         if spans.keys() - {BIAS} and (layer, linear) not in adapted:
             kind = next(iter(spans))
             raise AdapterRejected(f"{module} has {kind} and no lora_A and B", field=module)
-        name = f"layers.{layer}.{shape.modules[linear].name}"
+        name = _name(layer, linear, shape)
         vectors.append(LinearVectors(layer, linear, name, config.scaling(module), spans))
     return tuple(sorted(vectors, key=lambda part: (part.layer, part.linear)))
 
@@ -481,8 +488,12 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
-    for outer in (HEAD, EMBEDDINGS):
+    for outer in OUTER:
         if module == outer.module:
+            if outer not in shape.modules:
+                raise AdapterRejected(
+                    f"the base model has no {module}; was this trained for another?", field=module
+                )
             return shape.outer_layer, shape.index(outer.name)
     layer, linear = locate_module(module, shape.linears)
     if module != shape.linears[linear].path(layer):
@@ -498,9 +509,12 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
         )
     linear = shape.in_layer(layer, linear)
     if not shape.has(layer, linear):
+        doubt = "was this trained for another?"
+        if shape.kv_owner(layer) != layer:
+            doubt = f"transformers before {_WITHOUT_UNUSED} had one there, which answers do not use"
         raise AdapterRejected(
             f"{module}: layer {layer} of the base model is {shape.kind(layer).words} and has no "
-            f"{shape.linears[linear].name}; was this trained for another?",
+            f"{shape.linears[linear].name}; {doubt}",
             field=module,
         )
     return layer, linear

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorikeet_engine.adapter_format.experts.names import GATE, UP, is_of_experts, linear_of, modern
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER, Linear
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.errors import AdapterRejected
 
@@ -51,7 +51,9 @@ _VISION = re.compile(
 )
 # Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
-_SAVED_OUTER = re.compile(rf"{_MODELS}{{0,3}}(lm_head|embed_tokens|embeddings)")
+_SAVED_OUTER = re.compile(
+    rf"{_MODELS}{{0,3}}(lm_head|embed_tokens|embeddings|per_layer_model_projection)"
+)
 _OURS = {"embeddings": EMBEDDINGS.name}
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _PART = re.compile(r"((?:.*\.)?linear_attn\.in_proj_)([qkv])")
@@ -173,7 +175,7 @@ def canonical_module(saved: str) -> str:
 
     saved: the module's name in the file.
     """
-    for outer in (HEAD, EMBEDDINGS):
+    for outer in OUTER:
         if is_outer(saved, outer):
             return outer.module
     match = _SAVED_MODULE.fullmatch(saved)
@@ -206,7 +208,7 @@ def parts_of(linear: str) -> tuple[str, ...]:
 def is_outer(saved: str, outer: Linear) -> bool:
     """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: HEAD or EMBEDDINGS.
+    outer: one of OUTER.
     """
     match = _SAVED_OUTER.fullmatch(saved)
     return match is not None and _OURS.get(match[1], match[1]) == outer.name

@@ -90,7 +90,8 @@ def check_vectors(raw: Mapping[str, Any], vectors: Vectors[Tensor], pairs: Colle
     """
     for module, kinds in vectors.items():
         check_has_place(module, kinds)
-        locate_module(module, linears_of([module, *pairs]))
+        if module not in pairs:
+            locate_module(module, linears_of([module, *pairs]))
         for kind in kinds:
             if raw.get(_OPTIONS[kind]) in (None, False, "none"):
                 raise AdapterRejected(

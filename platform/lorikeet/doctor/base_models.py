@@ -153,17 +153,17 @@ def _check_sampling(check: str, folder: Path) -> Iterator[Finding]:
 
 
 def _check_text(check: str, folder: Path) -> Finding:
-    from lorikeet.replica.prompts import PromptEncoder  # transformers
+    from lorikeet.text.prompts import PromptEncoder  # transformers
 
     save = f"save the base model's tokenizer into {folder} with its save_pretrained"
     try:
-        encoder = PromptEncoder(folder, max_context=4096)
+        encoder = PromptEncoder(folder)
     except Exception as error:  # tokenizers and transformers document no exceptions
         return problem(check, f"no tokenizer: {error}", save)
     hello = {"role": "user", "content": "Hello"}
     call = Call("doctor", Endpoint.CHAT, 0, "doctor", "doctor", None, messages=(hello,))
     try:
-        (ids,) = encoder.encode(call)
+        (ids,) = encoder.encode(call, max_context=4096)
     except InvalidInput as error:
         fix = f"put the model's chat_template.jinja into {folder}"
         return warning(check, error.message, fix)

@@ -2,7 +2,6 @@
 
 replica.py            Replica: runs calls, and answers gateways and the controller
 request_builder.py    the engine's request for a call, within the limits of one answer
-prompts.py            chat templates and tokenizing
 grammars/             grammars that constrain answers
 output_dispatcher.py  the engine's outputs, to each call's AnswerSender (answer_stream/)
 metering.py           billed usage

@@ -33,12 +33,12 @@ from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
-from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
 from lorikeet_engine.errors import EngineClosed, EngineError
@@ -94,7 +94,7 @@ class Replica:
             settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
         )
         context = self._engine.info.max_context
-        self._encoder = PromptEncoder(settings.base_models[base_model], context)
+        self._encoder = PromptEncoder(settings.base_models[base_model])
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
@@ -157,7 +157,8 @@ class Replica:
     async def smoke(self, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test of an adapter; return a Refusal if the test cannot be completed."""
         try:
-            return await run_smoke_test(test, self.name, self._encoder, self._complete)
+            context = self._engine.info.max_context
+            return await run_smoke_test(test, self.name, self._encoder, context, self._complete)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 

@@ -1,15 +1,11 @@
 """Engine request of a call: encoded prompts, limits of the answer, and a checked grammar."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.harmony import place_behind
@@ -29,7 +25,8 @@ from lorikeet.replica.grammars.schema_faults import (
     whole_schema,
     without_schemas,
 )
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.tenant_threads import TenantThreads
 from lorikeet_engine.request import Request
 
 T = TypeVar("T")
@@ -44,11 +41,6 @@ MOST_PROMPT_IDS = 2**20
 """Limit on the number of prompt token ids that an answer's choices repeat: 7 MB of JSON."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
-_ENCODERS, _ENCODERS_PER_TENANT = 3, 2
-"""Maximum numbers of threads that encode prompts: for all tenants together, and for one tenant.
-
-The limit for one tenant keeps its long prompts from delaying other tenants.
-"""
 _SHORT_PROMPT_TOKENS = 256
 """Limit on the tokens of a prompt that is encoded on the event loop.
 
@@ -91,8 +83,7 @@ class RequestBuilder:
         max_context: the engine's longest sequence, tokens.
         """
         self._encoder, self._max_context = encoder, max_context
-        self._threads = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
+        self._threads = TenantThreads()
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
@@ -160,7 +151,8 @@ class RequestBuilder:
         """Return the number of tokens in a call's prompts. Raises InvalidInput if they cannot be
         encoded.
         """
-        return sum(map(len, await self._run(self._encoder.encode, call)))
+        encode = partial(self._encoder.encode, max_context=self._max_context)
+        return sum(map(len, await self._run(encode, call)))
 
     def close(self) -> None:
         """End the process that tries grammars. Safe to call twice."""
@@ -169,16 +161,7 @@ class RequestBuilder:
     async def _run(self, encode: Callable[[Call], T], call: Call) -> T:
         if _is_short(call):
             return encode(call)
-        slot = self._tenant_slots.setdefault(call.tenant, asyncio.Semaphore(_ENCODERS_PER_TENANT))
-        await slot.acquire()
-        loop, working = asyncio.get_running_loop(), self._threads.submit(encode, call)
-
-        def done(_: Future[T]) -> None:  # the thread goes on even after the client has left
-            with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(slot.release)
-
-        working.add_done_callback(done)
-        return await asyncio.wrap_future(working)
+        return await self._threads.run(call.tenant, partial(encode, call))
 
     async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
         """Try a call's grammar in the sandbox; return the encoded call.
@@ -204,7 +187,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
     Raises InvalidInput if the call asks for an impossible answer, for example beyond the context.
     """
-    prompts = encoder.encode(call)
+    prompts = encoder.encode(call, max_context)
     limit = max_answer_tokens(call, prompts, max_context)
     check_prompt_echoes(call, prompts)
     echoes = prompt_echoes(call, prompts, encoder.backend)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lorikeet.errors import InvalidAdapter
 from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import NotFinite
 from lorikeet_engine.request import Request, SamplingParams
@@ -28,12 +28,13 @@ Run = Callable[[Request], Awaitable[Completions]]
 
 
 async def run_smoke_test(
-    test: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
+    test: SmokeTest, replica: str, encoder: PromptEncoder, max_context: int, run: Run
 ) -> SmokeResult:
     """Continue each prompt of a smoke test with the adapter and without it.
 
     replica: name of this replica, for the result.
     encoder: encoder of the base model's prompts.
+    max_context: longest sequence that the engine takes, tokens.
     run: function that runs an engine request to its end.
 
     Raises InvalidAdapter if the adapter's values overflow, EngineError if a request fails
@@ -42,7 +43,7 @@ async def run_smoke_test(
     request_id = test.request_id
     base = Request(
         f"{request_id}-base",
-        tuple(map(encoder.encode_turn, test.prompts)),
+        tuple(encoder.encode_turn(prompt, max_context) for prompt in test.prompts),
         SamplingParams(max_tokens=test.max_tokens, temperature=0.0),
         salt=request_id,  # no prefixes that others cached
     )

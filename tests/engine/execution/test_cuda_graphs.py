@@ -9,7 +9,7 @@ import torch
 
 from loadtest.engine.random_adapters import RandomBlobs
 from loadtest.engine.random_model import random_model, write_config
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import BaseShape, decoder_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _WholeGraph
@@ -77,7 +77,16 @@ TWO_HEADS = CONFIG | {  # heads of two sizes
     "hidden_size_per_layer_input": 0,
     "sliding_window": 40,
 }
-WIDE = TWO_HEADS | {"global_head_dim": 512}
+HEADS_OF_512 = {"global_head_dim": 512}
+WIDE = TWO_HEADS | HEADS_OF_512
+LAYER_INPUTS = TWO_HEADS | {  # and layers that read other layers' keys
+    "layer_types": [*["sliding_attention", "full_attention"] * 2],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": CONFIG["vocab_size"],
+}
 
 
 class Rows:
@@ -208,6 +217,7 @@ class Twice:
         ("cpu", "auto", MAMBA),
         ("cpu", "auto", TWO_HEADS),
         ("cpu", "fp8", TWO_HEADS),
+        ("cpu", "auto", LAYER_INPUTS),
         pytest.param(("cuda", "auto", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WINDOWED), marks=pytest.mark.gpu),
@@ -216,12 +226,15 @@ class Twice:
         pytest.param(("cuda", "auto", MAMBA), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WIDE), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", WIDE), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "auto", LAYER_INPUTS | HEADS_OF_512), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "fp8", LAYER_INPUTS | HEADS_OF_512), marks=pytest.mark.gpu),
     ],
-    ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
+    ids=lambda param: "-".join((*param[:2], decoder_config(param[2])["model_type"])),
 )
 def engine(request, tmp_path, monkeypatch):
     device, kv_dtype, config = request.param
-    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(config), count=5, rank=12)
+    shape = BaseShape.from_config(decoder_config(config))
+    shelf = RandomBlobs(tmp_path / "blobs", shape, count=5, rank=12)
     engine = build(config, shelf, device, kv_dtype, tmp_path, monkeypatch)
     engine.refs = shelf.refs
     yield engine

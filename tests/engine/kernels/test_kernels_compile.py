@@ -211,6 +211,9 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
         empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
         spans_head=True, keys_are_values=True,
     )  # fmt: skip
+    fused.rotary_and_store_kv(
+        empty(8, 8, 512), angles, angles, None, slots, delta(8 * 512), own, spans_head=True
+    )
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), row, 1e-5, delta(4096), 1.0, row, None, 0.9)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
     fused.rotary_and_store_kv(

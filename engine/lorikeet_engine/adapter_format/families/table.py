@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lorikeet_engine.adapter_format.families.family import (
+    LAYER_INPUTS,
     ExpertKeys,
     Family,
     LayerKind,
@@ -325,6 +326,38 @@ _GEMMA4_MOE_LINEARS = (
         for linear in (_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
     ),
 )
+_OWNERS = (_WINDOW, _FULL)
+_READERS = tuple(kind.reader for kind in _OWNERS)
+_EVERY_WINDOW, _EVERY_FULL = ((kind, kind.reader) for kind in _OWNERS)
+_GEMMA4_E_LINEARS = (
+    replace(_Q, kinds=_EVERY_WINDOW),
+    *(replace(linear, kinds=(_WINDOW,)) for linear in (_K, _V)),
+    replace(_O, kinds=_EVERY_WINDOW),
+    replace(_FULL_Q, kinds=_EVERY_FULL),
+    _FULL_K,
+    replace(_V, outputs=(Width.FULL_KEYS,), group="full_qkv", kinds=(_FULL,)),
+    replace(_FULL_O, kinds=_EVERY_FULL),
+    *(replace(linear, kinds=_OWNERS) for linear in (_GATE, _UP, _DOWN)),
+    *(
+        replace(linear, outputs=(Width.WIDE_INTERMEDIATE,), group="wide_gate_up", kinds=_READERS)
+        for linear in (_GATE, _UP)
+    ),
+    replace(_DOWN, inputs=Width.WIDE_INTERMEDIATE, group="wide_down", kinds=_READERS),
+    Linear(
+        "per_layer_input_gate",
+        Width.HIDDEN,
+        (Width.LAYER_INPUT,),
+        "layer_input_gate",
+        Parallel.WHOLE,
+    ),
+    Linear(
+        "per_layer_projection",
+        Width.LAYER_INPUT,
+        (Width.HIDDEN,),
+        "layer_input_out",
+        Parallel.WHOLE,
+    ),
+)
 _LIKE_GEMMA4: Mapping[str, Any] = {
     "norms": _GEMMA_NORMS,
     "qk_norm": QkNormKind.HEAD,
@@ -357,11 +390,16 @@ _LIKE_DEEPSEEK: Mapping[str, Any] = {
     },
 }
 
-VARIANTS: Mapping[str, tuple[str, str]] = {
-    "gemma4_text": ("enable_moe_block", "gemma4_moe_text"),
+VARIANTS: Mapping[str, Mapping[str, str]] = {
+    "gemma4_text": {
+        "enable_moe_block": "gemma4_moe_text",
+        "hidden_size_per_layer_input": "gemma4_e_text",
+    },
 }
-"""Model types that a switch divides: by model_type, the switch's key in config.json, and the family
-of models for which its value is true. Others are of the family that is called as the model_type."""
+"""Model types that switches divide: by model_type, the switches' keys in config.json, and for each
+the family of models for which its value is neither false nor 0; no model may have two such values.
+Models for which all are false or 0 are of the family that is called as the model_type.
+"""
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
@@ -442,6 +480,19 @@ FAMILIES: Mapping[str, Family] = {
         norms=_OLMO_NORMS,
         qk_norm=QkNormKind.WHOLE,
     ),
+    "exaone4": Family(
+        "EXAONE 4",
+        _SEPARATE,
+        {
+            "layer_types": None,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        norms=_OLMO_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        rope_in_windows=True,
+    ),
     "gemma2": Family(
         "Gemma 2",
         _SEPARATE,
@@ -490,6 +541,14 @@ FAMILIES: Mapping[str, Family] = {
             per_token="top_k_experts",
             beside=True,
         ),
+        **_LIKE_GEMMA4,
+    ),
+    "gemma4_e_text": Family(
+        "Gemma 4 E",
+        _GEMMA4_E_LINEARS,
+        _GEMMA4 | {"vocab_size_per_layer_input": 262_144},
+        kind_names={kind.value: kind for kind in _OWNERS},
+        outer=(LAYER_INPUTS,),
         **_LIKE_GEMMA4,
     ),
     "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),

@@ -9,9 +9,9 @@ import pytest
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.errors import UnsupportedParameter
 from lorikeet.protocol.messages import ToolUse
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder
 from tests.replica.harmony_model import harmony_model
-from tests.replica.test_prompts import CHAT, SHOWN, encoder, text_of
+from tests.text.test_prompts import CHAT, SHOWN, encoder, text_of
 
 USER = {"role": "user", "content": "hi"}
 LAST = {"role": "user", "content": "And now?"}
@@ -41,7 +41,7 @@ def call_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
-    return PromptEncoder(harmony_model(tmp_path_factory.mktemp("harmony")), 4096)
+    return PromptEncoder(harmony_model(tmp_path_factory.mktemp("harmony")))
 
 
 def prompt(gpt_oss: PromptEncoder, *messages: Mapping[str, Any], **more: Any) -> str:
@@ -50,7 +50,7 @@ def prompt(gpt_oss: PromptEncoder, *messages: Mapping[str, Any], **more: Any) ->
 
 def test_a_prompt_ends_with_the_assistants_role(gpt_oss: PromptEncoder) -> None:
     assert prompt(gpt_oss, USER).endswith("<|start|>user<|message|>hi<|end|><|start|>assistant")
-    assert gpt_oss.thinking(CHAT, gpt_oss.encode(CHAT)) is Thinking.NEVER
+    assert gpt_oss.thinking(CHAT, gpt_oss.encode(CHAT, 4096)) is Thinking.NEVER
 
 
 @pytest.mark.parametrize(
@@ -134,19 +134,19 @@ def test_defaults_of_any_type_are_shown(gpt_oss: PromptEncoder, schema: Any, sho
 def test_built_in_tools_are_refused_by_name(gpt_oss: PromptEncoder) -> None:
     call = replace(CHAT, template_args={"builtin_tools": ["browser"]})
     with pytest.raises(UnsupportedParameter, match="builtin_tools") as refused:
-        gpt_oss.encode(call)
+        gpt_oss.encode(call, 4096)
     assert refused.value.param == "chat_template_kwargs"
-    assert gpt_oss.encode(replace(CHAT, template_args={"builtin_tools": []}))
+    assert gpt_oss.encode(replace(CHAT, template_args={"builtin_tools": []}), 4096)
 
 
 def test_tools_are_refused_by_a_template_that_does_not_show_them(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     bare = "{{ '<|start|>user<|channel|><|message|>' + messages[0].content }}"
-    model = PromptEncoder(harmony_model(tmp_path_factory.mktemp("bare"), bare), 4096)
+    model = PromptEncoder(harmony_model(tmp_path_factory.mktemp("bare"), bare))
     assert text_of(model, CHAT).endswith("hi")
     with pytest.raises(UnsupportedParameter, match="leave tools out"):
-        model.encode(replace(CHAT, tools=TOOLS))
+        model.encode(replace(CHAT, tools=TOOLS), 4096)
 
 
 def test_system_messages_behind_others_are_not_dropped(
@@ -191,7 +191,7 @@ def test_marks_that_a_request_spells_stay_text(gpt_oss: PromptEncoder) -> None:
     special = gpt_oss.vocabulary.special
 
     def marks(messages: tuple[Mapping[str, Any], ...], use: ToolUse) -> list[int]:
-        (ids,) = gpt_oss.encode(replace(CHAT, messages=messages, tools=use))
+        (ids,) = gpt_oss.encode(replace(CHAT, messages=messages, tools=use), 4096)
         return [token for token in ids if token in special]
 
     assert marks(turns, tools) == marks(plain, TOOLS)
@@ -203,7 +203,7 @@ def test_marks_that_a_request_spells_stay_text(gpt_oss: PromptEncoder) -> None:
 def test_text_that_spells_marks_can_be_continued(gpt_oss: PromptEncoder) -> None:
     begun = {"role": "assistant", "content": "It is <|end|>"}
     call = replace(CHAT, messages=(USER, begun), continue_final=True, generation_prompt=False)
-    (ids,) = gpt_oss.encode(call)
+    (ids,) = gpt_oss.encode(call, 4096)
     assert text_of(gpt_oss, call).endswith("final<|message|>It is <|end|>")
     end = gpt_oss.backend.token_to_id("<|end|>")
     assert list(ids).count(end) == 2  # behind the system's message and the user's

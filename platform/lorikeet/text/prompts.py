@@ -1,6 +1,7 @@
 """Encoding of prompts: chat templates and tokenizing."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -28,7 +29,7 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.harmony_prompts import (
+from lorikeet.text.harmony_prompts import (
     EFFORT,
     harmony_messages,
     harmony_tools,
@@ -39,6 +40,8 @@ _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""Variable by which the library spreads one text's encoding over all cores, unless it is false."""
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
 """Limit, in bytes per token of the context, on texts that are tokenised without a length check.
@@ -76,11 +79,8 @@ class PromptEncoder:
     takes_tools: whether calls may have tools.
     """
 
-    def __init__(self, model: Path, max_context: int) -> None:
-        """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json.
-
-        max_context: the engine's longest sequence, tokens.
-        """
+    def __init__(self, model: Path) -> None:
+        """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json."""
         if not (model / "tokenizer.json").exists():
             how = "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             if (model / "tekken.json").exists():  # which AutoTokenizer would only copy
@@ -92,10 +92,11 @@ class PromptEncoder:
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
                 f"tokenizer there ({how})"
             )
-        # Imported here: it takes a second, and gateways and the controller do not need it. Not
-        # AutoTokenizer, which imports torch as well: tokenizer.json has all that is needed.
+        # Imported here: it takes a second. Not AutoTokenizer, which imports torch as well:
+        # tokenizer.json has all that is needed.
         from transformers import PreTrainedTokenizerFast
 
+        os.environ.setdefault(_PARALLELISM, "false")  # one request takes one core, not all
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(model)
@@ -118,21 +119,23 @@ class PromptEncoder:
         self._thinks = tags is not None and self.syntax is not HARMONY
         self.think_tags = tags or THINK_TAGS
         self._thoughts_in_text = tags is MISTRAL_TAGS and self._drops_reasoning()
-        self._max_context = max_context
 
-    def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
+    def encode(self, call: Call, max_context: int) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each of a call's prompts. Slow for long prompts.
 
-        Raises InvalidInput if a prompt exceeds the context, or if the chat template refuses the
-        messages or does not support the tools.
+        max_context: longest sequence that the engine takes, tokens. Texts of up to two bytes for
+            each of these tokens are encoded whole, even if they have more tokens.
+
+        Raises InvalidInput if a longer text exceeds the context, or if the chat template refuses
+        the messages or does not support the tools.
         """
         if call.endpoint is not Endpoint.COMPLETIONS:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
             text = self._render_call(call)
-            return (self._tokens(text, "messages", add_special_tokens=False),)
+            return (self._tokens(text, "messages", max_context, add_special_tokens=False),)
         return tuple(
-            prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
+            prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt", max_context)
             for prompt in call.prompts
         )
 
@@ -164,24 +167,26 @@ class PromptEncoder:
                 unread.append(EFFORT)  # the model thinks nevertheless
         return (*unread, *call.left_out)
 
-    def encode_turn(self, text: str) -> tuple[int, ...]:
+    def encode_turn(self, text: str, max_context: int) -> tuple[int, ...]:
         """Return the token ids of a prompt that has only a user's message, or of the bare text if
         there is no chat template.
 
         text: the message.
+        max_context: see `encode`.
         """
         if self._tokenizer.chat_template is None:
-            return self._tokens(text, "prompt")
+            return self._tokens(text, "prompt", max_context)
         text = self._render([{"role": "user", "content": text}])
-        return self._tokens(text, "prompt", add_special_tokens=False)
+        return self._tokens(text, "prompt", max_context, add_special_tokens=False)
 
-    def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * self._max_context:
-            self._check_length(text, param)
+    def _tokens(
+        self, text: str, param: str, max_context: int, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * max_context:
+            self._check_length(text, param, max_context)
         parts = text.split(_WITHIN_MARK) if self.syntax is HARMONY else [text]
-        encoded = [
-            self.backend.encode(each, add_special_tokens=add_special_tokens) for each in parts
-        ]
+        # Unlike `encode`, this lets other threads run, and finds no offsets.
+        encoded = self.backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
         return tuple(chain.from_iterable(each.ids for each in encoded))
 
     def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -200,20 +205,22 @@ class PromptEncoder:
             return [self._split_marks(each) for each in value]
         return value
 
-    def _check_length(self, text: str, param: str) -> None:
+    def _check_length(self, text: str, param: str, max_context: int) -> None:
         """Raise ContextLengthExceeded as soon as a long text's first parts exceed the context.
 
-        The whole text would be tokenised for seconds, with the GIL held.
+        The whole text would be tokenised for seconds.
 
         param: name of the request's field that holds the text.
+        max_context: the longest sequence, tokens.
         """
         tokens = 0
         for at in range(0, len(text), _PART_CHARACTERS):
             part = text[at : at + _PART_CHARACTERS]
-            tokens += len(self.backend.encode(part, add_special_tokens=False)) - _CUT_TOKENS
-            if tokens > self._max_context:
+            (encoded,) = self.backend.encode_batch_fast([part], add_special_tokens=False)
+            tokens += len(encoded) - _CUT_TOKENS
+            if tokens > max_context:
                 raise ContextLengthExceeded(
-                    f"This model's maximum context length is {self._max_context} tokens. However, "
+                    f"This model's maximum context length is {max_context} tokens. However, "
                     f"the first {at + len(part)} of the {len(text)} characters of {param} have "
                     "more: shorten it",
                     param=param,
@@ -287,12 +294,6 @@ class PromptEncoder:
             raise UnsupportedParameter(
                 "this base model's chat template renders no tools, or in an unknown syntax: "
                 "leave tools out, or use a model that was trained with tools",
-                param="tools",
-            )
-        if not self.syntax.can_be_held and (use.forced or use.strict or answer is not None):
-            raise UnsupportedParameter(
-                "this base model writes tool calls in a syntax to which it cannot be held: "
-                'want the tool_choice "auto" or "none", no strict tools, and no JSON as the answer',
                 param="tools",
             )
         if answer is not None and not use.forced and not self.syntax.before:

@@ -1,0 +1,44 @@
+"""Threads for work on texts, of which one tenant takes only some."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+T = TypeVar("T")
+
+_THREADS, _THREADS_PER_TENANT = 3, 2
+"""Maximum numbers of threads: for all tenants together, and for one tenant.
+
+The limit for one tenant keeps its long texts from delaying other tenants.
+"""
+
+
+class TenantThreads:
+    """Threads that run functions for tenants. For use in one event loop.
+
+    Further functions wait until a thread is free, and those of one tenant until fewer than
+    _THREADS_PER_TENANT of its functions run.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="encode")
+        self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which a thread computes. Raises the exception of `work`.
+
+        A function that has begun runs to its end, even if the caller is cancelled.
+        """
+        slot = self._tenant_slots.setdefault(tenant, asyncio.Semaphore(_THREADS_PER_TENANT))
+        await slot.acquire()
+        loop, working = asyncio.get_running_loop(), self._threads.submit(work)
+
+        def done(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(slot.release)
+
+        working.add_done_callback(done)
+        return await asyncio.wrap_future(working)
