@@ -265,7 +265,7 @@ TOOLS: tuple[Feature, ...] = (
         "embed_tokens has the matrices of a head.*train_unembed=False",
         _OWN_NAMES,
     ),
-    _tool("torchtune's DoRA", _torchtune_dora, "DoRA is not supported", _OWN_NAMES),
+    _tool("torchtune's DoRA", _torchtune_dora, "adapter_config.json does not say so", _OWN_NAMES),
     _tool("verl's merger", _verl, "lora_alpha: 0", frozenset({Axis.CONFIG})),
     _tool("MLX's DoRA", _mlx("dora"), "only lora can be served", _OWN_NAMES),
     _tool("MLX's full weights", _mlx("full"), "only lora can be served", _OWN_NAMES),

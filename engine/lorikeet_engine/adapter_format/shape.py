@@ -69,7 +69,8 @@ class LatentShape:
     A token's keys and values of all heads are linear functions of a vector, its latent; beside it,
     all heads share a key with rotary embedding. These two are all that is cached of a token.
 
-    query_rank: vector that queries are made of. kv_rank: latent of keys and values.
+    query_rank: vector that queries are made of; 0: they are made of hidden states. kv_rank: latent
+        of keys and values.
     plain: part of each head's key and query without rotary embedding. rotary: the other part.
     values: each head's value.
     """
@@ -119,6 +120,7 @@ class BaseShape:
     wide_intermediate: width of MLPs in layers that attend to other layers' keys and values.
     layer_input: width of the vector that each layer reads of embeddings of its own; 0: there are
         none.
+    biased: groups of a layer's linears, see `groups`, that have biases.
     """
 
     family: str
@@ -140,6 +142,7 @@ class BaseShape:
     latents: LatentShape | None = None
     wide_intermediate: int = 0
     layer_input: int = 0
+    biased: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -198,6 +201,7 @@ class BaseShape:
             latents=latents,
             wide_intermediate=_wide(config) if FAMILIES[family].outer else 0,
             layer_input=integer(config, Width.LAYER_INPUT) if FAMILIES[family].outer else 0,
+            biased=_biased(config, FAMILIES[family]),
         )
 
     @property
@@ -336,6 +340,10 @@ class BaseShape:
             Width.TOKEN: (3, 1),
         }[width]
 
+    def has_bias(self, linear: int) -> bool:
+        """Whether the linear with this index has a bias in the base model."""
+        return self.modules[linear].group in self.biased
+
     def key(self, width: Width) -> str:
         """Return the key of config.json that holds the number of a width's pieces."""
         keys, of_state = FAMILIES[self.family].experts, FAMILIES[self.family].recurrent
@@ -468,13 +476,15 @@ def _latents(config: Mapping[str, Any], family: Family, heads: int) -> LatentSha
     kv_heads = integer(config, "num_key_value_heads", heads)
     if kv_heads != heads:
         raise refusal("num_key_value_heads", kv_heads, f"num_attention_heads ({heads})")
-    if config[Width.QUERY_LATENT] is None:
-        raise refusal(Width.QUERY_LATENT, None, "a number: queries without a latent are not served")
+    is_whole = all(Width.QUERY_LATENT not in linear.outputs for linear in family.linears)
+    if is_whole and config[Width.QUERY_LATENT] is not None:
+        want = f"null: {family.name} has no latents of queries"
+        raise refusal(Width.QUERY_LATENT, config[Width.QUERY_LATENT], want)
     rotary = integer(config, "qk_rope_head_dim")
     if rotary % 2:
         raise refusal("qk_rope_head_dim", rotary, "an even number")
     return LatentShape(
-        query_rank=integer(config, Width.QUERY_LATENT),
+        query_rank=0 if is_whole else integer(config, Width.QUERY_LATENT),
         kv_rank=integer(config, Width.KV_LATENT),
         plain=integer(config, "qk_nope_head_dim"),
         rotary=rotary,
@@ -546,6 +556,28 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
         value_dim=integer({keys.value_dim: value_dim}, keys.value_dim),
         convolution=integer(config, keys.convolution),
     )
+
+
+def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Return the groups of linears that have biases in a base model.
+
+    config: config.json, with the family's defaults.
+    """
+
+    def is_set(key: str | None) -> bool:
+        return key is not None and key in family.switches and flag(config, key)
+
+    groups = list[str]()
+    if family.qkv_bias or is_set("attention_bias"):
+        groups += ["qkv", "full_qkv"]
+    if is_set(family.o_bias):
+        groups += ["o", "full_o"]
+    if is_set("mlp_bias"):
+        groups += ["gate_up", "up", "down"]
+    if family.experts is not None and family.experts.clamped:
+        groups.append("router")
+    found = {linear.group for linear in family.linears}
+    return tuple(group for group in groups if group in found)
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:

@@ -139,7 +139,6 @@ class ModelConfig:
         if LayerKind.WINDOW in family.kinds:
             _refuse_more_of_gemma4(raw, family)
             sliding = tuple(kind.has_window for kind in shape.kinds)
-        bias = _flag(raw, family, "attention_bias")
         return cls(
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
@@ -156,9 +155,9 @@ class ModelConfig:
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
             squared_relu="mlp_hidden_act" in family.fixed,
-            qkv_bias=bias or family.qkv_bias,
-            o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
-            mlp_bias=_flag(raw, family, "mlp_bias"),
+            qkv_bias="qkv" in shape.biased,
+            o_bias="o" in shape.biased,
+            mlp_bias="down" in shape.biased,
             norms=family.norms,
             norms_plus_one=family.norms_plus_one,
             qk_norm=family.qk_norm,
@@ -217,11 +216,6 @@ def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
         return ()
     heads = map(shape.heads_of, range(shape.layers))
     return tuple(each.kv_heads * each.head_dim for each in heads)
-
-
-def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
-    """Read a boolean key of config.json; False if the model family does not use the key."""
-    return switch in family.switches and flag(raw, switch)
 
 
 def _multiplier(raw: Mapping[str, Any], family: Family, switch: str) -> float:

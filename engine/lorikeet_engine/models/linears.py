@@ -16,6 +16,8 @@ from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, U
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.cut import Cut
 
+_MODELS = "lorikeet_engine.models."
+
 
 class LoraLinear:
     """Linear layer y[t] = x[t]·Wᵀ + b + B(t)·A(t)·x[t], with A and B of token t's adapter, if any.
@@ -97,6 +99,15 @@ class LoraLinear:
         act_and_mul can read.
         """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
+
+
+def lora_linears(part: object) -> Iterator[LoraLinear]:
+    """Yield the linears with LoRA of a part of a model, such as a layer, and of its own parts."""
+    for each in vars(part).values():
+        if isinstance(each, LoraLinear):
+            yield each
+        elif type(each).__module__.startswith(_MODELS) and hasattr(each, "__dict__"):
+            yield from lora_linears(each)
 
 
 def columns(

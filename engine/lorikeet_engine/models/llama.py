@@ -50,7 +50,7 @@ from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.latent_attention import LatentAttention
 from lorikeet_engine.models.layer_inputs import LayerInputs, OwnInput
-from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns, lora_linears
 from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
@@ -167,6 +167,15 @@ class LlamaModel:
         for layer in self._layers:
             delta = layer(x, delta, step)
         return self._norm.add_and_norm(x, delta)
+
+    def linears(self) -> list[LoraLinear]:
+        """Return the linears with LoRA of this process's part of the model, in no certain order.
+
+        lm_head, linears of experts and kv_b_proj of latent attention are none of them.
+        """
+        inputs = [] if self._layer_inputs is None else [self._layer_inputs]
+        found = (each for part in (*self._layers, *inputs) for each in lora_linears(part))
+        return list({id(each): each for each in found}.values())
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)

@@ -327,7 +327,7 @@ def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, m
     answers.submit(greedy("r", list(range(20)), max_tokens=3))
     answers.all()
     assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
-    assert used == [(min(pieces), (0, False))]
+    assert used == [(min(pieces), (0, False, False))]
 
 
 def spied(ladder):
@@ -372,10 +372,10 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
         used = spied(engine._runner._graphs._whole)
         engine._runner = twice = Twice(engine._runner)
         for adapters, held in (
-            ([None], (0, False)),
-            ([None, attention], (2, False)),
-            ([every], (2, True)),
-            ([attention, None, every], (2, True)),
+            ([None], (0, False, False)),
+            ([None, attention], (2, False, False)),
+            ([every], (2, True, False)),
+            ([attention, None, every], (2, True, False)),
         ):
             for i, adapter in enumerate(adapters):
                 name = f"{i} of {len(adapters)}, {held}"
@@ -384,6 +384,31 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
             assert {adapters for _, adapters in used} == {held}
             used.clear()
         assert len(twice.compared) == 4 * 3
+    finally:
+        engine.close()
+
+
+def test_adapters_with_dora_have_graphs_of_their_own(tmp_path, monkeypatch):
+    shape = BaseShape.from_config(CONFIG)
+    plain = RandomBlobs(tmp_path / "plain", shape, 1, 12)
+    scaled = RandomBlobs(tmp_path / "dora", shape, 1, 8, dora=True)
+    source = Either(plain, scaled)
+    engine = build(CONFIG, source, "cpu", "auto", tmp_path, monkeypatch)
+    answers, lora, dora = Answers(engine), plain.refs[0], scaled.refs[0]
+    try:
+        for adapter in (lora, dora):
+            answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
+        answers.all()
+        used = spied(engine._runner._graphs._whole)
+        engine._runner = twice = Twice(engine._runner)
+        for adapters, held in (([lora], (2, False, False)), ([lora, None, dora], (8, False, True))):
+            for i, adapter in enumerate(adapters):
+                name = f"{i} of {len(adapters)}"
+                answers.submit(greedy(name, [3, 1, 4 + i], adapter=adapter, max_tokens=3))
+            answers.all()
+            assert {adapters for _, adapters in used} == {held}
+            used.clear()
+        assert len(twice.compared) == 2 * 3
     finally:
         engine.close()
 

@@ -40,6 +40,11 @@ SHARED_ADAPTERS = MOE_ADAPTERS | {
     "head": ADAPTERS["head"]
     | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
+    # PEFT takes gate_proj and its like for parameters of experts, which have no DoRA
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": [n for n in ALL if n not in ("gate_proj", "up_proj", "down_proj")]},
+    "biases": ADAPTERS["biases"]
+    | {"target_modules": ["q_proj", "o_proj", "in_proj_ba", "shared_expert_gate"]},
 }
 # Attention, the router and experts.
 GPT_OSS_ADAPTERS = {
@@ -52,6 +57,8 @@ GPT_OSS_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
+    "dora": ADAPTERS["dora"],
+    "biases": ADAPTERS["biases"],
 }
 # Experts that are no part of the MLP beside them, and the router.
 GEMMA4_ADAPTERS = ADAPTERS | {
@@ -67,6 +74,9 @@ GEMMA4_E_ADAPTERS = ADAPTERS | {
     "head": ADAPTERS["head"]
     | {"target_modules": ["per_layer_model_projection", "up_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "per_layer_input_gate"]},
+    "dora": ADAPTERS["dora"] | {"target_modules": "all-linear"},
+    "biases": ADAPTERS["biases"]
+    | {"target_modules": ["v_proj", "per_layer_projection", "per_layer_model_projection"]},
 }
 # Mixers and shared experts. PEFT adapts no out_proj of Mamba.
 MAMBA_ADAPTERS = {
@@ -89,6 +99,9 @@ MAMBA_ADAPTERS = {
             for name, ids in ADAPTERS["rows"]["trainable_token_indices"].items()
         },
     },
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["in_proj", *(name for name in ALL if name != "out_proj")]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["in_proj", "v_proj", "o_proj"]},
 }
 # Mixers and the MLP that all tokens share.
 GRANITE_ADAPTERS = {
@@ -100,6 +113,9 @@ GRANITE_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["q_proj", "o_proj", "input_linear", "output_linear", "in_proj"]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["v_proj", "input_linear", "in_proj"]},
 }
 # Projections to latents and from them, the first layer's MLP, the router, experts and the shared
 # expert. PEFT takes down_proj and its like for parameters of experts, so MLPs are parameters here.
@@ -123,6 +139,14 @@ LATENT_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_b_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa"]},
+}
+WHOLE_QUERIES_ADAPTERS = LATENT_ADAPTERS | {
+    "all_linears": LATENT_ADAPTERS["all_linears"]
+    | {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "head": LATENT_ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
 }
 EVERY = (*FAMILIES, *MOE, *GEMMA4_MOE, *GEMMA4_E, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
@@ -172,12 +196,15 @@ OFTEN = {
             "seed_oss",
             "gpt_oss",
         ),
-        "granite_rope",
+        *("granite_rope", "deepseek_v2"),
     ),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "gemma4_e_text", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+    "fp8_blocks": (
+        *("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+        "deepseek_v3_whole_queries",
+    ),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite", "gemma4_e_text"),
 }
@@ -200,8 +227,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GPT_OSS_ADAPTERS
     elif shape.family == "granitemoehybrid":
         adapters = GRANITE_ADAPTERS
-    elif request.param in LATENT:
-        adapters = LATENT_ADAPTERS
+    elif shape.latents is not None:
+        adapters = LATENT_ADAPTERS if shape.latents.query_rank else WHOLE_QUERIES_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.family == "gemma4_moe_text":
@@ -210,6 +237,10 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GEMMA4_E_ADAPTERS
     elif shape.shared_intermediate:
         adapters = SHARED_ADAPTERS
+    # where "all" trains biases that are no linears': of experts, convolutions and states
+    if shape.experts or shape.recurrent or request.param in LATENT:
+        of_linears = {name: adapters[name] | {"bias": "lora_only"} for name in ("dora", "biases")}
+        adapters = adapters | of_linears
     return SavedFamily(checkpoint, folder, adapters)
 
 
