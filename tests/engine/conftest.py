@@ -302,6 +302,15 @@ LATENT["deepseek_v3"] = LATENT["glm4_moe_lite"] | {
     "topk_group": 2,
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
 }
+LATENT["deepseek_v3_whole_queries"] = LATENT["deepseek_v3"] | {
+    "initializer_range": 0.15,
+    "q_lora_rank": None,
+}
+LATENT["deepseek_v2"] = {
+    key: value
+    for key, value in LATENT["deepseek_v3_whole_queries"].items()
+    if key not in ("n_group", "topk_group")
+} | {"model_type": "deepseek_v2", "routed_scaling_factor": 1.0}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,

@@ -89,15 +89,15 @@ def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
     switches assign a family.
     """
     model_type, found = str(config.get("model_type")), dict[str, str]()
-    for switch, family in VARIANTS.get(model_type, {}).items():
+    for (switch, has_value), family in VARIANTS.get(model_type, {}).items():
         default = FAMILIES[model_type].switches[switch]
-        value = default if config.get(switch) is None else config[switch]
-        if type(value) is not type(default):
+        value = config.get(switch, default)
+        if value is not None and type(value) is not type(default):
             want = "true or false" if isinstance(default, bool) else "a number, or 0"
             raise refusal(switch, value, want)
-        if value and found:
+        if bool(value) is has_value and found:
             raise refusal(switch, value, f"{type(default)()!r} beside {', '.join(found)}")
-        if value:
+        if bool(value) is has_value:
             found[switch] = family
     return {**config, "model_type": next(iter(found.values()))} if found else config
 

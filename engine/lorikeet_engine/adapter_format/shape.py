@@ -69,7 +69,8 @@ class LatentShape:
     A token's keys and values of all heads are linear functions of a vector, its latent; beside it,
     all heads share a key with rotary embedding. These two are all that is cached of a token.
 
-    query_rank: vector that queries are made of. kv_rank: latent of keys and values.
+    query_rank: vector that queries are made of; 0: they are made of hidden states. kv_rank: latent
+        of keys and values.
     plain: part of each head's key and query without rotary embedding. rotary: the other part.
     values: each head's value.
     """
@@ -475,13 +476,15 @@ def _latents(config: Mapping[str, Any], family: Family, heads: int) -> LatentSha
     kv_heads = integer(config, "num_key_value_heads", heads)
     if kv_heads != heads:
         raise refusal("num_key_value_heads", kv_heads, f"num_attention_heads ({heads})")
-    if config[Width.QUERY_LATENT] is None:
-        raise refusal(Width.QUERY_LATENT, None, "a number: queries without a latent are not served")
+    is_whole = all(Width.QUERY_LATENT not in linear.outputs for linear in family.linears)
+    if is_whole and config[Width.QUERY_LATENT] is not None:
+        want = f"null: {family.name} has no latents of queries"
+        raise refusal(Width.QUERY_LATENT, config[Width.QUERY_LATENT], want)
     rotary = integer(config, "qk_rope_head_dim")
     if rotary % 2:
         raise refusal("qk_rope_head_dim", rotary, "an even number")
     return LatentShape(
-        query_rank=integer(config, Width.QUERY_LATENT),
+        query_rank=0 if is_whole else integer(config, Width.QUERY_LATENT),
         kv_rank=integer(config, Width.KV_LATENT),
         plain=integer(config, "qk_nope_head_dim"),
         rotary=rotary,

@@ -36,6 +36,8 @@ OWN = {
     },
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v3_whole_queries": {"num_key_value_heads": 4, "q_lora_rank": None},
+    "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 1},
 }
 
 

@@ -541,6 +541,8 @@ def test_operators_of_latent_attention(
             empty(tokens, 1344), cos, sin, pages, slots, norms, delta, scales, interleaved=True
         )
         assert queries.shape == (tokens, 768)
+    of_keys, pages = replace(norms, queries=None), empty(1, 100, 16, 1, 576)
+    latents.store_latents(empty(tokens, 576), cos, sin, pages, slots, of_keys, interleaved=True)
     q = empty(tokens, 20, plain + 64)
     absorbed = latents.absorb_queries(
         q, cos, sin, weight, LoraDelta(q, count), step, interleaved=True

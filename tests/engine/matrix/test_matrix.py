@@ -143,6 +143,11 @@ LATENT_ADAPTERS = {
     | {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
     "biases": ADAPTERS["biases"] | {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa"]},
 }
+WHOLE_QUERIES_ADAPTERS = LATENT_ADAPTERS | {
+    "all_linears": LATENT_ADAPTERS["all_linears"]
+    | {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "head": LATENT_ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+}
 EVERY = (*FAMILIES, *MOE, *GEMMA4_MOE, *GEMMA4_E, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
@@ -191,12 +196,15 @@ OFTEN = {
             "seed_oss",
             "gpt_oss",
         ),
-        "granite_rope",
+        *("granite_rope", "deepseek_v2"),
     ),
     "fp8_of_two_ranks": ("llama", "mixtral"),
     "fp8_channels": ("mistral", "gemma4_e_text", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+    "fp8_blocks": (
+        *("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+        "deepseek_v3_whole_queries",
+    ),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
     "fp8_kv_of_two_ranks": ("granite", "gemma4_e_text"),
 }
@@ -219,8 +227,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GPT_OSS_ADAPTERS
     elif shape.family == "granitemoehybrid":
         adapters = GRANITE_ADAPTERS
-    elif request.param in LATENT:
-        adapters = LATENT_ADAPTERS
+    elif shape.latents is not None:
+        adapters = LATENT_ADAPTERS if shape.latents.query_rank else WHOLE_QUERIES_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.family == "gemma4_moe_text":

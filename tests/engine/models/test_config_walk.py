@@ -58,7 +58,11 @@ IDLE_IN = {
     ("nemotron_h", "time_step_min"),
     ("nemotron_h", "use_mamba_kernels"),
 }
-IDLE_IN |= {("deepseek_v3", "num_mtp_layers")}  # tokens predicted at once
+WHOLE_QUERIES = "deepseek_v3_whole_queries"
+# Tokens predicted at once.
+IDLE_IN |= {(family, "num_mtp_layers") for family in ("deepseek_v3", WHOLE_QUERIES)}
+# Groups of experts, of topk_method group_limited_greedy alone, and a key that nothing reads.
+IDLE_IN |= {("deepseek_v2", key) for key in ("n_group", "topk_group", "head_dim")}
 # Where all of a family's keys at their defaults make a model that is refused.
 GEMMA4_TEXT = {
     "attention_k_eq_v": True,
@@ -75,6 +79,13 @@ BESIDE = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    WHOLE_QUERIES: {"num_key_value_heads": 4, "q_lora_rank": None},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+    },
 }
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
@@ -133,6 +144,7 @@ OTHERWISE = {
     "num_key_value_heads": 1,
     "original_max_position_embeddings": 16,
     "position_embedding_type": "nope",
+    "q_lora_rank": 40,
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
     "sliding_window_pattern": 2,
@@ -259,7 +271,7 @@ def layer_types(config):
 
 
 def kinds_of(config):
-    if config.model_type == "deepseek_v3":
+    if config.model_type in ("deepseek_v2", "deepseek_v3"):
         dense = config.first_k_dense_replace
         return ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
     return getattr(config, "mlp_layer_types", None) or config.layer_types

@@ -32,7 +32,7 @@ NAMES = [
     *(*FAMILIES, *MOE, *GEMMA4_MOE, *GEMMA4_E, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
     *(name for name in VARIANTS if name != "longrope"),
 ]
-MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")
+MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "deepseek_v3_whole_queries")
 EPS = torch.finfo(torch.float32).eps
 
 
