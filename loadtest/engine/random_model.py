@@ -353,6 +353,9 @@ CONFIGS = {
 class RandomCheckpoint(Checkpoint):
     """Checkpoint that makes up every tensor: norms are 1, products keep the size of their input.
 
+    Where attention divides scores by nothing, the norms of queries do: scores as large as a head
+    is wide would choose one token each, and rounding would decide which.
+
     A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
     rounded as
     soon as it is drawn: beside the model, the device holds one linear in floats.
@@ -367,6 +370,7 @@ class RandomCheckpoint(Checkpoint):
         shard: Shard = WHOLE,
         block: tuple[int, int] | None = None,
         packed: QuantizedLinears | None = None,
+        attention_scale: float | None = None,
     ) -> None:
         """Begin a checkpoint whose tensors are drawn when they are read.
 
@@ -375,6 +379,7 @@ class RandomCheckpoint(Checkpoint):
         shard: part of each tensor that this rank reads.
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
         packed: format of 4 bits in which weights are drawn and stay; None: they are floats.
+        attention_scale: factor of attention scores; None: 1 / √head_dim.
         """
         self.device = device
         self.shard = shard
@@ -389,13 +394,14 @@ class RandomCheckpoint(Checkpoint):
         self.packs_linears = packed is not None and not of_experts
         self.packs_experts = of_experts
         self._packed_format = packed
+        self._attention_scale = attention_scale
         self._random = torch.Generator(device)
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         out, parts = stack(cuts, self.device, self.dtype)
         for name, part, cut in zip(names, parts, cuts, strict=True):
             if len(cut.shape) == 1:
-                part.fill_(1.0)
+                part.fill_(self._of_norm(name, cut))
                 continue
             self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
             part.normal_(0.0, self.deviation(name, cut), generator=self._random)
@@ -453,6 +459,11 @@ class RandomCheckpoint(Checkpoint):
         return torch.randint(
             low, high, shape, dtype=torch.uint8, device=self.device, generator=self._random
         )
+
+    def _of_norm(self, name: str, cut: Cut) -> float:
+        if self._attention_scale is None or not name.endswith("q_norm.weight"):
+            return 1.0
+        return cut.shape[0] ** -0.5 / self._attention_scale
 
     def deviation(self, _name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
@@ -522,7 +533,10 @@ def random_model(
     if stored is not None and stored.format is Quantization.FP8:
         rounding, block = stored.format, stored.block
     kept = stored if packed else None
-    checkpoint = RandomCheckpoint(device, dtype, rounding, shard=shard, block=block, packed=kept)
+    checkpoint = RandomCheckpoint(
+        device, dtype, rounding, shard=shard, block=block, packed=kept,
+        attention_scale=config.attention_scale,
+    )  # fmt: skip
     return LlamaModel(config, checkpoint, ranks)
 
 
