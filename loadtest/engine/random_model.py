@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
+from lorikeet_engine.adapter_format import (
+    BaseShape,
+    Quantization,
+    QuantizedLinears,
+    decoder_config,
+)
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
 from lorikeet_engine.kernels.moe import Mxfp4Experts
@@ -538,6 +543,11 @@ def random_model(
         attention_scale=config.attention_scale,
     )  # fmt: skip
     return LlamaModel(config, checkpoint, ranks)
+
+
+def shape_of(config: Mapping[str, Any]) -> BaseShape:
+    """Return the shape of the model with this config.json."""
+    return BaseShape.from_config(decoder_config(config))
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:
