@@ -329,6 +329,7 @@ GLM_4_7_FLASH: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "rms_norm_eps": 1e-5,
 }
+_OF_EXPERTS = 1 / 8  # size of a routed expert's output, as a share of its input's
 _E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
@@ -358,8 +359,10 @@ CONFIGS = {
 class RandomCheckpoint(Checkpoint):
     """Checkpoint that makes up every tensor: norms are 1, products keep the size of their input.
 
-    Where attention divides scores by nothing, the norms of queries do: scores as large as a head
-    is wide would choose one token each, and rounding would decide which.
+    Rounding must not decide what a model computes, or no two ways of computing it could be compared.
+    So where attention divides scores by nothing, the norms of queries do, as scores as large as a
+    head is wide would choose one token each; and experts add little (_OF_EXPERTS), as the last
+    expert that a token chooses is often hardly likelier than the next.
 
     A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
     rounded as
@@ -456,7 +459,7 @@ class RandomCheckpoint(Checkpoint):
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
         experts, d_in, _ = shape
         sides = sum(map(len, rows)), len(columns)
-        weight = random_mxfp4(experts, *sides, d_in**-0.5, self._random)
+        weight = random_mxfp4(experts, *sides, _share(name) * d_in**-0.5, self._random)
         self.nbytes += weight.nbytes
         return weight
 
@@ -470,9 +473,9 @@ class RandomCheckpoint(Checkpoint):
             return 1.0
         return cut.shape[0] ** -0.5 / self._attention_scale
 
-    def deviation(self, _name: str, cut: Cut) -> float:
+    def deviation(self, name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
-        return cut.shape[1] ** -0.5
+        return _share(name) * cut.shape[1] ** -0.5
 
     def floats(self, _name: str) -> torch.Tensor:
         """Return the factor of hidden states behind a layer: 1."""
@@ -495,6 +498,11 @@ class RandomCheckpoint(Checkpoint):
     def __contains__(self, _name: str) -> bool:
         """Return False: no tensor holds several linears, or scales of keys and values."""
         return False
+
+
+def _share(name: str) -> float:
+    """Return the size of a linear's output, as a share of its input's."""
+    return _OF_EXPERTS if ".experts." in name and "down_proj" in name else 1.0
 
 
 def random_mxfp4(

@@ -70,7 +70,7 @@ def test_linears_of_4_bits_keep_the_size_of_their_input(tmp_path, stored):
     assert isinstance(floats.weight, torch.Tensor)
 
 
-def test_experts_of_4_bits_keep_the_size_of_their_input(tmp_path):
+def test_experts_of_4_bits_have_outputs_of_an_eighth_of_their_inputs_size(tmp_path):
     sizes = {"hidden_size": 160, "intermediate_size": 96, "vocab_size": 100, "num_local_experts": 5}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     folder, cpu = write_config(tmp_path, GPT_OSS_20B | sizes | heads), torch.device("cpu")
@@ -80,10 +80,11 @@ def test_experts_of_4_bits_keep_the_size_of_their_input(tmp_path):
     )
     assert isinstance(experts.gate_up, Mxfp4Experts)
     assert (experts.gate_up.shape, experts.down.shape) == ((5, 192, 160), (5, 160, 96))
-    for weight in (experts.gate_up, experts.down):
+    for weight, share in ((experts.gate_up, 1), (experts.down, 1 / 8)):
         deviation = weight.floats(1).std().item()
-        assert deviation == pytest.approx(weight.d_in**-0.5, rel=0.5)  # a power of two
-    assert isinstance(floats.gate_up, torch.Tensor)
+        assert deviation == pytest.approx(share * weight.d_in**-0.5, rel=0.5)  # a power of two
+    assert isinstance(floats.down, torch.Tensor)
+    assert floats.down.std().item() == pytest.approx(96**-0.5 / 8, rel=0.1)
 
 
 def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):
