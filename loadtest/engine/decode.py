@@ -36,6 +36,7 @@ WORKS = (
     Work("32 adapters", 256, 128, adapters=32),
     Work("128 adapters", 256, 128, adapters=128),
     Work("128 adapters with lm_head", 256, 128, adapters=128, on=Targets.LINEARS_AND_HEAD),
+    Work("128 adapters with DoRA", 256, 128, adapters=128, on=Targets.DORA),
 )
 
 

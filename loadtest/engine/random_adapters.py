@@ -19,7 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseShape, write_blob
+from lorikeet_engine.adapter_format import BaseShape, Linear, write_blob
+from lorikeet_engine.adapter_format.tensor_names import MAGNITUDE
+from lorikeet_engine.adapter_format.vectors import check_has_place
+from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.checksums import layer_sums
 from lorikeet_engine.residency.packed_image import PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
@@ -33,6 +36,7 @@ class Targets(StrEnum):
     LINEARS = "linears"  # including those of experts
     LINEARS_AND_HEAD = "linears and lm_head"
     ATTENTION = "attention"
+    DORA = "linears, with DoRA where linears can have it"
 
 
 # At rank 16 and inputs 4,096 wide, an adapter of such numbers adds a tenth to a linear's output.
@@ -44,6 +48,7 @@ class RandomBlobs:
     """`AdapterSource` of `count` adapters of one rank in a folder, each with its own scaling.
 
     linears: names of the changed linears; None: all of the layers.
+    dora: whether the adapters have DoRA's magnitudes, all 1, which all of the linears must allow.
     """
 
     def __init__(
@@ -53,10 +58,18 @@ class RandomBlobs:
         count: int,
         rank: int,
         linears: Sequence[str] | None = None,
+        *,
+        dora: bool = False,
     ) -> None:
-        self._folder = folder
+        self._folder, self._dora = folder, dora
         self._linears = linears or [linear.name for linear in shape.linears]
         tensors = random_tensors(shape, rank, self._linears) if count else {}
+        if dora:
+            tensors |= {
+                name.replace("lora_B.weight", MAGNITUDE): torch.ones(len(b))
+                for name, b in tensors.items()
+                if "lora_B" in name
+            }
         with ThreadPoolExecutor(8) as pool:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
 
@@ -74,6 +87,7 @@ class RandomBlobs:
             "r": rank,
             "lora_alpha": rank * random_scaling(index),
             "target_modules": self._linears,
+            "use_dora": self._dora,
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self._folder / name)
@@ -185,7 +199,18 @@ def random_layout(
     places = [place for place in product(range(shape.layers), linears) if shape.has(*place)]
     if on is Targets.LINEARS_AND_HEAD:
         places.append((shape.outer_layer, shape.index("lm_head")))
-    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape, world)
+    vectors = frozenset[tuple[int, int]]()
+    if on is Targets.DORA:
+        vectors = frozenset(p for p in places if _can_have_vectors(shape.linears[p[1]]))
+    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape, world, vectors=vectors)
+
+
+def _can_have_vectors(linear: Linear) -> bool:
+    try:
+        check_has_place(linear.path(0), (MAGNITUDE,))
+    except AdapterRejected:
+        return False
+    return True
 
 
 def _has(on: Targets, linear: str) -> bool:

@@ -188,6 +188,32 @@ GEMMA_4_26B_A4B: Mapping[str, Any] = GEMMA_4_31B | {
     "num_experts": 128,
     "top_k_experts": 8,
 }
+GEMMA_4_E2B: Mapping[str, Any] = GEMMA_4_31B | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+}
+"""Sizes that mlx-lm 0.32.2 has as defaults (models/gemma4_text.py)."""
+GEMMA_4_E4B: Mapping[str, Any] = GEMMA_4_E2B | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "use_double_wide_mlp": False,
+}
 QWEN3_5_9B: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -345,6 +371,8 @@ CONFIGS = {
     "gemma-3-12b": GEMMA_3_12B,
     "gemma-4-31b": GEMMA_4_31B,
     "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
+    "gemma-4-e2b": GEMMA_4_E2B,
+    "gemma-4-e4b": GEMMA_4_E4B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,

@@ -1,6 +1,7 @@
 """Tool calls are parsed from models' output, whole and in deltas, and forced by grammars."""
 
 import json
+import re
 import time
 
 import pytest
@@ -9,12 +10,16 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.forced_gemma_calls import ForcedGemmaParser
 from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
     GEMMA_4,
+    GLM,
+    GLM_4_5,
     GRANITE,
     HERMES,
     LLAMA,
@@ -95,6 +100,16 @@ WRITTEN = {
         "Let me look.\n<seed:tool_call>\n<function=weather>\n<parameter=place>Paris {}]"
         "</parameter>\n</function>\n</seed:tool_call>"
         "<seed:tool_call><function=time></function></seed:tool_call>\n",
+    ),
+    "glm 4.7": (
+        GLM,
+        "Let me look.<tool_call>weather<arg_key>place</arg_key><arg_value>Paris {}]</arg_value>"
+        "</tool_call><tool_call>time</tool_call>",
+    ),
+    "glm 4.5": (
+        GLM_4_5,
+        "Let me look.\n<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Paris {}]"
+        "</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
     ),
     "functiongemma": (
         FUNCTION_GEMMA,
@@ -199,6 +214,7 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
     ("template", "syntax"),
     [
         ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", HERMES),
+        ("""{{ '<tool_call>{"name": ' + name | tojson + '}</tool_call>' }}""", EXAONE),
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
         ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }}", QWEN_XML),
         ("{{ '<seed:tool_call>\\n<function=' + name + '><parameter=' + key + '>' }}", SEED),
@@ -211,10 +227,13 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
         ("{{ '[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),
+        ("""{{ '"parameters": ' + tool | tojson }}<m:parameter name="{{ key }}">""", None),
         ("{{ '<function_calls>' + name + '(' + arguments + ')' }}", OLMO),
         ("{{ '<function_calls><invoke name=' + name + '>' }}", None),
         ("{{ '<start_function_call>call:' + name + '{' }}", FUNCTION_GEMMA),
         ("""{{ '<|tool_call>call:' + name + '{' + key + ':<|"|>' }}""", GEMMA_4),
+        ("{{ '<tool_call>' + name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}", GLM),
+        ("{{ '<tool_call>' + name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}", GLM_4_5),
         ("{{ '```tool_code\\n' + name + '(' }}", TOOL_CODE),
         ("{{ 'you must respond with a python list of the function calls' }}", PYTHON_LIST),
     ],
@@ -231,7 +250,7 @@ def demo():
 def forced(syntax, *calls):
     """The calls as the grammar wants them, without special tokens."""
     if syntax.style is CallStyle.XML:
-        said = syntax.between.join(in_xml(name, given, syntax.pad) for name, given in calls)
+        said = syntax.between.join(in_xml(name, given, syntax.tags) for name, given in calls)
         return syntax.before + said + syntax.after
     if syntax.style is CallStyle.PYTHON:
         pairs = [
@@ -242,19 +261,40 @@ def forced(syntax, *calls):
         return syntax.before + said + syntax.after
     if syntax.style is CallStyle.NAMED:
         written = [name + syntax.arguments + json.dumps(given) for name, given in calls]
+    elif syntax.style is CallStyle.GEMMA:
+        written = [f"call:{name}{in_gemmas(given, syntax.quote)}" for name, given in calls]
     else:
         written = [json.dumps({"name": name, syntax.arguments: given}) for name, given in calls]
     return syntax.before + syntax.between.join(written) + syntax.after
 
 
-def in_xml(name, arguments, pad):
-    """A call as Qwen's or Seed-OSS's chat template writes it."""
+def in_xml(name, arguments, tags):
+    """A call as a family's chat template writes it in XML."""
     texts = [
         (key, value if isinstance(value, str) else json.dumps(value))
         for key, value in arguments.items()
     ]
-    said = "".join(f"<parameter={key}>{pad}{text}{pad}</parameter>\n" for key, text in texts)
-    return f"<function={name}>\n{said}</function>"
+    gap = tags.space if tags.value[0] else ""
+    said = "".join(
+        f"{key.join(tags.key)}{gap}{f'{tags.pad}{text}{tags.pad}'.join(tags.value)}{tags.space}"
+        for key, text in texts
+    )
+    return f"{name.join(tags.name)}{tags.space}{said}{tags.end}"
+
+
+def in_gemmas(value, quote):
+    """A value as Gemma's chat templates write it."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        keys = sorted(value, key=lambda key: (key.lower(), key))
+        bare = {
+            key: key if re.fullmatch(r"[\w. -]+", key) else f"{quote}{key}{quote}" for key in keys
+        }
+        return "{" + ",".join(f"{bare[key]}:{in_gemmas(value[key], quote)}" for key in keys) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(in_gemmas(each, quote) for each in value)}]"
+    return json.dumps(value)
 
 
 def allows(demo, grammar):
@@ -272,6 +312,7 @@ def allows(demo, grammar):
 
 HELD = {
     "hermes": HERMES,
+    "exaone": EXAONE,
     "mistral": MISTRAL,
     "ministral": MINISTRAL,
     "granite": GRANITE,
@@ -280,8 +321,12 @@ HELD = {
     "olmo": OLMO,
     "tool_code": TOOL_CODE,
     "python": PYTHON_LIST,
+    "functiongemma": FUNCTION_GEMMA,
+    "gemma 4": GEMMA_4,
     "qwen's xml": QWEN_XML,
     "seed's xml": SEED,
+    "glm 4.7": GLM,
+    "glm 4.5": GLM_4_5,
 }
 
 
@@ -353,11 +398,40 @@ def test_forced_calls_are_streamed(syntax, size):
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize("syntax", [QWEN_XML, SEED], ids=["qwen", "seed"])
+@pytest.mark.parametrize(
+    "syntax", [QWEN_XML, SEED, GLM, GLM_4_5], ids=["qwen", "seed", "glm 4.7", "glm 4.5"]
+)
 def test_forced_calls_in_xml_are_streamed(syntax, size):
     parser = ForcedXmlParser(syntax, USE)
     assert read(parser, forced(syntax, *BOTH), size) == ("", BOTH)
     assert parser.called
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("syntax", [FUNCTION_GEMMA, GEMMA_4], ids=["functiongemma", "gemma 4"])
+def test_forced_calls_of_gemma_are_streamed(syntax, size):
+    parser = ForcedGemmaParser(syntax)
+    deep = {"a b": 1, "c:d": '"{},:[]\\ \n<', "n": [-1.5e3, True, None, {}, [], {"x": [[""]]}]}
+    calls = [*BOTH, ("note", deep), ("note", {"i": 7})]
+    assert read(parser, forced(syntax, *calls), size) == ("", calls)
+    assert parser.called
+
+
+def test_arguments_of_a_forced_call_of_gemma_come_in_pieces():
+    parser = ForcedGemmaParser(GEMMA_4)
+    pieces = ["<|tool_call>call:f{a:", '<|"|>O', 'ne "2"\n<|', '"|>,b:4', "2", ".5,", "c:tr"]
+    parts = [parser.push(piece).calls for piece in pieces]
+    assert ["".join(part.arguments for part in each) for each in parts] == [
+        '{"a": ',
+        '"O',
+        'ne \\"2\\"\\n',
+        '", "b": ',
+        "",
+        "42.5, ",
+        '"c": ',
+    ]
+    assert not parser.called
+    assert "".join(part.arguments for part in parser.push("", last=True).calls) == "tr"
 
 
 @pytest.mark.parametrize("syntax", STREAMED.values(), ids=STREAMED)

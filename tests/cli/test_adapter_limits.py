@@ -22,7 +22,8 @@ def test_a_tenants_own_limit_applies_below_the_services(lorikeet: Lorikeet, tmp_
     status, error = register(lorikeet, high)
     assert status == 1
     assert "has rank 5: the limit is 4" in error
-    assert "LORIKEET_MAX_RANK" in error
+    assert "(LORIKEET_MAX_RANK, or the tenant's own" in error
+    assert "; 5 admits it)" in error
     assert register(lorikeet, high, "globex/x")[0] == 0
     lorikeet.do("tenants", "limit", "acme", "--rank", "none", "--adapter-bytes", "1KiB")
     error = register(lorikeet, high)[1]

@@ -55,7 +55,8 @@ def _twice(draft: Draft) -> None:
 
 # Methods that PEFT's config can name; none is trained here.
 _METHODS: tuple[tuple[str, str, Any], ...] = (
-    ("use_dora", "DoRA", True),
+    ("use_dora", "lora_magnitude_vector is missing, and use_dora is set", True),
+    ("lora_bias", "lora_B.bias is missing, and lora_bias is set", True),
     ("loftq_config", "LoftQ changes the base model", {"loftq_bits": 4, "loftq_iter": 1}),
     ("use_qalora", "QA-LoRA", True),
     ("use_bdlora", "block-diagonal", {"nblocks": 2, "target_modules_bd_a": ["q_proj"]}),

@@ -155,7 +155,7 @@ DAMAGE: tuple[Feature, ...] = (
     _damage(
         "DoRA's magnitudes without a word of it",
         _with(base_model__model__model__layers__0__mlp__up_proj__lora_magnitude_vector=(96,)),
-        "DoRA is not supported",
+        "is DoRA, and adapter_config.json does not say so",
     ),
     _damage(
         "AdaLoRA's scales",

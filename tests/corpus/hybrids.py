@@ -315,7 +315,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         (MIXED,),
     ),
     (_peft("experts", target_modules=["o_proj"], target_parameters=BOTH), (MIXED, NEXT)),
-    (_peft("DoRA", "DoRA", target_modules=["in_proj_z", "q_proj"], use_dora=True), (DENSE,)),
+    (_peft("DoRA", target_modules=["in_proj_z", "q_proj", "up_proj"], use_dora=True), (DENSE,)),
     (_peft("a convolution's LoRA", _NO_LINEAR, target_modules=["conv1d"], r=128), (DENSE,)),
     (
         _peft(

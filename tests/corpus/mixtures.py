@@ -91,7 +91,7 @@ FORMS: tuple[Feature, ...] = (
         target_modules=r".*\.experts\.0\.\w+",
     ),
     _of_each_expert("an expert is missing", ".experts.1.", "no weight is for it"),
-    _options("DoRA", "DoRA", target_modules=["q_proj"], use_dora=True),
+    _options("DoRA", target_modules=["q_proj", "o_proj"], use_dora=True),
 )
 
 

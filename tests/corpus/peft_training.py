@@ -38,11 +38,11 @@ def grow(model: torch.nn.Module) -> None:
             weight.data += 0.1 * torch.randn_like(weight)
 
 
-def save_biased(draft: Draft, bias: str) -> None:
-    """Save an adapter with a trained bias of q_proj, also if the base model has none there."""
-    save(draft, target_modules=["q_proj"], bias=bias)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias"
-    draft.edit_weights(lambda tensors: {name: torch.ones(draft.base.shape.dims(0)[1]), **tensors})
+def save_biased(draft: Draft) -> None:
+    """Save an adapter with a trained bias of o_proj, which the base model does not have."""
+    save(draft, target_modules=["o_proj"], bias="all")
+    name = "base_model.model.model.layers.0.self_attn.o_proj.base_layer.bias"
+    draft.edit_weights(lambda tensors: {name: torch.ones(draft.base.shape.hidden), **tensors})
 
 
 def save_converted(draft: Draft, init: str, **options: Any) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ class ServedBase:
 
 def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
     """Return the change of each module's weight in the engine's image of a blob, by module name."""
-    spec = read_spec(blob, shape, LIMITS)
+    spec = replace(read_spec(blob, shape, LIMITS), vectors=())  # which change no A and B
     layout = PackedLayout.of(spec, shape)
     image = torch.empty(layout.elements)
     pack(blob, spec, layout, image)

@@ -134,6 +134,17 @@ def _tinker_unembedding(draft: Draft) -> None:
     shutil.copyfile(draft.folder / CONFIG_FILE, draft.truth / CONFIG_FILE)
 
 
+def _tinker_tied(draft: Draft) -> None:
+    """Name the unembedding's matrices as the embeddings', as for a base model that ties both.
+
+    tinker-cookbook 0.6.1, weights/_merge_utils.py.
+    """
+    _tinker_unembedding(draft)
+    draft.rename(lambda name: name.replace("lm_head.", "model.embed_tokens."))
+    leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in draft.tensors()}
+    draft.edit_config(target_modules=sorted(leaves))
+
+
 def _verl(draft: Draft) -> None:
     """Write the config of verl's merged checkpoints, whose alpha was never set.
 
@@ -248,7 +259,13 @@ TOOLS: tuple[Feature, ...] = (
     _tool("MLX", _mlx(), own=_OWN_NAMES),
     _tool("TensorRT-LLM, converted", _tensorrt, own=_OWN_NAMES | {Axis.BASE_NAME, Axis.FILES}),
     _tool("Tinker with its unembedding", _tinker_unembedding, own=_OWN_NAMES),
-    _tool("torchtune's DoRA", _torchtune_dora, "DoRA is not supported", _OWN_NAMES),
+    _tool(
+        "Tinker with its unembedding, of tied embeddings",
+        _tinker_tied,
+        "embed_tokens has the matrices of a head.*train_unembed=False",
+        _OWN_NAMES,
+    ),
+    _tool("torchtune's DoRA", _torchtune_dora, "adapter_config.json does not say so", _OWN_NAMES),
     _tool("verl's merger", _verl, "lora_alpha: 0", frozenset({Axis.CONFIG})),
     _tool("MLX's DoRA", _mlx("dora"), "only lora can be served", _OWN_NAMES),
     _tool("MLX's full weights", _mlx("full"), "only lora can be served", _OWN_NAMES),

@@ -213,13 +213,34 @@ TRAINING: tuple[Feature, ...] = (
     _trained("two adapters concatenated", lambda draft: save_combined(draft, "cat")),
     _trained("two adapters added", lambda draft: save_combined(draft, "linear")),
     _trained("two adapters through an SVD", lambda draft: save_combined(draft, "svd")),
-    # Not served.
-    _options("DoRA", "DoRA", target_modules=["q_proj"], use_dora=True),
-    _trained("bias all", lambda draft: save_biased(draft, "all"), "biases are not supported"),
-    _trained(
-        "bias lora_only", lambda draft: save_biased(draft, "lora_only"), "biases are not supported"
+    # Vectors beside A and B.
+    _options("DoRA", target_modules=["q_proj", "down_proj"], use_dora=True),
+    _options(
+        "DoRA with rsLoRA and patterns",
+        target_modules=["k_proj", "up_proj"],
+        use_dora=True,
+        use_rslora=True,
+        rank_pattern={"up_proj": 5},
+        alpha_pattern={"k_proj": 9},
     ),
-    _options("lora_bias", "LoRA biases", target_modules=["q_proj"], lora_bias=True),
+    _options("DoRA with biases", target_modules=["v_proj"], use_dora=True, bias="all"),
+    _options("bias all", target_modules=["q_proj"], bias="all"),
+    _options("bias lora_only", target_modules=["q_proj", "o_proj"], bias="lora_only"),
+    _options("a bias of B", target_modules=["q_proj", "gate_proj"], lora_bias=True),
+    # Not served.
+    _trained("a bias that the base model lacks", save_biased, "the base model has none there"),
+    _options(
+        "DoRA on lm_head",
+        "lm_head cannot have DoRA",
+        target_modules=["q_proj", "lm_head"],
+        use_dora=True,
+    ),
+    _options(
+        "DoRA on embed_tokens",
+        "embed_tokens cannot have DoRA",
+        target_modules=["embed_tokens"],
+        use_dora=True,
+    ),
     _options("lm_head saved whole", "whole modules", modules_to_save=["lm_head"]),
     _options("embed_tokens saved whole", "whole modules", modules_to_save=["embed_tokens"]),
     _options("norms saved whole", "whole modules", modules_to_save=["input_layernorm"]),

@@ -86,6 +86,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"full_attention": YARN},
     },
+    "exaone4": {
+        "model_type": "exaone4",
+        "head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "seed_oss": {
         "model_type": "seed_oss",
@@ -132,6 +138,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
+    },
+}
+GEMMA4_E: dict[str, dict[str, Any]] = {
+    "gemma4_e_text": {
+        **FAMILIES["gemma4_text"],
+        "initializer_range": 0.1,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            *("sliding_attention", "full_attention", "sliding_attention"),
+            *("sliding_attention", "full_attention"),
+        ],
+        "num_kv_shared_layers": 2,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 261,
+        "use_double_wide_mlp": True,
+        "pad_token_id": 0,
     },
 }
 FAMILIES["gemma4_unified_text"] = {
@@ -278,6 +302,15 @@ LATENT["deepseek_v3"] = LATENT["glm4_moe_lite"] | {
     "topk_group": 2,
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
 }
+LATENT["deepseek_v3_whole_queries"] = LATENT["deepseek_v3"] | {
+    "initializer_range": 0.15,
+    "q_lora_rank": None,
+}
+LATENT["deepseek_v2"] = {
+    key: value
+    for key, value in LATENT["deepseek_v3_whole_queries"].items()
+    if key not in ("n_group", "topk_group")
+} | {"model_type": "deepseek_v2", "routed_scaling_factor": 1.0}
 EIGHT_HEADS = {
     "num_attention_heads": 8,
     "linear_num_key_heads": 8,
@@ -341,6 +374,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
     },
+    "gemma4_e_deep": {
+        **GEMMA4_E["gemma4_e_text"],
+        "num_hidden_layers": 13,
+        "layer_types": None,  # windows in five of six layers, and none in the last
+        "num_kv_shared_layers": 6,
+        "use_double_wide_mlp": False,
+        "num_key_value_heads": 1,
+    },
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
     "smollm3_window": {
         "model_type": "smollm3",
@@ -390,8 +431,8 @@ def forked_followers() -> Iterator[None]:
 class TinyCheckpoints(dict[str, Path]):
     """Checkpoint folders in float32 by name, each saved on first use.
 
-    Names: of FAMILIES, MOE, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied " before a
-    family's name ties its embeddings.
+    Names: of FAMILIES, MOE, GEMMA4_MOE, GEMMA4_E, HYBRID, MAMBA, LATENT, GPT_OSS, VARIANTS; "tied "
+    before a family's name ties its embeddings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -403,6 +444,7 @@ class TinyCheckpoints(dict[str, Path]):
             **FAMILIES,
             **MOE,
             **GEMMA4_MOE,
+            **GEMMA4_E,
             **HYBRID,
             **MAMBA,
             **LATENT,

@@ -100,6 +100,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "exaone4": {
+        "head_dim": 128,
+        "sliding_window": 50,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 200,
@@ -125,6 +130,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "sliding_window": 50,
         "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
+        "final_logit_softcapping": 20.0,
+    },
+    "gemma4_e_text": {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 2048,
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "final_logit_softcapping": 20.0,
     },
     "glm4": {"head_dim": 96},
@@ -232,6 +249,7 @@ _TARGETS = {  # changes to ADAPTERS in families whose MLP has other linears, or 
         "ranks_rs": _ATTENTION | {"rank_pattern": {r"layers\.1\.self_attn\.o_proj": 4}},
     },
     "qwen3_5_text": {"rank8_all": {"target_modules": "all-linear"}},
+    "gemma4_e_text": {"rank8_all": {"target_modules": "all-linear"}},
     "glm4_moe_lite": {
         "rank4_qv": {"target_modules": ["q_b_proj", "kv_b_proj"]},
         "rank8_all": {"target_modules": _LATENTS},
@@ -377,7 +395,8 @@ def run_to_end(answers: Answers) -> None:
 
 
 def _save_model(family: str, folder: Path) -> Path:
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    sizes = {"model_type": family, **SIZES, **FAMILIES[family]}
+    config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -19,10 +19,11 @@ def content_cases() -> Iterator[Case]:
 
 def _names() -> Iterator[Case]:
     for name, says, old, new in (
-        ("of DoRA", "DoRA is not supported", "lora_A.weight", "lora_magnitude_vector"),
+        ("of DoRA", "beside its other half", "lora_A.weight", "lora_magnitude_vector"),
         ("of embeddings", "only embed_tokens can have", "lora_A.weight", "lora_embedding_A"),
         ("of whole modules", "whole modules", "lora_A", "modules_to_save"),
-        ("of biases", "biases are not", "lora_B.weight", "lora_B.bias"),
+        ("of biases", "beside its other half", "lora_B.weight", "lora_B.bias"),
+        ("of experts' biases", "only biases of linears", "lora_B.weight", "down_proj_bias"),
         ("of the base model", "base model's own weights", "lora_A", "base_layer"),
         ("of originals", "whole modules", "lora_A", "original_module"),
         ("without PEFT's prefix", "not part of a LoRA", "base_model.model.", ""),

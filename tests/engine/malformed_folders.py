@@ -55,9 +55,9 @@ def _replaced(name: str, data: bytes) -> Any:
 
 def _features() -> Iterator[Case]:
     for key, value, says in (
-        ("use_dora", True, "DoRA"),
+        ("use_dora", True, "lora_magnitude_vector is missing"),
         ("modules_to_save", ["lm_head"], "whole modules"),
-        ("lora_bias", True, "biases are not supported"),
+        ("lora_bias", True, "lora_B.bias is missing"),
         ("bias", 3, "want none, all or lora_only"),
         ("loftq_config", {"loftq_bits": 4}, "changes the base model"),
         ("trainable_token_indices", [5, 6], "not in the file"),

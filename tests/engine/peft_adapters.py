@@ -46,6 +46,10 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
         for name, weight in model.named_parameters():
             if "lora_B" in name or "lora_embedding_A" in name:
                 weight.data.normal_(0.0, 0.1)
+            if "lora_magnitude_vector" in name:
+                weight.data *= 1 + torch.randn_like(weight) / 5
+            if weight.requires_grad and name.endswith("bias") and "lora_B" not in name:
+                weight.data += torch.randn_like(weight) / 10
             if "trainable_tokens_delta" in name:
                 weight.data += torch.randn_like(weight) * weight.std()
     model.save_pretrained(folder)

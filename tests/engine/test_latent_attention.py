@@ -36,13 +36,19 @@ ADAPTERS = {
     },
     "head": {"r": 4, "target_modules": ["kv_b_proj", "lm_head", "embed_tokens"]},
 }
-BASES = "glm4_moe_lite", "deepseek_v3"
+OF_WHOLE_QUERIES = ADAPTERS | {
+    "latents": {"r": 3, "target_modules": ["kv_a_proj_with_mqa"]},
+    "queries": {"r": 8, "target_modules": ["q_proj"]},
+}
+BASES = "glm4_moe_lite", "deepseek_v3", "deepseek_v3_whole_queries", "deepseek_v2"
 
 
 @pytest.fixture(scope="module", params=BASES)
 def world(request, tiny_checkpoints, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("latents")
-    return PeftWorld(tiny_checkpoints[request.param], folder, ADAPTERS, tokens=12, longer=29)
+    folder, checkpoint = tmp_path_factory.mktemp("latents"), tiny_checkpoints[request.param]
+    latents = BaseShape.from_config(read_config(checkpoint)).latents
+    adapters = ADAPTERS if latents.query_rank else OF_WHOLE_QUERIES
+    return PeftWorld(checkpoint, folder, adapters, tokens=12, longer=29)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,36 @@ def test_a_switch_that_no_model_of_the_family_has_is_refused_by_name(
     with pytest.raises(ModelError) as caught:
         ModelConfig.from_folder(tmp_path)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("q_lora_rank", 28),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("norm_topk_prob", True),
+        ("routed_scaling_factor", 16.0),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "group_limited_greedy"),
+    ],
+)
+def test_deepseek_v2_is_refused_by_name_unless_it_is_lite(field, value, tiny_checkpoints, tmp_path):
+    config = json.loads((tiny_checkpoints["deepseek_v2"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert caught.value.field == field
+
+
+def test_null_says_that_queries_have_no_latents(tiny_checkpoints, tmp_path):
+    """A config.json without the key has the default of transformers, 1,536 elements."""
+    folder = tiny_checkpoints["deepseek_v3_whole_queries"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("q_lora_rank", 0) is None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_folder(tmp_path).shape.latents.query_rank == 1536
+    assert ModelConfig.from_folder(folder).shape.latents.query_rank == 0
 
 
 def test_a_gpu_without_kernels_for_its_latents_refuses_a_model_by_name(tiny_checkpoints):

@@ -15,12 +15,14 @@ WORLDS = (
     "qwen2_window",
     "smollm3_window",
     "olmo3",
+    "exaone4",
     "gemma2",
     "gemma3_text",
     "gemma3_deep",
     "gemma4_deep",
+    "gemma4_e_deep",
 )
-OFTEN = ("mistral", "olmo3", "gemma3_deep", "gemma4_deep")
+OFTEN = ("mistral", "olmo3", "gemma3_deep", "gemma4_deep", "gemma4_e_deep")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "first": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "second": {"r": 12, "lora_alpha": 12, "target_modules": ["k_proj", "o_proj", "up_proj"]},

@@ -137,11 +137,81 @@ def test_an_answer_without_thinking_is_text(gateway: Gateway, gemma: ScriptedRep
     assert gemma.prompts[0].endswith("<|channel>thought\n<channel|>")
 
 
-def test_calls_that_would_have_to_be_held_are_refused_by_name(
+DEEP: dict[str, Any] = {
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "at": {"type": "string"},
+            "deep": {"type": "object", "additionalProperties": {"type": "array"}},
+        },
+        "additionalProperties": False,
+    },
+}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_forced_and_strict_calls_are_held_and_streamed_behind_thinking(
+    gateway: Gateway, gemma: ScriptedReplica, choice: Any, strict: bool
+) -> None:
+    expected = list(GIVEN)
+    if choice == NAMED:  # which asks for one call
+        del expected[1:]
+        gateway.engines.replay = gemma.writes(TEXT[: TEXT.index("<tool_call|>") + 12])
+    tools: list[Any] = [{"type": "function", "function": {**DEEP, "strict": strict}}]
+    chats = gateway.openai().chat.completions
+    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
+    asked |= {"reasoning_effort": "high", "tool_choice": choice}
+    (whole,) = chats.create(**asked).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.to_dict()["reasoning_content"] == THOUGHT
+    assert [json.loads(c.function.arguments) for c in whole.message.tool_calls or []] == expected
+    arguments: dict[int, list[str]] = {}
+    for chunk in chats.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            arguments.setdefault(call.index, []).append(call.function.arguments or "")
+    assert [json.loads("".join(parts)) for parts in arguments.values()] == expected
+    assert (len(arguments[0]) > 9) == (choice != "auto")
+
+
+def test_forced_calls_come_in_responses_and_messages(
+    gateway: Gateway, gemma: ScriptedReplica
+) -> None:
+    openai, anthropic = gateway.openai(), gateway.anthropic()
+    respond: dict[str, Any] = {"model": "tiny", "input": "Go.", "reasoning": {"effort": "high"}}
+    respond |= {"tools": [{"type": "function", **DEEP}], "tool_choice": "required"}
+    with openai.responses.stream(**respond) as stream:
+        streamed = stream.get_final_response().output
+    for output in (openai.responses.create(**respond).output, streamed):
+        calls = [json.loads(item.arguments) for item in output if item.type == "function_call"]
+        assert calls == GIVEN
+    ask: dict[str, Any] = {"model": "tiny", "max_tokens": 900, "messages": [TURN]}
+    ask |= {"tools": [{"name": "look", "input_schema": DEEP["parameters"]}]}
+    ask |= {"tool_choice": {"type": "any"}}
+    gateway.engines.replay = gemma.writes(CALLS)
+    with anthropic.messages.stream(**ask) as events:
+        last = events.get_final_message()
+    for message in (anthropic.messages.create(**ask), last):
+        assert [use.input for use in message.content if use.type == "tool_use"] == GIVEN
+        assert message.stop_reason == "tool_use"
+
+
+def test_a_schema_that_cannot_be_held_is_refused_by_its_tool_place_and_remedy(
     gateway: Gateway, gemma: ScriptedReplica
 ) -> None:
     assert gemma.encoder.takes_tools
-    with pytest.raises(BadRequestError, match="cannot be held"):
+    many = {"type": "array", "items": {"type": "array", "uniqueItems": True}}
+    parameters = {"type": "object", "properties": {"at": many}}
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    ]
+    with pytest.raises(BadRequestError) as refused:
         gateway.openai().chat.completions.create(
-            model="tiny", messages=[TURN], tools=TOOLS, tool_choice="required"
+            model="tiny", messages=[TURN], tools=tools, tool_choice="required"
         )
+    said = str(refused.value)
+    assert "the tool look: " in said
+    assert "at $.properties.at.items: uniqueItems on an array cannot be held" in said
+    assert "remove it" in said

@@ -13,9 +13,12 @@ import pytest
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
     GEMMA_4,
+    GLM,
+    GLM_4_5,
     GRANITE,
     HERMES,
     LLAMA,
@@ -30,7 +33,7 @@ from lorikeet.answer_stream.tool_syntax import (
     TOOL_CODE,
 )
 from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import Format, ToolUse
+from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.text.prompts import PromptEncoder
 from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
@@ -74,6 +77,12 @@ SHOWN = {
         EACH_TOOL + "{{ 'Call within <tool_call></tool_call>.' if tools }}",
         HERMES,
         f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
+    "EXAONE 4": ToolTemplate(
+        """{% for t in tools or [] %}<tool>{{ t | tojson }}</tool>{% endfor %}"""
+        """{{ 'Call as <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools }}""",
+        EXAONE,
+        f"<tool_call>{CALL}</tool_call>",
     ),
     "Granite 3": ToolTemplate(
         EACH_TOOL + "{{ 'Write <|tool_call|> and a JSON list of tools.' if tools }}",
@@ -150,6 +159,18 @@ SHOWN = {
         "<start_function_call>call:look{at:<escape>it<escape>}<end_function_call>",
     ),
 }
+SHOWN["GLM 4.7"] = ToolTemplate(
+    EACH_TOOL + "{{ 'Call as <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}"
+    "</arg_value></tool_call>' if tools }}",
+    GLM,
+    "<tool_call>look<arg_key>at</arg_key><arg_value>it</arg_value></tool_call>",
+)
+SHOWN["GLM 4.5 and 4.6"] = ToolTemplate(
+    EACH_TOOL + "{{ 'Call as <tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}"
+    "</arg_value>\n</tool_call>' if tools }}",
+    GLM_4_5,
+    "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call>",
+)
 SHOWN["Gemma 4"] = ToolTemplate(
     "{% for t in tools or [] %}<|tool>declaration:{{ t.function.name }}{% endfor %}"
     """{% for m in messages if m.tool_calls %}<|tool_call>call:{{ '<|"|>' }}{% endfor %}""",
@@ -158,7 +179,6 @@ SHOWN["Gemma 4"] = ToolTemplate(
 )
 NOT_READ = {
     # the name on a line, JSON of the arguments on the next
-    "GLM-4.7": EACH_TOOL + "{{ '<tool_call>{name}<arg_key>{key}</arg_key>' if tools }}",
     "GLM-4": EACH_TOOL + "{{ '## Tools: use JSON for the arguments.' if tools }}",
     "Mistral Small 3.2": EACH_TOOL + "{% for m in messages if m.tool_calls %}[TOOL_CALLS][CALL_ID]"
     "[ARGS]{% endfor %}",
@@ -186,21 +206,6 @@ def test_a_familys_calls_are_read_as_its_template_has_the_model_write_them(
     assert said == ""
     assert "".join(call.name or "" for call in calls) == "look"
     assert json.loads("".join(call.arguments for call in calls)) == {"at": "it"}
-
-
-@pytest.mark.parametrize("family", ["FunctionGemma", "Gemma 4"])
-def test_calls_in_gemmas_syntax_cannot_be_held(tmp_path: Path, family: str) -> None:
-    gemma = encoder(tmp_path, SHOWN[family].text + TURNS)
-    strict = {**USE.tools[0]["function"], "strict": True}
-    for call in (
-        replace(CHAT, tools=replace(USE, forced=("look",))),
-        replace(CHAT, tools=replace(USE, tools=({"type": "function", "function": strict},))),
-        replace(CHAT, tools=USE, format=Format("{}")),
-    ):
-        with pytest.raises(UnsupportedParameter, match="cannot be held") as refused:
-            gemma.encode(call, 4096)
-        assert refused.value.param == "tools"
-    assert gemma.encode(replace(CHAT, tools=USE), 4096)
 
 
 @pytest.mark.parametrize("family", NOT_READ)

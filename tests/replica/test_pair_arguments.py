@@ -7,7 +7,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.tool_syntax import OLMO, QWEN_XML, SEED
+from lorikeet.answer_stream.tool_syntax import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GLM,
+    GLM_4_5,
+    OLMO,
+    QWEN_XML,
+    SEED,
+)
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.body import parse_json
@@ -170,7 +178,15 @@ ALLOWED = {
 }
 
 
-PAIRS = {"Python": OLMO, "XML": QWEN_XML, "XML without padding": SEED}
+PAIRS = {
+    "Python": OLMO,
+    "FunctionGemma": FUNCTION_GEMMA,
+    "Gemma 4": GEMMA_4,
+    "XML": QWEN_XML,
+    "XML without padding": SEED,
+    "GLM 4.7": GLM,
+    "GLM 4.5": GLM_4_5,
+}
 
 
 @pytest.mark.parametrize("syntax", PAIRS.values(), ids=PAIRS)

@@ -15,6 +15,10 @@ from tokenizers import AddedToken, Tokenizer
 from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GLM,
+    GLM_4_5,
     HERMES,
     LLAMA,
     MINISTRAL,
@@ -24,13 +28,14 @@ from lorikeet.answer_stream.tool_syntax import (
     QWEN_XML,
     CallStyle,
     ToolSyntax,
+    XmlTags,
 )
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.grammars.tool_grammar import text_grammar
 from lorikeet_engine.errors import InvalidRequest
-from tests.answer_stream.test_tool_calls import in_xml
+from tests.answer_stream.test_tool_calls import in_gemmas, in_xml
 from tests.replica.test_grammar import possible
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -109,7 +114,10 @@ MARKS = {
 
 @pytest.fixture(
     params=[
-        *itertools.product([HERMES, MINISTRAL, MISTRAL, OLMO, QWEN_XML], MARKS),
+        *itertools.product(
+            [HERMES, MINISTRAL, MISTRAL, OLMO, GEMMA_4, FUNCTION_GEMMA, QWEN_XML, GLM, GLM_4_5],
+            MARKS,
+        ),
         (LLAMA, "letters"),
         (PYTHON_LIST, "letters"),
     ],
@@ -139,8 +147,8 @@ def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
             return said
         if not plan and dice.random() < (0.1 if said else 0.7):
             plan = model.ids(begin)
-        if not plan and model.syntax.style is CallStyle.XML and dice.random() < 0.3:
-            plan = model.ids(f"{model.syntax.pad}</parameter>")
+        if not plan and model.syntax.tags is not None and dice.random() < 0.3:
+            plan = model.ids(model.syntax.tags.pad + model.syntax.tags.value[1])
         if plan and plan[0] in allowed:
             token = plan.pop(0)
         else:
@@ -180,8 +188,10 @@ def test_random_output_of_text_and_calls_is_parsed_as_its_grammar_allows(model: 
 def written(syntax: ToolSyntax, *calls: tuple[str, object]) -> str:
     if syntax.style is CallStyle.PYTHON:
         texts = [f"{name}({_pairs(arguments)})" for name, arguments in calls]
-    elif syntax.style is CallStyle.XML:
-        texts = [_in_xml(name, given, syntax.pad) for name, given in calls]
+    elif syntax.tags is not None:
+        texts = [_in_xml(name, given, syntax.tags) for name, given in calls]
+    elif syntax.style is CallStyle.GEMMA:
+        texts = [f"call:{name}{in_gemmas(given, syntax.quote)}" for name, given in calls]
     elif syntax.style is CallStyle.NAMED:
         texts = [name + syntax.arguments + json.dumps(given) for name, given in calls]
     else:
@@ -189,10 +199,10 @@ def written(syntax: ToolSyntax, *calls: tuple[str, object]) -> str:
     return syntax.before + syntax.between.join(texts) + syntax.after
 
 
-def _in_xml(name: str, arguments: object, pad: str) -> str:
+def _in_xml(name: str, arguments: object, tags: XmlTags) -> str:
     if isinstance(arguments, dict):
-        return in_xml(name, arguments, pad)
-    return f"<function={name}>\n{json.dumps(arguments)}</function>"
+        return in_xml(name, arguments, tags)
+    return f"{name.join(tags.name)}\n{json.dumps(arguments)}{tags.end}"
 
 
 def _pairs(arguments: object) -> str:

@@ -16,7 +16,15 @@ from tokenizers import AddedToken, Tokenizer
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS, Thinking
 from lorikeet.answer_stream.tool_call_bodies import calls_of
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
+from lorikeet.answer_stream.tool_syntax import (
+    GEMMA_4,
+    GLM,
+    HERMES,
+    LLAMA,
+    MINISTRAL,
+    QWEN_XML,
+    ToolSyntax,
+)
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
@@ -257,7 +265,8 @@ class Thinker:
             (HERMES, THINK_TAGS),
             (LLAMA, THINK_TAGS),
             (MINISTRAL, MISTRAL_TAGS),
-            (HERMES, GEMMA_TAGS),
+            (GEMMA_4, GEMMA_TAGS),
+            (GLM, THINK_TAGS),
         ],
     ),
     ids=lambda param: (

@@ -78,6 +78,8 @@ def test_values_are_held_to_their_schema(demo, schema, right, wrong):
         ({"$ref": "#/properties/a"}, "itself"),
         ({"type": "string", "enum": []}, "no value"),
         ({"type": "string", "const": 1}, "no value"),
+        ({"type": "string", "not": {"pattern": "x"}}, "not on a text cannot be held"),
+        ({"type": "string", "if": {"pattern": "x"}, "then": {"maxLength": 3}}, "if on a text"),
     ],
 )
 def test_a_value_that_cannot_be_held_is_refused_by_its_tool(demo, schema, said):

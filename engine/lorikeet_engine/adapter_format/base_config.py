@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lorikeet_engine.adapter_format.families import TEXT_DECODERS, VARIANTS, VISION_LANGUAGE
+from lorikeet_engine.adapter_format.families import (
+    FAMILIES,
+    TEXT_DECODERS,
+    VARIANTS,
+    VISION_LANGUAGE,
+)
 from lorikeet_engine.errors import ModelError
 
 # Keys of the text part that a vision-language model's file has outside of text_config.
@@ -80,10 +85,21 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a decoder's config with the model_type of the family to which its switches assign it.
 
-    Raises ModelError if such a switch is not a boolean.
+    Raises ModelError if such a switch has a value of another kind than its default, or if several
+    switches assign a family.
     """
-    switch, family = VARIANTS.get(str(config.get("model_type")), (None, ""))
-    return {**config, "model_type": family} if switch and flag(config, switch) else config
+    model_type, found = str(config.get("model_type")), dict[str, str]()
+    for (switch, has_value), family in VARIANTS.get(model_type, {}).items():
+        default = FAMILIES[model_type].switches[switch]
+        value = config.get(switch, default)
+        if value is not None and type(value) is not type(default):
+            want = "true or false" if isinstance(default, bool) else "a number, or 0"
+            raise refusal(switch, value, want)
+        if bool(value) is has_value and found:
+            raise refusal(switch, value, f"{type(default)()!r} beside {', '.join(found)}")
+        if bool(value) is has_value:
+            found[switch] = family
+    return {**config, "model_type": next(iter(found.values()))} if found else config
 
 
 def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:

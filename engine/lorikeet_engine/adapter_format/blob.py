@@ -40,8 +40,10 @@ from lorikeet_engine.adapter_format.tensor_names import (
     tensor_name,
     token_rows_module,
     token_rows_name,
+    vector_name,
 )
 from lorikeet_engine.adapter_format.token_rows import tokens_metadata, trained_tokens
+from lorikeet_engine.adapter_format.vectors import check_vectors, take_vectors
 from lorikeet_engine.errors import AdapterRejected
 
 _MAX_CONFIG_BYTES = 4_000_000  # 36,096 names take 1.7 MB
@@ -78,14 +80,17 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     copies = _copies(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
     rows = _take_rows(tensors)
-    tokens = trained_tokens(raw, rows)
+    tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
     config = replace(LoraConfig.from_peft(raw, pairs, doubt), experts_read_for=read_for)
+    check_vectors(raw, vectors, [*map(canonical_module, pairs)])
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
     named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
     for module, sides in modules.items():
         named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
+    for module, kinds in vectors.items():
+        named |= {vector_name(module, kind): tensor for kind, tensor in kinds.items()}
     named = dict(sorted(named.items()))
     try:
         with out.open("wb") as file:

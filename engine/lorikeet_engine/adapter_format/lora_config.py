@@ -43,6 +43,8 @@ _UNDERSTOOD = frozenset(
         "layers_to_transform",
         "layers_pattern",
         "bias",
+        "lora_bias",
+        "use_dora",
         "finetuning_type",
         "init_lora_weights",
         "trainable_token_indices",
@@ -83,10 +85,7 @@ _WITHOUT_EFFECT = frozenset(
 _NOTES = ("unsloth_", "swift_", "_")
 _BIASES = ("none", "all", "lora_only", False, None)
 _REASONS = {
-    "use_dora": "DoRA also rescales the base model's outputs, which the kernels do not support; "
-    "train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
-    "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
     "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
@@ -213,8 +212,8 @@ class LoraConfig:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise AdapterRejected for an option that PEFT can train and no engine can serve.
 
-    The option `bias` is accepted; trained biases are refused later, by the names of their
-    tensors.
+    DoRA and biases are accepted here, and refused later for modules that cannot have them
+    (vectors.py).
 
     raw: PEFT's config.
     """

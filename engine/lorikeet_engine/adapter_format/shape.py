@@ -69,7 +69,8 @@ class LatentShape:
     A token's keys and values of all heads are linear functions of a vector, its latent; beside it,
     all heads share a key with rotary embedding. These two are all that is cached of a token.
 
-    query_rank: vector that queries are made of. kv_rank: latent of keys and values.
+    query_rank: vector that queries are made of; 0: they are made of hidden states. kv_rank: latent
+        of keys and values.
     plain: part of each head's key and query without rotary embedding. rotary: the other part.
     values: each head's value.
     """
@@ -102,8 +103,8 @@ class BaseShape:
     """Sizes of a base model; widths are numbers of elements.
 
     Tables of adapted modules have one row per decoder layer, and a last row, outer_layer, for
-    modules outside the layers. They have one column for each of `modules`. The last four columns
-    are used in the row outer_layer only.
+    modules outside the layers. They have one column for each of `modules`. The columns of modules
+    outside the layers are used in the row outer_layer only.
 
     tied: whether lm_head has the embeddings' weights.
     experts: number of experts in each layer, each of width `intermediate`; 0 for dense MLPs.
@@ -116,6 +117,10 @@ class BaseShape:
     latent: width of the vectors that experts read and write; 0: hidden states.
     latents: sizes of latent attention, whose cached vectors are one head of keys; None: heads have
         keys and values of their own. Then head_dim is the width of a query.
+    wide_intermediate: width of MLPs in layers that attend to other layers' keys and values.
+    layer_input: width of the vector that each layer reads of embeddings of its own; 0: there are
+        none.
+    biased: groups of a layer's linears, see `groups`, that have biases.
     """
 
     family: str
@@ -135,6 +140,9 @@ class BaseShape:
     dense_intermediate: int = 0
     latent: int = 0
     latents: LatentShape | None = None
+    wide_intermediate: int = 0
+    layer_input: int = 0
+    biased: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
@@ -191,6 +199,9 @@ class BaseShape:
             else 0,
             latent=integer(config, Width.LATENT) if LayerKind.LATENT_EXPERTS in kinds else 0,
             latents=latents,
+            wide_intermediate=_wide(config) if FAMILIES[family].outer else 0,
+            layer_input=integer(config, Width.LAYER_INPUT) if FAMILIES[family].outer else 0,
+            biased=_biased(config, FAMILIES[family]),
         )
 
     @property
@@ -203,7 +214,8 @@ class BaseShape:
     @property
     def modules(self) -> tuple[Linear, ...]:
         """Linears of a layer, then modules outside the layers; a module's place is its index."""
-        return (*self.linears, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
+        outer = FAMILIES[self.family].outer
+        return (*self.linears, *outer, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
 
     @property
     def outer_layer(self) -> int:
@@ -221,7 +233,14 @@ class BaseShape:
 
     def is_full(self, layer: int) -> bool:
         """Whether a layer has the heads `full`."""
-        return self.full is not None and self.kind(layer) is LayerKind.ATTENTION
+        return self.full is not None and self.kind(layer).owner is LayerKind.ATTENTION
+
+    def kv_owner(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, or one before it."""
+        own = self.kind(layer).owner
+        if own is self.kind(layer):
+            return layer
+        return max(n for n in range(layer) if self.kind(n) is own)
 
     @property
     def widest_head(self) -> int:
@@ -259,6 +278,15 @@ class BaseShape:
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
         return {name: tuple(index for index, _ in members) for name, members in groups}
 
+    def members(self, layer: int, group: str) -> tuple[int, ...]:
+        """Return the indices in `modules` of the linears of a fused product in a layer.
+
+        group: name of one of `groups`; in the row outer_layer, of a module outside the layers.
+        """
+        if layer == self.outer_layer:
+            return (self.index(group),)
+        return tuple(n for n in self.groups[group] if self.has(layer, n))
+
     def dims(self, index: int) -> tuple[int, int]:
         """Return (d_in, d_out) of the module with this index."""
         linear = self.modules[index]
@@ -295,6 +323,9 @@ class BaseShape:
             Width.DELTA_QKVZ: (delta.key_heads, 2 * (delta.key_dim + delta.values_of_key)),
             Width.DELTA_BA: (delta.key_heads, 2 * delta.group),
             Width.INTERMEDIATE: (self.intermediate, 1),
+            Width.WIDE_INTERMEDIATE: (self.wide_intermediate, 1),
+            Width.LAYER_INPUT: (self.layer_input, 1),
+            Width.LAYER_INPUTS: (self.layers * self.layer_input, 1),
             Width.EXPERTS: (self.experts, 1),
             Width.SHARED_INTERMEDIATE: (self.shared_intermediate, 1),
             Width.DENSE_INTERMEDIATE: (self.dense_intermediate, 1),
@@ -309,6 +340,10 @@ class BaseShape:
             Width.TOKEN: (3, 1),
         }[width]
 
+    def has_bias(self, linear: int) -> bool:
+        """Whether the linear with this index has a bias in the base model."""
+        return self.modules[linear].group in self.biased
+
     def key(self, width: Width) -> str:
         """Return the key of config.json that holds the number of a width's pieces."""
         keys, of_state = FAMILIES[self.family].experts, FAMILIES[self.family].recurrent
@@ -321,6 +356,7 @@ class BaseShape:
             return of_state.key_heads
         shared = {
             Width.DENSE_INTERMEDIATE: Width.INTERMEDIATE,
+            Width.WIDE_INTERMEDIATE: Width.INTERMEDIATE,
             Width.GATED_QUERIES: Width.QUERIES,
             Width.FULL_QUERIES: Width.QUERIES,
             Width.LATENT_KEYS_VALUES: Width.QUERIES,
@@ -382,10 +418,35 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for the last layer")
     if LayerKind.ATTENTION in family.kinds and LayerKind.ATTENTION not in found:
         raise refusal(key, kinds, f"{LayerKind.ATTENTION} for at least one layer")
+    if LayerKind.READING_WINDOW in family.kinds:
+        return _with_readers(config, found)
     if config.get(Width.LATENT) is None:
         return tuple(found)
     latent = {LayerKind.EXPERTS: LayerKind.LATENT_EXPERTS}
     return tuple(latent.get(kind, kind) for kind in found)
+
+
+def _with_readers(config: Mapping[str, Any], kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers of which the last ones have no keys and values of their own.
+
+    config: the base model's config, with defaults of the family's switches for missing keys.
+    kinds: kind of each layer if all had keys and values.
+    """
+    field, layers = "num_kv_shared_layers", len(kinds)
+    readers = config[field] or 0
+    if type(readers) is not int or not 0 <= readers < layers:
+        raise refusal(field, readers, f"a number from 0 to {layers - 1}")
+    owners = kinds[: layers - readers]
+    if lacking := {*kinds} - {*owners}:
+        want = f"fewer: no layer with keys and values is {min(lacking).words}"
+        raise refusal(field, readers, want)
+    return (*owners, *(kind.reader for kind in kinds[layers - readers :]))
+
+
+def _wide(config: Mapping[str, Any]) -> int:
+    """Return the width of MLPs in layers without keys and values of their own."""
+    width = integer(config, "intermediate_size")
+    return 2 * width if flag(config, "use_double_wide_mlp") else width
 
 
 def _dense_first(config: Mapping[str, Any], kinds: object, layers: int) -> object:
@@ -415,13 +476,15 @@ def _latents(config: Mapping[str, Any], family: Family, heads: int) -> LatentSha
     kv_heads = integer(config, "num_key_value_heads", heads)
     if kv_heads != heads:
         raise refusal("num_key_value_heads", kv_heads, f"num_attention_heads ({heads})")
-    if config[Width.QUERY_LATENT] is None:
-        raise refusal(Width.QUERY_LATENT, None, "a number: queries without a latent are not served")
+    is_whole = all(Width.QUERY_LATENT not in linear.outputs for linear in family.linears)
+    if is_whole and config[Width.QUERY_LATENT] is not None:
+        want = f"null: {family.name} has no latents of queries"
+        raise refusal(Width.QUERY_LATENT, config[Width.QUERY_LATENT], want)
     rotary = integer(config, "qk_rope_head_dim")
     if rotary % 2:
         raise refusal("qk_rope_head_dim", rotary, "an even number")
     return LatentShape(
-        query_rank=integer(config, Width.QUERY_LATENT),
+        query_rank=0 if is_whole else integer(config, Width.QUERY_LATENT),
         kv_rank=integer(config, Width.KV_LATENT),
         plain=integer(config, "qk_nope_head_dim"),
         rotary=rotary,
@@ -451,7 +514,7 @@ def _full_heads(
         own = config["num_global_key_value_heads"] if config["attention_k_eq_v"] else None
         found: Any = {"head_dim": config["global_head_dim"], "num_key_value_heads": own or kv_heads}
     else:
-        full = [str(n) for n, kind in enumerate(kinds) if kind is LayerKind.ATTENTION]
+        full = [str(n) for n, kind in enumerate(kinds) if kind.owner is LayerKind.ATTENTION]
         each = given if isinstance(given, Mapping) else {}
         sizes = {str(layer).lstrip("0") or "0": sizes for layer, sizes in each.items()}  # of "05"
         found = sizes.get(full[0])
@@ -493,6 +556,28 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
         value_dim=integer({keys.value_dim: value_dim}, keys.value_dim),
         convolution=integer(config, keys.convolution),
     )
+
+
+def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Return the groups of linears that have biases in a base model.
+
+    config: config.json, with the family's defaults.
+    """
+
+    def is_set(key: str | None) -> bool:
+        return key is not None and key in family.switches and flag(config, key)
+
+    groups = list[str]()
+    if family.qkv_bias or is_set("attention_bias"):
+        groups += ["qkv", "full_qkv"]
+    if is_set(family.o_bias):
+        groups += ["o", "full_o"]
+    if is_set("mlp_bias"):
+        groups += ["gate_up", "up", "down"]
+    if family.experts is not None and family.experts.clamped:
+        groups.append("router")
+    found = {linear.group for linear in family.linears}
+    return tuple(group for group in groups if group in found)
 
 
 def _experts(config: Mapping[str, Any], counts: Sequence[str]) -> int:

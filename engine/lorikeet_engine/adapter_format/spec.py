@@ -1,7 +1,7 @@
 """Validates a blob against a base model, and locates its matrices."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +13,14 @@ from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_exp
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
-    HEAD,
+    OUTER,
     OUTER_MODULES,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
+    BIAS,
     locate_module,
     parts_of,
     split_tensor_name,
@@ -29,12 +30,20 @@ from lorikeet_engine.adapter_format.tensor_names import (
     with_shared_a,
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
+from lorikeet_engine.adapter_format.vectors import (
+    LinearVectors,
+    check_has_place,
+    check_widths,
+    take_vectors,
+)
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
 Span = TypeVar("Span", bound=TensorSpan)
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
+# First release of transformers whose Gemma 4 has no keys in layers that read other layers' keys.
+_WITHOUT_UNUSED = "5.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,7 @@ class AdapterSpec:
     size_bytes: size of the blob.
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
         apply to the head as well.
+    vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
     """
 
     base_model: str
@@ -113,6 +123,7 @@ class AdapterSpec:
     max_rank: int
     size_bytes: int
     token_rows: tuple[TokenRows, ...] = ()
+    vectors: tuple[LinearVectors, ...] = ()
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
@@ -135,7 +146,8 @@ class AdapterSpec:
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
-            + sum(math.prod(part.rows.shape) for part in self.token_rows),
+            + sum(math.prod(part.rows.shape) for part in self.token_rows)
+            + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values()),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
@@ -143,13 +155,15 @@ class AdapterSpec:
         """Return the number of elements of the adapter's packed image.
 
         Matrices have their true ranks, begin at aligned offsets, and are counted for all experts.
+        A linear with vectors has two in the image, a gain and a bias.
 
         dims: returns (d_in, d_out) of the module with this index: of the whole module, as
             BaseShape.dims does, or of its part on one GPU.
         """
         matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
-        return sum(map(aligned, matrices + rows))
+        vectors = [2 * dims(part.linear)[1] for part in self.vectors]
+        return sum(map(aligned, matrices + rows + vectors))
 
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
         """Yield each matrix as (its linear, 0 for A or 1 for B).
@@ -194,11 +208,11 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     _check_family(config, shape)
-    _check_kinds(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
     matrices = {name: span for name, span in header.tensors.items() if name not in rows}
+    vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
@@ -212,6 +226,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     linears = [_linear(module, pair, config, shape, limits) for module, pair in pairs.items()]
     linears.sort(key=lambda part: (part.layer, part.linear))
+    _check_kinds(config, shape)
     _check_lost_biases(config, linears, shape)
     return AdapterSpec(
         base_model=config.base_model_name_or_path,
@@ -219,6 +234,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
         token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
+        vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
     )
 
 
@@ -308,14 +324,51 @@ def _linear(
             "the adapter was trained for another base model",
             field=module,
         )
-    found = shape.modules[linear]
-    name = found.name if layer == shape.outer_layer else f"layers.{layer}.{found.name}"
+    found, name = shape.modules[linear], _name(layer, linear, shape)
     scaling, spans = config.scaling(module), (sides["A"], sides["B"])
     if found.gathers and _leaves_out_the_scale(config, shape):
         scaling /= math.sqrt(shape.hidden)  # by which the engine multiplies
     return LinearLora(
         layer, linear, name, rank, scaling, *spans, found.gathers, shape.matrices(linear)
     )
+
+
+def _name(layer: int, linear: int, shape: BaseShape) -> str:
+    """Return a module's name for error messages, such as layers.0.q_proj."""
+    name = shape.modules[linear].name
+    return name if layer == shape.outer_layer else f"layers.{layer}.{name}"
+
+
+def _vectors(
+    found: Mapping[str, Mapping[str, TensorSpan]],
+    config: LoraConfig,
+    shape: BaseShape,
+    adapted: Set[tuple[int, int]],
+) -> tuple[LinearVectors, ...]:
+    """Locate the vectors of a blob.
+
+    found: vectors by canonical module, then by kind.
+    adapted: (layer, linear) of all linears that have A and B.
+
+    Raises AdapterRejected for vectors that do not fit the base model or its linears.
+    """
+    vectors = []
+    for module, spans in found.items():
+        check_has_place(module, spans)
+        layer, linear = _place(module, shape)
+        check_widths(module, spans, shape.dims(linear)[1])
+        if BIAS in spans and not shape.has_bias(linear):
+            raise AdapterRejected(
+                f"{module} has a trained bias, and the base model has none there: the adapter was "
+                "trained for another base model",
+                field=module,
+            )
+        if spans.keys() - {BIAS} and (layer, linear) not in adapted:
+            kind = next(iter(spans))
+            raise AdapterRejected(f"{module} has {kind} and no lora_A and B", field=module)
+        name = _name(layer, linear, shape)
+        vectors.append(LinearVectors(layer, linear, name, config.scaling(module), spans))
+    return tuple(sorted(vectors, key=lambda part: (part.layer, part.linear)))
 
 
 def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape: BaseShape) -> None:
@@ -435,8 +488,12 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
-    for outer in (HEAD, EMBEDDINGS):
+    for outer in OUTER:
         if module == outer.module:
+            if outer not in shape.modules:
+                raise AdapterRejected(
+                    f"the base model has no {module}; was this trained for another?", field=module
+                )
             return shape.outer_layer, shape.index(outer.name)
     layer, linear = locate_module(module, shape.linears)
     if module != shape.linears[linear].path(layer):
@@ -452,9 +509,12 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
         )
     linear = shape.in_layer(layer, linear)
     if not shape.has(layer, linear):
+        doubt = "was this trained for another?"
+        if shape.kv_owner(layer) != layer:
+            doubt = f"transformers before {_WITHOUT_UNUSED} had one there, which answers do not use"
         raise AdapterRejected(
             f"{module}: layer {layer} of the base model is {shape.kind(layer).words} and has no "
-            f"{shape.linears[linear].name}; was this trained for another?",
+            f"{shape.linears[linear].name}; {doubt}",
             field=module,
         )
     return layer, linear

@@ -16,6 +16,7 @@ from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
     HEAD,
+    OUTER,
     Family,
     LayerKind,
     Linear,
@@ -42,7 +43,6 @@ _MAX_LAYERS = 1_000
 _MAX_NAMES = 50_000  # NeMo AutoModel names each expert's linears: 36,096 of Qwen3-235B-A22B's
 _MAX_LINEARS = 200_000  # of all layers and their experts: 60 layers of 384 experts have 69,000
 _MORE_LAYERS = 8  # of hybrids, checked after the last layer that has weights
-_OUTER = (HEAD, EMBEDDINGS)
 # Families of whose experts Unsloth makes lists of linears.
 _CLAMPED = tuple(n for n, family in FAMILIES.items() if family.experts and family.experts.clamped)
 _ROUTER = ".mlp.router"  # of gpt-oss, no linear for PEFT
@@ -182,7 +182,8 @@ class _Expected:
             ):
                 possible = ()
             elif layer < with_weights and not possible:
-                missing += next(iter(lacks.values()))
+                fewest = min(lacks.values(), key=len)
+                missing += fewest
             wanted.append(possible)
         if (
             self.layers
@@ -226,7 +227,8 @@ def _expected(
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
-    beside = {each.module for each in _OUTER if not any(is_outer(m, each) for m in outer)}
+    with_weights = {*with_weights, *map(canonical_module, outer)}
+    beside = {each.module for each in OUTER} - {*map(canonical_module, outer)}
     found: dict[tuple[tuple[Linear, ...], bool, bool], _Expected] = {}
     expected = {}
 
@@ -239,10 +241,11 @@ def _expected(
         old_linears = experts is not None and experts.old_linears
         parameters = experts is not None and experts.parameters and not names_experts
         kind = family.linears, old_linears, parameters
-        if not {linear.module for linear in family.linears}.issuperset(with_weights):
+        has = {linear.module for linear in (*family.linears, *family.outer, HEAD, EMBEDDINGS)}
+        if not has.issuperset(with_weights):
             continue
         if kind not in found:
-            outside = {m if m == HEAD.module else place + family.embeddings for m in beside}
+            outside = _outside(beside & has, place, family)
             saved = _SavedNames(configured(old_linears, parameters), place, family, given)
             found[kind] = _Expected(outside | saved.of(layers))
             if family.is_hybrid:
@@ -257,6 +260,17 @@ def _expected(
                 )
         expected[name] = found[kind]
     return expected
+
+
+def _outside(modules: Collection[str], place: str, family: Family) -> set[str]:
+    """Return the names of modules outside the decoder layers, in a trainer's naming.
+
+    modules: canonical names.
+    place: path before "layers." in the trainer's names.
+    """
+    ends = {module: module.removeprefix("model.") for module in modules}
+    ends |= {EMBEDDINGS.module: family.embeddings}
+    return {module if module == HEAD.module else place + ends[module] for module in modules}
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +335,7 @@ def _missing(module: str, last: int, layers: Collection[int]) -> str:
     last: number of the last layer that has weights.
     layers: numbers of all layers that have weights.
     """
-    known = (*(outer.module for outer in _OUTER), *(f"model.layers.{layer}." for layer in layers))
+    known = (*(outer.module for outer in OUTER), *(f"model.layers.{layer}." for layer in layers))
     doubt = "" if module.startswith(known) else f"layer {last}, the last, is misnumbered, "
     return (
         f"it selects {module}, but no weight is for it: {doubt}the file is incomplete, or "
@@ -458,7 +472,7 @@ def _targeted_modules(raw: Mapping[str, Any], modules: Iterable[str], run: Expre
     excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT ignores layers_to_transform beside an expression
         every = _targets_every_linear(raw)
-        selected = _is_in_layer if every else _names(raw, "target_modules", modules, run)
+        selected = _is_linear if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
     named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)
     whole = set(targets)  # a full name is targeted in any layer
@@ -487,7 +501,12 @@ def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expres
 
 
 def _is_in_layer(module: str) -> bool:
-    return not any(is_outer(module, outer) for outer in _OUTER)
+    return not any(is_outer(module, outer) for outer in OUTER)
+
+
+def _is_linear(module: str) -> bool:
+    """Whether PEFT's all-linear selects a module: all but the head and the embeddings."""
+    return not any(is_outer(module, outer) for outer in (HEAD, EMBEDDINGS))
 
 
 def _ends(module: str) -> set[str]:

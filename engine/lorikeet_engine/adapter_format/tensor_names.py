@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorikeet_engine.adapter_format.experts.names import GATE, UP, is_of_experts, linear_of, modern
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, Linear
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER, Linear
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.errors import AdapterRejected
 
@@ -20,6 +20,12 @@ _SAVED = re.compile(
     r"(?:base_model\.model\.)?([\w.]{1,256})\."
     r"(?:lora_([AB])(?:\.[\w-]{1,64})?\.weight"
     r"|(?:(?<=embed_tokens\.)|(?<=embeddings\.))lora_embedding_([AB])(?:\.[\w-]{1,64})?)"
+)
+# Of DoRA, of lora_bias, and of biases that were trained with the adapter.
+_SAVED_VECTOR = re.compile(
+    r"(?:base_model\.model\.)?([\w.]{1,256}?)\."
+    r"(?:(lora_magnitude_vector)(?:\.[\w-]{1,64})?(?:\.weight)?|(lora_B)(?:\.[\w-]{1,64})?\.bias"
+    r"|(?:base_layer\.)?(bias))"
 )
 _SAVED_ROWS = re.compile(
     r"(?:base_model\.model\.)?([\w.]{1,256})\.token_adapter\.trainable_tokens_delta"
@@ -45,19 +51,23 @@ _VISION = re.compile(
 )
 # Of VeLoRA and MonteCLoRA, which compute a plain LoRA once it is trained.
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_\w+\b")
-_SAVED_OUTER = re.compile(rf"{_MODELS}{{0,3}}(lm_head|embed_tokens|embeddings)")
+_SAVED_OUTER = re.compile(
+    rf"{_MODELS}{{0,3}}(lm_head|embed_tokens|embeddings|per_layer_model_projection)"
+)
 _OURS = {"embeddings": EMBEDDINGS.name}
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _PART = re.compile(r"((?:.*\.)?linear_attn\.in_proj_)([qkv])")
+MAGNITUDE, LORA_BIAS, BIAS = "lora_magnitude_vector", "lora_B.bias", "bias"
+"""Kinds of vectors that an adapter can have for a linear, by the endings of their names in blobs:
+DoRA's magnitudes of the rows, a bias of B, and a bias that replaces the base model's."""
 PARTS = ("q", "k", "v")
 """Endings of the matrices that trainers may adapt apart, in the order in which in_proj_qkv stacks
 them."""
 _NO_LINEAR = re.compile(r"\.(?:linear_attn|mamba|mixer)\.(?:conv1d|A_log|D|dt_bias|norm)(?:\.|$)")
 _REFUSED = {
-    "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "only embed_tokens can have such weights",
     "modules_to_save": "whole modules cannot be served; train without modules_to_save",
-    ".bias": "biases are not supported; train with bias='none' and lora_bias=False",
+    "_bias": "only biases of linears can be served; train with bias='lora_only'",
     "original_module": "whole modules cannot be served; train without modules_to_save",
     ".base_layer.": "the base model's own weights are in the file; save the adapter alone",
 }
@@ -115,6 +125,28 @@ def is_training_state(name: str) -> bool:
     return _TRAINING_STATE.search(name) is not None
 
 
+def split_vector_name(name: str) -> tuple[str, str] | None:
+    """Parse the name of a linear's vector: return (module, MAGNITUDE, LORA_BIAS or BIAS).
+
+    The module is named as in the trainer's config. None for tensors of other kinds.
+
+    name: the tensor's name, in a trainer's file or in a blob.
+    """
+    match = _SAVED_VECTOR.fullmatch(_TINKER_ATTENTION.sub(r"\1self_attn.", _WRAPPERS.sub("", name)))
+    if match is None or "lora_" in match[1] or _NO_LINEAR.search(name):
+        return None
+    return match[1], MAGNITUDE if match[2] else LORA_BIAS if match[3] else BIAS
+
+
+def vector_name(module: str, kind: str) -> str:
+    """Return the name that a linear's vector has in blobs.
+
+    module: canonical name of the linear.
+    kind: MAGNITUDE, LORA_BIAS or BIAS.
+    """
+    return f"base_model.model.{module}.{kind}"
+
+
 def token_rows_module(name: str) -> str | None:
     """Return the canonical module whose trained rows a tensor holds; None for other tensors.
 
@@ -143,7 +175,7 @@ def canonical_module(saved: str) -> str:
 
     saved: the module's name in the file.
     """
-    for outer in (HEAD, EMBEDDINGS):
+    for outer in OUTER:
         if is_outer(saved, outer):
             return outer.module
     match = _SAVED_MODULE.fullmatch(saved)
@@ -176,7 +208,7 @@ def parts_of(linear: str) -> tuple[str, ...]:
 def is_outer(saved: str, outer: Linear) -> bool:
     """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: HEAD or EMBEDDINGS.
+    outer: one of OUTER.
     """
     match = _SAVED_OUTER.fullmatch(saved)
     return match is not None and _OURS.get(match[1], match[1]) == outer.name

@@ -10,6 +10,7 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES, TensorSpan, parse_header
 from lorikeet_engine.adapter_format.spec import AdapterSpec
+from lorikeet_engine.adapter_format.tensor_names import LORA_BIAS
 from lorikeet_engine.errors import AdapterRejected
 
 SCAN_ALIGNMENT = 8
@@ -92,7 +93,7 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
-    """Yield each matrix and each tensor of trained rows: (name, place in the blob, factor).
+    """Yield each matrix, tensor of trained rows and vector: (name, place in the blob, factor).
 
     Packing multiplies the values by the factor. The name is for errors.
     """
@@ -101,6 +102,9 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
         yield part.matrix("B"), part.b, part.scaling
     for rows in spec.token_rows:
         yield rows.matrix(), rows.rows, 1.0
+    for vectors in spec.vectors:
+        for kind, span in vectors.spans.items():
+            yield vectors.vector(kind), span, vectors.scaling if kind == LORA_BIAS else 1.0
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:

@@ -23,6 +23,7 @@ from lorikeet_engine.execution.memory_plan import (
     count_states_and_pages,
     page_needs,
 )
+from lorikeet_engine.execution.rank_rows import RankRows
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
 from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.state_buffers import StateBuffers
@@ -32,6 +33,7 @@ from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
+from lorikeet_engine.models.served_rows import ServedRows
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
@@ -120,7 +122,9 @@ def _assemble(
     start = StartUpStages(device)
     model = load_weights(load, settings, device, ranks.group, start)
     with start.stage("slot pool"):
-        tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free, ranks)
+        rows = RankRows(ServedRows(model), ranks.followers)
+        shape, free = model.config.shape, start.free
+        tiers = build_tiers(shape, settings, source, device, wake, free, ranks, rows)
     try:
         with start.stage("penalties"):
             penalties = Penalties(settings.max_running, model.config.vocab_size, device)
@@ -189,6 +193,7 @@ def build_tiers(
     wake: Callable[[], None],
     free: int,
     ranks: OneRank,
+    rows: RankRows | None = None,
 ) -> Tiers:
     """Build the tiers that hold and load adapters, and allocate their memory on GPU and host.
 
@@ -198,6 +203,7 @@ def build_tiers(
     free: free bytes of the device. The slot pool, the GPU's memory of adapters, takes a share of
         them if the settings say so.
     ranks: processes that compute the model; all get an equally large slot pool.
+    rows: rows of the base model, on which DoRA's gains and biases depend; None without a model.
     """
     dtype = settings.torch_adapter_dtype
     gpu_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
@@ -215,6 +221,7 @@ def build_tiers(
         wake=wake,
         world=settings.tensor_parallel,
         followers=ranks.followers,
+        base=rows,
     )
 
 

@@ -104,6 +104,7 @@ class StepInput:
         adapters.
     max_rank: upper bound of the ranks of the adapters in segments.
     changes_experts: whether some adapter changes linears of experts.
+    has_vectors: whether some adapter has vectors for linears (LoraWeights.vectors).
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
@@ -122,6 +123,7 @@ class StepInput:
     segments: Int32s
     max_rank: int
     changes_experts: bool
+    has_vectors: bool
     head_segments: Int32s
     head_rank: int
     head_rows: int
@@ -153,7 +155,11 @@ class StepInput:
             kv_lengths=self.kv_lengths,
             page_tables=self.page_tables,
             segments=_upload_segments(
-                self.segments, self.max_rank, device, changes_experts=self.changes_experts
+                self.segments,
+                self.max_rank,
+                device,
+                changes_experts=self.changes_experts,
+                has_vectors=self.has_vectors,
             ),
             head_segments=_upload_segments(
                 self.head_segments, self.head_rank, device, self.head_rows
@@ -234,6 +240,7 @@ def build_step_input(
         segments=_segments(leases, lengths),
         max_rank=max((lease.rank for lease in leases), default=0),
         changes_experts=any(lease.changes_experts for lease in leases),
+        has_vectors=any(lease.has_vectors for lease in leases),
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
@@ -372,8 +379,9 @@ def _upload_segments(
     max_rows: int = 0,
     *,
     changes_experts: bool = False,
+    has_vectors: bool = False,
 ) -> Segments | None:
     if not segments.size:
         return None
     slots, starts, lengths = upload(segments, device).unbind()
-    return Segments(slots, starts, lengths, max_rank, max_rows, changes_experts)
+    return Segments(slots, starts, lengths, max_rank, max_rows, changes_experts, has_vectors)

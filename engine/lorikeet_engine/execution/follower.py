@@ -13,10 +13,12 @@ from lorikeet_engine.execution.assembly import load_weights
 from lorikeet_engine.execution.batch_builder import LogitsInput
 from lorikeet_engine.execution.leading_runner import RunStep
 from lorikeet_engine.execution.memory_plan import count_slots, count_states_and_pages
+from lorikeet_engine.execution.rank_rows import RowAnswer, RowQuestion
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, StartFollower, rank_device
 from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.lora.types import Segments
+from lorikeet_engine.models.served_rows import ServedRows
 from lorikeet_engine.parallel.followers import CopyReport
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.ring import SharedMemory
@@ -56,6 +58,7 @@ class Follower:
         self._stages, self._shard, self._report = StartUpStages(device), shard, report
         self._group = RankGroup(shard, start.rendezvous, device)
         self._model = load_weights(start.load, settings, device, self._group, self._stages)
+        self._rows = ServedRows(self._model)
         with self._stages.stage("slot pool"):
             self._arena = self._allocate_arena(host)
         self._parts = RunnerParts.of(self._model, self._arena.weights, settings)
@@ -80,6 +83,10 @@ class Follower:
                 self._count_pages()
             case command:
                 self._arena.run(command)  # type: ignore[arg-type]
+
+    def answer(self, question: RowQuestion) -> RowAnswer:
+        """Answer a question of the leader, about this rank's rows of a linear. For any thread."""
+        return question.answer(self._rows)
 
     def _allocate_arena(self, host: SharedMemory) -> FollowingArena:
         settings, shape = self._settings, self._model.config.shape

@@ -231,10 +231,12 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
         latents = shape.latents
         of_head = shape.head_dim + latents.cached + latents.kv_rank + latents.values
         qkv = latents.query_rank + latents.cached + shape.heads * of_head
-    mlp = 3 * shape.intermediate
+    mlp = 3 * max(shape.intermediate, shape.wide_intermediate)
     if config.experts_per_token:  # each of a token's experts has a row, an input and an output
         mlp = config.experts_per_token * (mlp + 2 * shape.hidden)
     widths = 6 * shape.hidden + qkv + mlp  # alive at once in a layer
+    inputs = shape.layers * shape.layer_input
+    widths = max(widths + inputs, shape.hidden + 3 * inputs)  # while they are computed, thrice
     activations = settings.max_batch_tokens * widths * itemsize
     # Logits, two tensors of their size in 32 bits for penalties, and four more for sampling under
     # penalties and a grammar.

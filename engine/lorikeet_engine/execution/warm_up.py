@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -74,8 +75,9 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
         for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # 2: a prompt, so not only decodes
             if sum(lengths) <= settings.max_batch_tokens:
-                for rank in ranks:
-                    _run(runner, sampler, settings, lengths, adapters, rank, graphs=False)
+                for rank, vectors in product(ranks, (False, True)):
+                    step = lengths, adapters, rank
+                    _run(runner, sampler, settings, *step, graphs=False, vectors=vectors)
     for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # larger numbers of lm_head's rows
         if rows <= settings.max_running:
             for rank in ranks:
@@ -91,6 +93,7 @@ class DummyLease:
     head_rank: int = 0
     head_rows: int = 0
     changes_experts: bool = True
+    has_vectors: bool = False
 
     def release(self) -> None:
         """Do nothing: nothing is held."""
@@ -107,6 +110,7 @@ def _run(
     *,
     depth: int = 0,
     graphs: bool = True,
+    vectors: bool = False,
 ) -> None:
     """Run a dummy step.
 
@@ -118,9 +122,13 @@ def _run(
     depth: tokens of each sequence before those in the step.
     graphs: whether CUDA graphs may be used; False compiles the kernels of steps that are too large
         for graphs.
+    vectors: whether the adapters may have vectors for linears.
     """
     each = (rank, rank, min(rank, 1))
-    leases = [DummyLease(i, *each) if i < adapters else None for i in range(len(lengths))]
+    leases = [
+        DummyLease(i, *each, has_vectors=vectors) if i < adapters else None
+        for i in range(len(lengths))
+    ]
     windows = runner.kv_windows
     chunks = [
         dummy_chunk(length, settings.page_size, lease, groups=len(windows), depth=depth)

@@ -54,6 +54,7 @@ class ModelConfig:
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
     sinks, value_norm: see Family.
     layer_scalars: see Family.
+    layer_input_rows: number of tokens that have embeddings for each layer; 0: none has.
     experts_beside: whether layers have a dense MLP, and experts beside it (ExpertKeys.beside).
     attention_scale: factor of attention scores; None: 1 / √head_dim.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
@@ -92,6 +93,7 @@ class ModelConfig:
     sinks: bool
     value_norm: bool
     layer_scalars: bool
+    layer_input_rows: int
     experts_beside: bool
     attention_scale: float | None
     experts_per_token: int
@@ -132,10 +134,11 @@ class ModelConfig:
             _refuse_bidirectional(raw)
         turning = _turning(raw, family, shape.layers)
         sliding = _sliding_layers(raw, family, turning)
+        if family.rope_in_windows and raw["sliding_window"] is not None:
+            turning = sliding
         if LayerKind.WINDOW in family.kinds:
             _refuse_more_of_gemma4(raw, family)
-            sliding = tuple(kind is LayerKind.WINDOW for kind in shape.kinds)
-        bias = _flag(raw, family, "attention_bias")
+            sliding = tuple(kind.has_window for kind in shape.kinds)
         return cls(
             shape=shape,
             vocab_size=integer(raw, "vocab_size"),
@@ -145,14 +148,16 @@ class ModelConfig:
             else number(raw, "rms_norm_eps", 1e-6),
             ropes=_ropes(raw, shape, context, turning, sliding),
             windows=(seen := _windows(raw, sliding, context)),
-            kv_groups=KvGroups.of(seen, context, _have_kv(shape), _kv_widths(shape)),
+            kv_groups=KvGroups.of(seen, context, _have_kv(shape), _kv_widths(shape)).read_by(
+                [shape.kv_owner(layer) for layer in range(shape.layers)]
+            ),
             attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
             logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
             gelu=_is_gelu(raw, family),
             squared_relu="mlp_hidden_act" in family.fixed,
-            qkv_bias=bias or family.qkv_bias,
-            o_bias=family.o_bias is not None and _flag(raw, family, family.o_bias),
-            mlp_bias=_flag(raw, family, "mlp_bias"),
+            qkv_bias="qkv" in shape.biased,
+            o_bias="o" in shape.biased,
+            mlp_bias="down" in shape.biased,
             norms=family.norms,
             norms_plus_one=family.norms_plus_one,
             qk_norm=family.qk_norm,
@@ -167,6 +172,7 @@ class ModelConfig:
             sinks=family.sinks,
             value_norm=family.value_norm,
             layer_scalars=family.layer_scalars,
+            layer_input_rows=_layer_input_rows(raw, shape),
             experts_beside=family.experts is not None and family.experts.beside,
             attention_scale=_own_scale(raw, family),
             experts_per_token=_experts_per_token(raw, shape),
@@ -201,8 +207,7 @@ def _time_limits(raw: Mapping[str, Any], keys: RecurrentKeys | None) -> tuple[fl
 
 
 def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
-    kinds = map(shape.kind, range(shape.layers))
-    return tuple(kind.mixes and not kind.has_state for kind in kinds)
+    return tuple(shape.kind(layer).has_kv for layer in range(shape.layers))
 
 
 def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
@@ -211,11 +216,6 @@ def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
         return ()
     heads = map(shape.heads_of, range(shape.layers))
     return tuple(each.kv_heads * each.head_dim for each in heads)
-
-
-def _flag(raw: Mapping[str, Any], family: Family, switch: str) -> bool:
-    """Read a boolean key of config.json; False if the model family does not use the key."""
-    return switch in family.switches and flag(raw, switch)
 
 
 def _multiplier(raw: Mapping[str, Any], family: Family, switch: str) -> float:
@@ -298,17 +298,32 @@ def _refuse_bidirectional(raw: Mapping[str, Any]) -> None:
 
 
 def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
-    """Raise ModelError for what only Gemma 4 E2B and E4B have."""
-    parts = {
-        "hidden_size_per_layer_input": "embeddings of each layer",
-        "num_kv_shared_layers": "layers that share keys and values",
-    }
-    for field, part in parts.items():
+    """Raise ModelError for parts of Gemma 4's models that no published model has together.
+
+    Embeddings of each layer, layers that share keys and values, and values of their own in layers
+    without a window are parts of E2B and E4B; larger models have none of these.
+    """
+    is_e = bool(family.outer)
+    if flag(raw, "attention_k_eq_v") is is_e:
+        want = "false beside hidden_size_per_layer_input" if is_e else "true, but in E2B and E4B"
+        raise refusal("attention_k_eq_v", is_e, want)
+    for field in () if is_e else ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if field in family.switches and raw[field]:
-            want = f"0: {part}, as Gemma 4 E2B and E4B have them, cannot be served"
-            raise refusal(field, raw[field], want)
-    if not flag(raw, "attention_k_eq_v"):
-        raise refusal("attention_k_eq_v", False, "true: keys of layers without a window are values")
+            raise refusal(field, raw[field], "0: only Gemma 4 E2B and E4B have it")
+
+
+def _layer_input_rows(raw: Mapping[str, Any], shape: BaseShape) -> int:
+    """Return ModelConfig.layer_input_rows.
+
+    raw: content of config.json.
+    """
+    if not shape.layer_input:
+        return 0
+    rows = integer(raw, "vocab_size_per_layer_input")
+    if rows < shape.vocabulary:
+        want = f"at least vocab_size ({shape.vocabulary})"
+        raise refusal("vocab_size_per_layer_input", rows, want)
+    return rows
 
 
 def _ropes(

@@ -254,7 +254,8 @@ class RoutedMlp:
         output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         self._ranks = ranks
-        biased, wide = config.clamp is not None, config.sigmoid_scale is not None
+        biased = config.clamp is not None
+        wide = config.sigmoid_scale is not None or config.shape.latents is not None
         self.router = LoraLinear(checkpoint, config.shape, layer, "router", bias=biased, wide=wide)
         self.latent_in: LoraLinear | None = None
         if config.shape.latent:

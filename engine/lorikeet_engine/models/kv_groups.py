@@ -51,8 +51,8 @@ class KvGroups:
         several layers if their keys are narrower than those of other layers.
     windows: each group's window in tokens; None: no window. Groups without windows come first.
         Groups with the same window and the same width of keys are neighbours.
-    places: by layer, the layer's group and its index in the group's pages; None for a layer without
-        keys and values.
+    places: by layer, the group and the index in the group's pages of the keys and values that the
+        layer attends to; None for a layer that attends to none.
     """
 
     page_layers: int
@@ -110,6 +110,13 @@ class KvGroups:
             seen[kind] += 1
         counted = (kind[0] for kind in kinds for _ in range(groups(kind, best)))
         return cls(best, tuple(counted), tuple(places))
+
+    def read_by(self, owners: Sequence[int]) -> "KvGroups":
+        """Return the groups with the places of layers that attend to other layers' keys and values.
+
+        owners: by layer, the layer whose keys and values it attends to.
+        """
+        return replace(self, places=tuple(self.places[owner] for owner in owners))
 
 
 def layer_of_piece(piece: torch.Tensor, kv_heads: int, width: int, part: int) -> torch.Tensor:

@@ -52,13 +52,15 @@ class LatentAttention:
         assert place is not None
         self.rope, self._place = rope, place
         self.inputs = LoraLinear(checkpoint, shape, layer, "latents", bias=False)
-        self._queries = LoraLinear(checkpoint, shape, layer, "q_b", bias=False)
+        group = "q_b" if sizes.query_rank else "queries"
+        self._queries = LoraLinear(checkpoint, shape, layer, group, bias=False)
         self._o = LoraLinear(checkpoint, shape, layer, "o", bias=False)
         path = shape.linears[self.inputs.group.linears[0]].path(layer).rpartition(".")[0]
         queries, keys = (
-            checkpoint.read_parts([f"{path}.{name}_a_layernorm.weight"], [Cut.whole(rank)])
+            checkpoint.read([f"{path}.{name}_a_layernorm.weight"], [rank]) if rank else None
             for name, rank in (("q", sizes.query_rank), ("kv", sizes.kv_rank))
         )
+        assert keys is not None
         self._norms = LatentNorms(queries, keys, _EPS)
         scale = read_kv_scales(checkpoint, path).key
         self._kv_scales = KvScales(scale, scale)
@@ -90,7 +92,8 @@ class LatentAttention:
             y, cos, sin, layer_kv, kv_slots[group], self._norms, delta, scales,
             interleaved=interleaved,
         )  # fmt: skip
-        q, delta = by_heads(*self._queries(queries, lora), self._head_dim)
+        read = x if self._norms.queries is None else queries
+        q, delta = by_heads(*self._queries(read, lora), self._head_dim)
         absorbed = absorb_queries(q, cos, sin, self._weight, delta, lora, interleaved=interleaved)
         mixed = attention.attend(absorbed, layer_kv, batch, scales, None, group)
         outputs = expand_outputs(mixed, self._weight, lora)

@@ -16,6 +16,8 @@ from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraStep, U
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.cut import Cut
 
+_MODELS = "lorikeet_engine.models."
+
 
 class LoraLinear:
     """Linear layer y[t] = x[t]·Wᵀ + b + B(t)·A(t)·x[t], with A and B of token t's adapter, if any.
@@ -40,20 +42,22 @@ class LoraLinear:
         Raises ModelError if a tensor is missing or malformed.
 
         shape: shape of the whole model, not of this process's part.
-        layer: index of the layer.
-        group: name of one of the shape's groups.
+        layer: index of the layer; the shape's outer_layer for a linear outside the layers.
+        group: name of one of the shape's groups, or of a linear outside the layers.
         bias: whether the linears have biases.
         wide: whether the linear, the only one of its group, is multiplied in float32.
         """
-        linears = shape.groups[group]
-        assert not any(shape.linears[n].of_experts for n in linears), "one matrix for all tokens"
+        linears = shape.members(layer, group)
+        modules = [shape.modules[n] for n in linears]
+        assert not any(each.of_experts for each in modules), "one matrix for all tokens"
         kept = [checkpoint.shard.ranges(shape)[n] for n in linears]
         self.layer = layer
         self.group = LoraGroup(linears, len(kept[0].inputs), tuple(cut.d_out for cut in kept))
+        is_outer = layer == shape.outer_layer
         # each range of rows is read by itself
         parts = [
-            (shape.linears[n].path(layer), *shape.dims(n), rows, cut.inputs)
-            for n, cut in zip(linears, kept, strict=True)
+            (each.module if is_outer else each.path(layer), *shape.dims(n), rows, cut.inputs)
+            for n, each, cut in zip(linears, modules, kept, strict=True)
             for rows in cut.outputs
         ]
         self.bias: torch.Tensor | None = None
@@ -62,16 +66,14 @@ class LoraLinear:
             cut = Cut((d_out, d_in), rows, columns)
             self.weight: FusedWeight = checkpoint.read_float32(f"{path}.weight", cut)
             return
-        floats = [
-            cut for n, cut in zip(linears, kept, strict=True) if shape.linears[n].is_never_fp8
-        ]
+        floats = [cut for each, cut in zip(modules, kept, strict=True) if each.is_never_fp8]
         self.weight = checkpoint.read_fused(
             [f"{path}.weight" for path, *_ in parts],
             [Cut((d_out, d_in), rows, columns) for _, d_in, d_out, rows, columns in parts],
             floats=sum(len(cut.outputs) for cut in floats),
         )
         biases = [f"{path}.bias" for path, *_ in parts]
-        if bias and shape.linears[linears[0]].parallel is Parallel.ROW and checkpoint.shard.index:
+        if bias and modules[0].parallel is Parallel.ROW and checkpoint.shard.index:
             checkpoint.leave(biases)  # the first process adds the bias to the sum
         elif bias:
             cuts = [Cut((d_out,), rows) for _, _, d_out, rows, _ in parts]
@@ -97,6 +99,15 @@ class LoraLinear:
         act_and_mul can read.
         """
         return linear_with_lora_before_act(x, self.weight, self.bias, lora, self.layer, self.group)
+
+
+def lora_linears(part: object) -> Iterator[LoraLinear]:
+    """Yield the linears with LoRA of a part of a model, such as a layer, and of its own parts."""
+    for each in vars(part).values():
+        if isinstance(each, LoraLinear):
+            yield each
+        elif type(each).__module__.startswith(_MODELS) and hasattr(each, "__dict__"):
+            yield from lora_linears(each)
 
 
 def columns(

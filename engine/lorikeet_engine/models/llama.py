@@ -49,7 +49,8 @@ from lorikeet_engine.models.experts import ExpertsBesideMlp, RoutedMlp
 from lorikeet_engine.models.kv_groups import layer_of_piece
 from lorikeet_engine.models.kv_scales import read_kv_scales
 from lorikeet_engine.models.latent_attention import LatentAttention
-from lorikeet_engine.models.linears import LoraLinear, by_heads, columns
+from lorikeet_engine.models.layer_inputs import LayerInputs, OwnInput
+from lorikeet_engine.models.linears import LoraLinear, by_heads, columns, lora_linears
 from lorikeet_engine.models.mamba import Mamba
 from lorikeet_engine.models.mlp import Mlp
 from lorikeet_engine.models.norms import (
@@ -83,6 +84,7 @@ class _Step:
     kv_slots: tuple[torch.Tensor, ...]
     layers_kv: tuple[torch.Tensor, ...]
     states: RecurrentStates | None
+    layer_inputs: torch.Tensor | None
 
 
 class LlamaModel:
@@ -131,6 +133,7 @@ class LlamaModel:
         # rounded to the dtype, as transformers does for Gemma
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
         self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
+        self._layer_inputs = LayerInputs(config, checkpoint) if shape.layer_input else None
 
     def forward(
         self,
@@ -155,12 +158,24 @@ class LlamaModel:
         turns = self._rotary.at(batch.positions)
         slots = batch.kv_slots.unbind(0)
         lora_step = _lora_step(lora, batch)
-        step = _Step(batch, lora_step, attention, turns, slots, kv.unbind(0), states)
-        x = self._embed(batch, lora_step)
+        x, layer_inputs = self._embed(batch, lora_step), None
+        if self._layer_inputs is not None:
+            layer_inputs = self._layer_inputs(batch.token_ids, x, lora_step)
+        layers_kv = kv.unbind(0)
+        step = _Step(batch, lora_step, attention, turns, slots, layers_kv, states, layer_inputs)
         delta = Product(torch.zeros_like(x))
         for layer in self._layers:
             delta = layer(x, delta, step)
         return self._norm.add_and_norm(x, delta)
+
+    def linears(self) -> list[LoraLinear]:
+        """Return the linears with LoRA of this process's part of the model, in no certain order.
+
+        lm_head, linears of experts and kv_b_proj of latent attention are none of them.
+        """
+        inputs = [] if self._layer_inputs is None else [self._layer_inputs]
+        found = (each for part in (*self._layers, *inputs) for each in lora_linears(part))
+        return list({id(each): each for each in found}.values())
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)
@@ -265,11 +280,15 @@ def _read(
     config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
 ) -> LlamaModel:
     model = LlamaModel(config, checkpoint, ranks)
-    hybrid, tied = FAMILIES[config.shape.family].is_hybrid, config.tied_embeddings
+    shape, tied = config.shape, config.tied_embeddings
+    hybrid = FAMILIES[shape.family].is_hybrid
     # DeepSeek's are in layers behind the last one
-    beyond = f"model.layers.{config.shape.layers}."
-    next_tokens = _NEXT_TOKENS if config.shape.latents is None else beyond
-    checkpoint.check_all_read((*["lm_head."] * tied, *[next_tokens] * hybrid))
+    beyond = f"model.layers.{shape.layers}."
+    next_tokens = _NEXT_TOKENS if shape.latents is None else beyond
+    # published checkpoints have them in layers that attend to other layers' keys and values
+    readers = [n for n in range(shape.layers) if shape.kv_owner(n) != n]
+    unused = [f"model.layers.{n}.self_attn.{part}_" for n in readers for part in "kv"]
+    checkpoint.check_all_read((*["lm_head."] * tied, *[next_tokens] * hybrid, *unused))
     return model
 
 
@@ -307,6 +326,7 @@ class _Layer:
             self.mixer = _Attention(config, checkpoint, layer, ranks, output_norm)
         self.mlp: Mlp | RoutedMlp | None = None
         self.experts: ExpertsBesideMlp | None = None
+        self.own_input: OwnInput | None = None
         if kind.mixes and FAMILIES[config.shape.family].alone:
             return
         self.mlp_norm = RmsNorm(config, checkpoint, path(norms.mlp_input))
@@ -320,6 +340,8 @@ class _Layer:
         else:
             shared = config.shape.shared_intermediate > 0 and not kind.is_dense
             self.mlp = Mlp(config, checkpoint, layer, ranks, output_norm, shared=shared)
+        if config.shape.layer_input:
+            self.own_input = OwnInput(config, checkpoint, layer)
 
     def __call__(self, x: torch.Tensor, delta: Product, step: _Step) -> Product:
         """Compute one decoder layer.
@@ -339,6 +361,9 @@ class _Layer:
             delta = self.mlp(inputs, step.lora)
         if self.experts is not None:
             delta = self.experts(x, delta, step.lora)
+        if self.own_input is not None:
+            assert step.layer_inputs is not None, "a step without inputs of layers"
+            delta = self.own_input(x, delta, step.layer_inputs, step.lora)
         return delta
 
 
@@ -384,7 +409,7 @@ class _Attention:
         self.heads, heads = own.heads, own.heads_of(layer)
         self.kv_heads, self.head_dim = heads.kv_heads, heads.head_dim
         self.rope, self.window = config.ropes[layer], config.windows[layer]
-        place = config.kv_groups.places[layer]
+        place, self.owns_kv = config.kv_groups.places[layer], shape.kind(layer).has_kv
         assert place is not None
         self.place = place
         self.kv_width = kv_head_dim(self.head_dim, checkpoint.device.type)
@@ -393,12 +418,13 @@ class _Attention:
         self.inputs = LoraLinear(checkpoint, shape, layer, qkv, bias=config.qkv_bias)
         outputs = [w for n in self.inputs.group.linears for w in shape.linears[n].outputs]
         gated = outputs[0] is Width.GATED_QUERIES
-        self.keys_are_values = len(outputs) == 2  # queries and keys
+        self.keys_are_values = len(outputs) == 2  # queries and keys; of a reader, queries alone
         self.gates = self.heads * self.head_dim if gated else 0
         self.o = LoraLinear(checkpoint, shape, layer, o, bias=config.o_bias)
         self._ranks = ranks
-        path = shape.linears[self.inputs.group.linears[0]].path(layer).rpartition(".")[0]
-        self.kv_scales = read_kv_scales(checkpoint, path)
+        q = shape.linears[self.inputs.group.linears[0]]
+        path, owner = (q.path(each).rpartition(".")[0] for each in (layer, shape.kv_owner(layer)))
+        self.kv_scales = read_kv_scales(checkpoint, owner)
         self.qk_norm = read_qk_norm(config, checkpoint, layer)
         self.norm_ranks = ranks if config.qk_norm is QkNormKind.WHOLE else None
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
@@ -421,8 +447,9 @@ class _Attention:
             norm = shared_qk_norm(norm, self.norm_ranks, qkv, self.kv_heads, lora)
         slots = step.kv_slots[group]
         scales = self.kv_scales if layer_kv.dtype == FP8_KV else None
+        own_kv = layer_kv if self.owns_kv else None
         rotary_and_store_kv(
-            qkv, turns.cos, turns.sin, layer_kv, slots, lora, norm, scales,
+            qkv, turns.cos, turns.sin, own_kv, slots, lora, norm, scales,
             interleaved=self.rope is not None and self.rope.interleaved,
             spans_head=self.rope is not None and self.rope.spans_head,
             keys_are_values=self.keys_are_values,

@@ -44,6 +44,8 @@ class Mlp:
         shared: whether to read the expert that all tokens of a mixture share.
         """
         shape, bias, part = config.shape, config.mlp_bias and not shared, "shared_" * shared
+        if shape.kv_owner(layer) != layer:
+            part = "wide_"
         self.squared_relu, self.gelu = config.squared_relu, config.gelu
         first = f"{part}up" if self.squared_relu else f"{part}gate_up"
         self.gate_up = LoraLinear(checkpoint, shape, layer, first, bias=bias)

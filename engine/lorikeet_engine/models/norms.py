@@ -164,10 +164,11 @@ def read_qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkN
         q, k = (checkpoint.shard.ranges(shape)[n] for n in shape.groups["qkv"][:2])
         widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         cuts = [Cut((widths[0],), q.outputs[0]), Cut((widths[1],), k.outputs[0])]
-    query, key = (
+    query, *keys = (
         _weight(config, checkpoint, f"model.layers.{layer}.self_attn.{name}_norm", cut)
-        for name, cut in zip("qk", cuts, strict=True)
+        for name, cut in zip("qk" if shape.kind(layer).has_kv else "q", cuts, strict=False)
     )
+    key = keys[0] if keys else query  # of a layer without keys, which is not read
     return QkNorm(query, key, config.norm_eps, values=config.value_norm)
 
 

@@ -88,6 +88,8 @@ _BETA = "llama_4_scaling_beta"
 _LOCAL_THETA = "rope_local_base_freq"
 """Key of config.json in model families whose sliding-window layers have another RoPE theta."""
 _PAIRS = "rope_interleave"
+_FILLED = ("llama3", "longrope", "yarn")
+"""Kinds of rotary embeddings whose original context transformers takes from config.json's top."""
 _PER_KIND = {"full_attention", "sliding_attention"}
 
 RopeScaling = (
@@ -324,6 +326,10 @@ def _query_scaling(
         return None
     if beta is None:
         raise refusal(f"{name}.{_BETA}", beta, "a number; 0 if queries shall not grow")
+    field = "original_max_position_embeddings"
+    if beta and _kind(rope) not in _FILLED and rope.get(field) is None:
+        # transformers takes max_position_embeddings for it in the other kinds alone
+        raise refusal(f"{name}.{field}", None, f"the tokens behind which queries grow by {_BETA}")
     original = _original_context(raw, rope)
     if beta == 0 or context <= original:
         return None

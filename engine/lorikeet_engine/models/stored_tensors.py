@@ -31,7 +31,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Decoders within vision-language models: model.language_model.layers…,
 # language_model.model.layers…, or named as alone; and lm_head or language_model.lm_head.
-_DECODER = re.compile(r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens|norm)\..+)")
+_DECODER = re.compile(
+    r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens(?:_per_layer)?|norm"
+    r"|per_layer_model_projection|per_layer_projection_norm)\..+)"
+)
 _HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
 # Mixtral's checkpoints have their own names for the linears of other mixtures of experts.
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")

@@ -2,6 +2,7 @@
 
     leader ── ring: commands, in one order for all ──▶ every follower     (process/follower.py)
            ◀── a pipe each: reports of finished copies ── follower
+           ◀─ a pipe each: questions of loads, answers ─▶ a thread of the follower
 
 A follower executes the leader's commands in order and has no notion of requests. No rank can
 continue without all others. So the leader's process ends as soon as a follower has ended or is
@@ -21,7 +22,7 @@ from enum import Enum, auto
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.parallel.ring import RingWriter, SharedMemory
@@ -77,8 +78,8 @@ class Followers:
     """Follower processes: started by the constructor, commanded by `send`, ended by `close`.
 
     Only one thread may call `queue`, `send` and `expect_copy`: the engine's thread, once the engine
-    runs steps. When a follower is lost, `on_lost` is called with its rank and the reason, on
-    another thread.
+    runs steps. Any thread may call `ask`. When a follower is lost, `on_lost` is called with its
+    rank and the reason, on another thread.
 
     memory: memory shared with the followers, in addition to the ring of commands.
     """
@@ -112,14 +113,17 @@ class Followers:
         pipes = [os.pipe() for _ in range(1, world)]
         self._ring = RingWriter(ring, [wake for _, wake in pipes])
         self._reports, self._processes = list[Connection](), list["subprocess.Popen[bytes]"]()
+        self._questions = list[tuple[threading.Lock, Connection]]()
         for rank, (woken, _) in enumerate(pipes, 1):
             reports, report_to = Pipe(duplex=False)
-            own = (ring.fd, woken, report_to.fileno(), memory.fd)
-            numbers = rank, world, ring.fd, size, woken, report_to.fileno(), memory.fd, memory.size
-            with report_to:
+            questions, answer_to = Pipe()
+            own = (ring.fd, woken, report_to.fileno(), answer_to.fileno(), memory.fd)
+            numbers = rank, world, ring.fd, size, *own[1:], memory.size
+            with report_to, answer_to:
                 self._processes.append(_start(numbers, (*own, *fds)))
             os.close(woken)
             self._reports.append(reports)
+            self._questions.append((threading.Lock(), questions))
         ring.close()
         memory.close()
         self._watcher = threading.Thread(target=self._run, name="lorikeet-ranks", daemon=True)
@@ -144,6 +148,22 @@ class Followers:
         try:
             self._ring.write(pickle.dumps([*queued, *messages], pickle.HIGHEST_PROTOCOL))
         except OSError as error:
+            raise DeviceLost("a process of another GPU of this replica is gone") from error
+
+    def ask(self, rank: int, question: object) -> Any:
+        """Send a follower a question, which it answers beside its commands; wait for the answer.
+
+        rank: the follower's rank.
+        question: picklable, like the answer.
+
+        Raises DeviceLost if the follower is gone.
+        """
+        lock, pipe = self._questions[rank - 1]
+        try:
+            with lock:
+                pipe.send(question)
+                return pipe.recv()
+        except (EOFError, OSError) as error:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def expect_copy(self, copy: int) -> RankCopies:
@@ -171,6 +191,8 @@ class Followers:
         self._watcher.join()
         for reports in self._reports:
             reports.close()
+        for _, questions in self._questions:
+            questions.close()
 
     def _run(self) -> None:
         stopped_since_s: dict[int, float] = {}

@@ -11,7 +11,9 @@ their adapters, and the router of a mixture of experts are whole in every proces
 gate, up and down are divided as an MLP's are. A delta net is divided at its key heads: in_proj_qkv,
 z, b and a by output, out_proj by input; Mamba 2 at its groups or, where several processes share a
 group, at its heads. Latent attention is divided at its heads: q_b_proj and kv_b_proj by output,
-o_proj by input; q_a_proj and kv_a_proj_with_mqa are whole in every process.
+o_proj by input; q_a_proj and kv_a_proj_with_mqa are whole in every process. So are embeddings of
+each layer, with their projections, gates and adapters: another division would need one more sum
+over ranks in each layer.
 
 A gated q_proj stores each head's query beside the gate of the head's output. A process reorders
 them: first the gates of all its heads, then their queries, so that queries, keys and values lie
@@ -104,6 +106,7 @@ class Shard:
             intermediate=shape.intermediate // self.world,
             shared_intermediate=shape.shared_intermediate // self.world,
             dense_intermediate=shape.dense_intermediate // self.world,
+            wide_intermediate=shape.wide_intermediate // self.world,
             heads=shape.heads // self.world,
             kv_heads=max(1, shape.kv_heads // self.world),
             full=full and replace(full, kv_heads=max(1, full.kv_heads // self.world)),

@@ -21,8 +21,10 @@ from lorikeet_engine.adapter_format import AdapterSpec, LinearLora, TensorSpan
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
 from lorikeet_engine.residency.packed_image import PackedLayout
+from lorikeet_engine.residency.vector_packing import write_vectors
 
 _MAX_THREADS = 4
 _CORES_PER_THREAD = 4
@@ -60,6 +62,7 @@ def pack(
     spec: AdapterSpec,
     layout: PackedLayout,
     out: torch.Tensor,
+    base: BaseRows | None = None,
     threads: int | None = None,
     arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
@@ -71,12 +74,15 @@ def pack(
 
     blob: the adapter's safetensors file.
     out: [layout.image_elements], of the image's dtype.
+    base: rows of the base model, on which DoRA's gains and biases depend; may be None for a blob
+        without vectors.
     threads: number of threads that divide the layers among them; None: chosen by the number of
         cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
         many bytes. In this case a single thread packs.
 
-    Raises AdapterRejected if a value does not fit the dtype, and the errors of `arrived`.
+    Raises AdapterRejected if a value does not fit the dtype or the base model, and the errors of
+    `arrived`.
     """
     spans = torch.split(out, layout.elements)
     layers = _staged_layers(spec, layout)
@@ -88,10 +94,12 @@ def pack(
         found = {place: each for sums in run(write, shares) for place, each in sums.items()}
     if arrived is not None:
         arrived(spec.size_bytes)
+    write_vectors(blob, spec, layout, spans, base)
+    outer = len(layout.layers) - 1
     for number, span in enumerate(spans):
         _write_token_rows(blob, spec, layout, span)
-        outer = len(layout.layers) - 1
-        found[number, outer] = _sum(layout, span, outer)
+        for layer in {outer, *(part.layer for part in spec.vectors)}:
+            found[number, layer] = _sum(layout, span, layer)
     places = ((number, layer) for number in range(len(spans)) for layer in range(outer + 1))
     return tuple(found.get(place, 0) for place in places)  # 0 for a layer without matrices
 

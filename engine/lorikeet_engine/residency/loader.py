@@ -1,7 +1,8 @@
 """Loads of adapters from the remote store to the disk and to the host, on background threads.
 
 A blob (an adapter's safetensors file) is packed once: its image, which the GPU reads, is kept on
-the disk (disk/image_file.py). An adapter that is loaded only for temporary pins gets no image file.
+the disk (disk/image_file.py). An adapter that is loaded only for temporary pins gets no image file,
+nor does one with vectors (vector_packing.py), whose image depends on the base model's weights.
 
 Downloads, packing and writing of images have separate threads, so a source that hangs or a slow
 disk delays no adapter that is on the disk already. A blob that does not fit on a full or broken
@@ -32,6 +33,7 @@ from lorikeet_engine.errors import (
     AdapterTooLarge,
     LoadFault,
 )
+from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.checksums import LayerSums
 from lorikeet_engine.residency.disk.cache import DiskCache, is_disk_error, memory_file
@@ -130,6 +132,8 @@ class Loader:
     on_result: called on the loading threads when `results` has a new result, or when host memory
         may have become free.
     world: number of tensor parallel ranks that share the model.
+    base: rows of the base model, on which DoRA's gains and biases depend; None in processes without
+        the model, which load no such adapters.
     """
 
     def __init__(
@@ -141,13 +145,15 @@ class Loader:
         gpu_elements: int,
         on_result: Callable[[], None],
         world: int,
+        base: BaseRows | None = None,
     ) -> None:
+        self._base = base
         self._shape, self._limits, self._world = shape, limits, world
         self._disk, self._host = disk, host
         self._max_elements = min(gpu_elements, host.elements // world)
         self._on_result = on_result
         self.incoming_blobs = IncomingBlobs(
-            shape, limits, host, self._max_elements, world, on_result
+            shape, limits, host, self._max_elements, world, on_result, base
         )
         self._lock = threading.RLock()  # guards _tasks and _results
         self._tasks: dict[str, _LoadTask] = {}
@@ -308,7 +314,7 @@ class Loader:
         if image is not None:
             elements, packed_s = image.layout.elements, image.packed_s
             self._finish(task, Residency.HOST, elements=elements, read_s=packed_s)
-            self._keep_image(task)
+            self._keep_image(task, image.layout)
         return image is not None
 
     def _read_image(self, task: _LoadTask) -> bool:
@@ -359,16 +365,17 @@ class Loader:
         def write(out: torch.Tensor) -> LayerSums:
             verifying = self._verifiers.submit(verify) if verify else None
             try:
-                return pack(blob, spec, layout, out)
+                return pack(blob, spec, layout, out, self._base)
             finally:
                 if verifying is not None:
                     verifying.result()
 
         if self._fill(task, layout, write):
-            self._keep_image(task)
+            self._keep_image(task, layout)
 
-    def _keep_image(self, task: _LoadTask) -> None:
-        if not task.passing:
+    def _keep_image(self, task: _LoadTask, layout: PackedLayout) -> None:
+        # gains and biases fit one base model only, and a file in the cache may be read for another
+        if not task.passing and layout.vectors is None:
             self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(

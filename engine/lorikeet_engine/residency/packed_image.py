@@ -2,7 +2,8 @@
 
 An image holds one layer after another, and then the outer layer (lm_head and embeddings). Each
 layer holds its fused groups of linears in order. Each group holds the A matrices of its linears,
-then the B matrices, transposed. Every matrix begins at a multiple of ALIGNMENT elements and has its
+then the B matrices, transposed, then the vectors of its linears: a gain and a bias each
+(LoraWeights.vectors). Every matrix begins at a multiple of ALIGNMENT elements and has its
 true rank, without padding. The matrices of one linear's experts follow each other without a gap. A
 of the embeddings is transposed, too, since a token reads one column. Last come the rows of trained
 tokens, stored as A, with their ids as B.
@@ -48,6 +49,8 @@ class PackedLayout:
     head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
     shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+    vectors: [layers + 1, modules] int64, on the CPU: element offset in the span of each linear's
+        vectors; −1 for a linear without vectors. None: no linear has vectors.
     """
 
     rows: torch.Tensor
@@ -59,6 +62,7 @@ class PackedLayout:
     head_rows: int
     changes_experts: bool
     shared_a: frozenset[tuple[int, int]] = frozenset()
+    vectors: torch.Tensor | None = None
 
     @property
     def image_elements(self) -> int:
@@ -88,7 +92,8 @@ class PackedLayout:
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
-        return cls.of_ranks(ranks, shape, world, spec.shared_a)
+        vectors = frozenset((part.layer, part.linear) for part in spec.vectors)
+        return cls.of_ranks(ranks, shape, world, spec.shared_a, vectors)
 
     @classmethod
     def of_ranks(
@@ -97,6 +102,7 @@ class PackedLayout:
         shape: BaseShape,
         world: int = 1,
         shared_a: frozenset[tuple[int, int]] = frozenset(),
+        vectors: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these LoRA ranks.
 
@@ -107,6 +113,7 @@ class PackedLayout:
             allowed.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+        vectors: (layer, linear) of linears that have vectors.
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
@@ -116,7 +123,7 @@ class PackedLayout:
         if shared:
             ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
-        table, layers, end = _places(ranks, shape, ranges[0], shared_a)
+        table, places, layers, end = _places(ranks, shape, ranges[0], shared_a, vectors)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
         return cls(
@@ -129,6 +136,7 @@ class PackedLayout:
             head_rows=int(table[outer, of_head, 2]),
             changes_experts=_changes_experts(table, shape),
             shared_a=shared_a,
+            vectors=places if vectors else None,
         )
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
@@ -142,24 +150,39 @@ class PackedLayout:
         rows[..., :2] += offset * (rows[..., 2:] > 0)
         return rows
 
+    def vectors_at(self, offset: torch.Tensor) -> torch.Tensor | None:
+        """Return the adapter's row for LoraWeights.vectors; None for an adapter without vectors.
+
+        offset: as for rows_at, a tensor [layers + 1, 1].
+        """
+        return (
+            None
+            if self.vectors is None
+            else torch.where(self.vectors < 0, self.vectors, self.vectors + offset)
+        )
+
 
 def _places(
     ranks: Mapping[tuple[int, int], int],
     shape: BaseShape,
     ranges: Sequence[ShardRange],
     shared_a: frozenset[tuple[int, int]],
-) -> tuple[torch.Tensor, tuple[int, ...], int]:
-    """Compute where the matrices of an image lie: `rows`, `layers` and `elements` of PackedLayout.
+    vectors: frozenset[tuple[int, int]],
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], int]:
+    """Compute where the matrices and vectors of an image lie: `rows`, `vectors`, `layers` and
+    `elements` of PackedLayout.
 
     ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
     shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+    vectors: (layer, linear) of linears that have vectors.
     """
     modules = range(len(shape.modules))
     groups = [*shape.groups.values(), *((n,) for n in modules[len(shape.linears) :])]
     rows = [
         [[0, 0, ranks.get((layer, n), 0)] for n in modules] for layer in range(shape.layers + 1)
     ]
+    places = torch.full((shape.layers + 1, len(modules)), -1)
     layers, end = [], 0
     for number, layer in enumerate(rows):
         layers.append(end)
@@ -172,7 +195,11 @@ def _places(
                         continue
                     layer[n][side] = end
                     end += aligned(shape.matrices(n) * ranges[n].elements(rank)[side])
-    return torch.tensor(rows, dtype=torch.int64), tuple(layers), end
+            for n in group:
+                if (number, n) in vectors:
+                    places[number, n] = end
+                    end += aligned(2 * ranges[n].d_out)
+    return torch.tensor(rows, dtype=torch.int64), places, tuple(layers), end
 
 
 def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:

@@ -19,6 +19,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterDamaged, AdapterMissing
 from lorikeet_engine.parallel.followers import Followers
+from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
@@ -77,6 +78,7 @@ class Tiers:
         wake: Callable[[], None],
         world: int = 1,
         followers: Followers | None = None,
+        base: BaseRows | None = None,
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
@@ -90,6 +92,7 @@ class Tiers:
         wake: called on other threads when `advance` has work.
         world: number of tensor parallel ranks that share the model.
         followers: processes of the other ranks, which repeat all operations on `arena`.
+        base: rows of the base model, on which DoRA's gains and biases depend; None without a model.
         """
         self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
@@ -104,7 +107,9 @@ class Tiers:
         kind = fingerprint(shape, limits, dtype, world)
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
-        self._loader = Loader(shape, limits, self._disk, self._host, pool.elements, wake, world)
+        self._loader = Loader(
+            shape, limits, self._disk, self._host, pool.elements, wake, world, base
+        )
         self.incoming_blobs = self._loader.incoming_blobs
         self._copies, self._usage = ImageCopies(wake), SlotUsage(clock)
         self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)

@@ -70,6 +70,10 @@ class AdapterLease(Protocol):
     def changes_experts(self) -> bool:
         """Whether the adapter changes linears of experts."""
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the adapter has vectors for linears, as DoRA has."""
+
     def release(self) -> None:
         """Return the lease, so that the adapter may be evicted; a second call does nothing."""
 

@@ -39,7 +39,7 @@ def argument_value(text: str, types: frozenset[str]) -> Any:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return text if may_be_text else _literal(text)
-    return text if may_be_text and _type_of(value) not in types - STRING_ALONE else value
+    return text if may_be_text and type_of(value) not in types - STRING_ALONE else value
 
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
@@ -99,9 +99,9 @@ class _Schemas:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             types &= {"number" if kind == "integer" else str(kind) for kind in kinds}
         if "const" in schema:
-            types &= {_type_of(schema["const"])}
+            types &= {type_of(schema["const"])}
         if values := _list(schema, "enum"):
-            types &= {_type_of(value) for value in values}
+            types &= {type_of(value) for value in values}
         for part in self._parts(schema):
             types &= self.types(part)
         for keyword in ("anyOf", "oneOf"):
@@ -132,7 +132,8 @@ def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     return list(value) if isinstance(value, list) else []
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the type of a JSON value, as `argument_types` names it."""
     return _TYPE_NAMES.get(type(value), "string")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
+from lorikeet.answer_stream.forced_gemma_calls import ForcedGemmaParser
 from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
@@ -14,6 +15,8 @@ from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import TokenLogprobs, Tokens
+
+CallParser = ToolCallParser | ForcedCallParser | ForcedGemmaParser | ForcedXmlParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ChoiceStream:
     def __init__(
         self,
         text: Detokenizer,
-        parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None,
+        parser: CallParser | None,
         vocabulary: Vocabulary | None,
         echo: str | None,
         reasoning: ReasoningParser | None,
@@ -188,11 +191,13 @@ def open_choice(
     if thinking is not Thinking.NEVER:
         reasoning = ReasoningParser(thinking, tags)
         shown += tags.marks
-    parser: ToolCallParser | ForcedCallParser | ForcedXmlParser | None = None
+    parser: CallParser | None = None
     if call.tools is not None and syntax is not None:
         match syntax.style if call.tools.forced else None:
             case CallStyle.JSON | CallStyle.NAMED:
                 parser = ForcedCallParser(syntax)
+            case CallStyle.GEMMA:
+                parser = ForcedGemmaParser(syntax)
             case CallStyle.XML:
                 parser = ForcedXmlParser(syntax, call.tools)
             case _:

@@ -9,12 +9,7 @@ from lorikeet.answer_stream.argument_values import STRING_ALONE, argument_types,
 from lorikeet.answer_stream.openai_format import ToolCallPart
 from lorikeet.answer_stream.tool_calls import ParsedDelta, call_id
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
-from lorikeet.answer_stream.xml_calls import (
-    FUNCTION_BEGIN,
-    FUNCTION_END,
-    PARAMETER_BEGIN,
-    PARAMETER_END,
-)
+from lorikeet.answer_stream.xml_calls import xml_patterns
 from lorikeet.protocol.messages import ToolUse
 
 
@@ -28,8 +23,13 @@ class ForcedXmlParser:
     parsed = 0
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
-        self._pad = syntax.pad
-        self._value_end = regex.compile(f"(?:{syntax.pad})?{PARAMETER_END}")
+        tags, patterns = syntax.tags, xml_patterns(syntax)
+        assert tags is not None
+        self._pad, self._end = tags.pad, tags.end or syntax.closes
+        opens = regex.escape(syntax.opens)
+        self._call_begin = regex.compile(rf"{opens}\s*{patterns.function_begin.pattern}")
+        self._parameter_begin = patterns.parameter_begin
+        self._value_end = regex.compile(f"(?:{tags.pad})?{regex.escape(tags.value[1])}")
         self._parameters = use.parameters
         self._held = ""
         self._look: Callable[[], bool] = self._look_for_call
@@ -68,7 +68,7 @@ class ForcedXmlParser:
     # One method for each state; it returns False if the next step needs more text.
 
     def _look_for_call(self) -> bool:
-        begin = FUNCTION_BEGIN.search(self._held)
+        begin = self._call_begin.search(self._held)
         if begin is None:
             return False
         self._held, self._name, self._arguments = self._held[begin.end() :], begin[1], 0
@@ -77,13 +77,13 @@ class ForcedXmlParser:
 
     def _look_for_parameter(self) -> bool:
         self._held = self._held.lstrip()
-        if self._held.startswith(FUNCTION_END):
-            self._held = self._held[len(FUNCTION_END) :]
+        if self._held.startswith(self._end):
+            self._held = self._held[len(self._end) :]
             self._emit("}" if self._arguments else "{}")
             self._name, self._look = "", self._look_for_call
             self._calls += 1
             return True
-        begin = PARAMETER_BEGIN.match(self._held)
+        begin = self._parameter_begin.match(self._held)
         if begin is None:
             return False
         self._held, key = self._held[begin.end() :], begin[1]

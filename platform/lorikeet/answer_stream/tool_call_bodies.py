@@ -11,7 +11,7 @@ import regex
 
 from lorikeet.answer_stream.python_calls import FunctionCall, GemmaEnd, PythonEnd, Reader
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
-from lorikeet.answer_stream.xml_calls import FUNCTION_BEGIN, XmlEnd, xml_call
+from lorikeet.answer_stream.xml_calls import XmlEnd, xml_call, xml_patterns
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
 _NAME = r"[\w.-]{1,128}"
@@ -94,7 +94,7 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
         case CallStyle.GEMMA:
             return regex.compile("call:")
         case CallStyle.XML:
-            return FUNCTION_BEGIN
+            return xml_patterns(syntax).function_begin
 
 
 def body_end(syntax: ToolSyntax) -> BodyEnd:
@@ -114,7 +114,7 @@ def body_end(syntax: ToolSyntax) -> BodyEnd:
         case CallStyle.GEMMA:
             return GemmaEnd(syntax.closes, syntax.quote)
         case CallStyle.XML:
-            return XmlEnd(syntax.closes)
+            return XmlEnd(syntax)
 
 
 def calls_of(

@@ -1,6 +1,6 @@
 """Syntaxes of tool calls by model family, recognised by the model's chat template."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -11,7 +11,8 @@ class CallStyle(Enum):
     NAMED: the function's name, a mark, and an object of the arguments.
     PYTHON: name(key=value, …) with literals of Python or JSON.
     GEMMA: call:name{key:value, …} with a mark of its own on both sides of each string.
-    XML: <function=name> with a <parameter=key> for each value, which is bare text.
+    XML: tags around the function's name, and around the key and the value of each argument, which
+        is bare text.
     """
 
     JSON = "json"
@@ -19,6 +20,24 @@ class CallStyle(Enum):
     PYTHON = "python"
     GEMMA = "gemma"
     XML = "xml"
+
+
+@dataclass(frozen=True, slots=True)
+class XmlTags:
+    """Tags of one call in the style XML.
+
+    name, key, value: text before and after the function's name, an argument's key, and its value.
+    end: tag behind the arguments; empty if only the closing mark of the call ends them.
+    space: whitespace behind the function's name, a key with a closing tag, and a value.
+    pad: text on both sides of each value.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+    space: str
+    pad: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +50,7 @@ class ToolSyntax:
     style: syntax of one call.
     arguments: key of a JSON call's arguments; the key of its function is always "name". In the
         style NAMED, the mark before the arguments.
-    pad: text on both sides of each value of an XML call.
+    tags: tags of a call in the style XML.
     quote: mark on both sides of each string of a call in the style GEMMA.
     """
 
@@ -42,19 +61,17 @@ class ToolSyntax:
     closes: str = ""
     style: CallStyle = CallStyle.JSON
     arguments: str = "arguments"
-    pad: str = ""
+    tags: XmlTags | None = None
     quote: str = ""
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """Marks around tool calls that must be decoded as text even if they are special tokens."""
-        within = {CallStyle.GEMMA: self.quote, CallStyle.NAMED: self.arguments}.get(self.style)
-        return tuple(text for text in (self.opens, self.closes, within) if text)
-
-    @property
-    def can_be_held(self) -> bool:
-        """Whether a grammar can enforce this syntax together with the tools' schemas."""
-        return self.style is not CallStyle.GEMMA
+        within = [self.quote, self.arguments if self.style is CallStyle.NAMED else ""]
+        if self.tags is not None:
+            within += [*self.tags.key, *self.tags.value, self.tags.end]
+            within = [text for text in within if text.startswith("<") and text.endswith(">")]
+        return tuple(text for text in (self.opens, self.closes, *within) if text)
 
 
 HERMES = ToolSyntax(
@@ -65,6 +82,13 @@ HERMES = ToolSyntax(
     closes="</tool_call>",
 )
 """Tool calls of Hermes, Qwen 2.5, Qwen 3, SmolLM 3, Granite 4."""
+EXAONE = replace(
+    HERMES,
+    before="<tool_call>",
+    between="</tool_call>\n<tool_call>",
+    after="</tool_call>",
+)
+"""Tool calls of EXAONE 4: as Hermes's, each on one line."""
 MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
@@ -153,6 +177,13 @@ GEMMA_4 = ToolSyntax(
     quote='<|"|>',
 )
 """Tool calls of Gemma 4."""
+_PARAMETERS = XmlTags(
+    name=("<function=", ">"),
+    key=("<parameter=", ">"),
+    value=("", "</parameter>"),
+    end="</function>",
+    space="\n",
+)
 QWEN_XML = ToolSyntax(
     before="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
@@ -160,7 +191,7 @@ QWEN_XML = ToolSyntax(
     opens="<tool_call>",
     closes="</tool_call>",
     style=CallStyle.XML,
-    pad="\n",
+    tags=replace(_PARAMETERS, pad="\n"),
 )
 """Tool calls of Qwen 3.5 and later, of Qwen 3 Coder, and of Nemotron 3."""
 SEED = ToolSyntax(
@@ -170,8 +201,28 @@ SEED = ToolSyntax(
     opens="<seed:tool_call>",
     closes="</seed:tool_call>",
     style=CallStyle.XML,
+    tags=_PARAMETERS,
 )
 """Tool calls of Seed-OSS."""
+_ARGUMENTS = XmlTags(
+    name=("", ""),
+    key=("<arg_key>", "</arg_key>"),
+    value=("<arg_value>", "</arg_value>"),
+    end="",
+    space="",
+)
+GLM = ToolSyntax(
+    before="<tool_call>",
+    between="</tool_call><tool_call>",
+    after="</tool_call>",
+    opens="<tool_call>",
+    closes="</tool_call>",
+    style=CallStyle.XML,
+    tags=_ARGUMENTS,
+)
+"""Tool calls of GLM 4.7 and later: name<arg_key>key</arg_key><arg_value>value</arg_value>."""
+GLM_4_5 = replace(GLM, between="</tool_call>\n<tool_call>", tags=replace(_ARGUMENTS, space="\n"))
+"""Tool calls of GLM 4.5 and 4.6: as those of GLM 4.7, each tag on a line."""
 LLAMA = ToolSyntax(before="", between="; ", after="", arguments="parameters")
 """Tool calls of Llama 3.1 and later.
 
@@ -199,10 +250,10 @@ def syntax_of(template: str) -> ToolSyntax | None:
         if "<parameter=" not in template:
             return None
         return SEED if "<seed:tool_call>" in template else QWEN_XML
-    if "<arg_key>" in template:  # of GLM 4.5 and later, within the same marks as Hermes's
-        return None
+    if "<arg_key>" in template:  # within the same marks as Hermes's
+        return GLM if "</arg_key><arg_value>" in template else GLM_4_5
     if "<tool_call>" in template:
-        return HERMES
+        return EXAONE if "<tool_call>{" in template else HERMES
     if "<TOOLCALL>" in template:
         return NEMOTRON
     if "[TOOL_CALLS]" in template:
@@ -225,6 +276,6 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return TOOL_CODE
     if "a python list of the function calls" in template:
         return PYTHON_LIST
-    if '"parameters": ' in template:
-        return LLAMA
+    if '"parameters": ' in template and "parameter name=" not in template:
+        return LLAMA  # else the parameters of the tools that it shows, and calls in tags
     return None

@@ -296,12 +296,6 @@ class PromptEncoder:
                 "leave tools out, or use a model that was trained with tools",
                 param="tools",
             )
-        if not self.syntax.can_be_held and (use.forced or use.strict or answer is not None):
-            raise UnsupportedParameter(
-                "this base model writes tool calls in a syntax to which it cannot be held: "
-                'want the tool_choice "auto" or "none", no strict tools, and no JSON as the answer',
-                param="tools",
-            )
         if answer is not None and not use.forced and not self.syntax.before:
             raise UnsupportedParameter(
                 "this base model writes tool calls as plain JSON, which a JSON answer would look "

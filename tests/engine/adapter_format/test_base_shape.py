@@ -9,14 +9,25 @@ from lorikeet_engine.errors import ModelError
 from tests.engine.tiny_llama import CONFIG
 
 OWN = {
-    "gemma4_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text": {
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_global_key_value_heads": 1,
+    },
     "gemma4_moe_text": {
+        "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "enable_moe_block": True,
         "moe_intermediate_size": 20,
         "num_experts": 4,
         "top_k_experts": 2,
+    },
+    "gemma4_e_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
     },
     "gemma4_unified_text": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "granitemoehybrid": {
@@ -25,6 +36,8 @@ OWN = {
     },
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v3_whole_queries": {"num_key_value_heads": 4, "q_lora_rank": None},
+    "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 1},
 }
 
 
@@ -32,7 +45,7 @@ OWN = {
 def test_the_shape_of_a_base_model_fits_its_linears(family):
     layers = 6 if FAMILIES[family].is_hybrid else 1
     own = OWN.get(family, {})
-    types = {variant: name for name, (_, variant) in VARIANTS.items()}
+    types = {variant: name for name, each in VARIANTS.items() for variant in each.values()}
     sizes = {
         "hidden_size": 48,
         "intermediate_size": 56,
@@ -47,7 +60,11 @@ def test_the_shape_of_a_base_model_fits_its_linears(family):
     }
     config = transformers.AutoConfig.for_model(types.get(family, family), **sizes)
     shape = BaseShape.from_config(decoder_config(config.to_dict()))
-    decoder = transformers.AutoModelForCausalLM.from_config(config).model.layers
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    decoder = model.model.layers
+    for linear in FAMILIES[family].outer:
+        d_out, d_in = model.get_submodule(linear.module).weight.shape
+        assert shape.dims(shape.index(linear.name)) == (d_in, d_out)
     for index, linear in enumerate(shape.linears):
         if linear.of_experts:
             continue

@@ -9,7 +9,7 @@ import torch
 
 from loadtest.engine.random_adapters import RandomBlobs
 from loadtest.engine.random_model import random_model, write_config
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import BaseShape, decoder_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _WholeGraph
@@ -77,7 +77,16 @@ TWO_HEADS = CONFIG | {  # heads of two sizes
     "hidden_size_per_layer_input": 0,
     "sliding_window": 40,
 }
-WIDE = TWO_HEADS | {"global_head_dim": 512}
+HEADS_OF_512 = {"global_head_dim": 512}
+WIDE = TWO_HEADS | HEADS_OF_512
+LAYER_INPUTS = TWO_HEADS | {  # and layers that read other layers' keys
+    "layer_types": [*["sliding_attention", "full_attention"] * 2],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": CONFIG["vocab_size"],
+}
 
 
 class Rows:
@@ -208,6 +217,7 @@ class Twice:
         ("cpu", "auto", MAMBA),
         ("cpu", "auto", TWO_HEADS),
         ("cpu", "fp8", TWO_HEADS),
+        ("cpu", "auto", LAYER_INPUTS),
         pytest.param(("cuda", "auto", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", CONFIG), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WINDOWED), marks=pytest.mark.gpu),
@@ -216,12 +226,15 @@ class Twice:
         pytest.param(("cuda", "auto", MAMBA), marks=pytest.mark.gpu),
         pytest.param(("cuda", "auto", WIDE), marks=pytest.mark.gpu),
         pytest.param(("cuda", "fp8", WIDE), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "auto", LAYER_INPUTS | HEADS_OF_512), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "fp8", LAYER_INPUTS | HEADS_OF_512), marks=pytest.mark.gpu),
     ],
-    ids=lambda param: "-".join((*param[:2], param[2]["model_type"])),
+    ids=lambda param: "-".join((*param[:2], decoder_config(param[2])["model_type"])),
 )
 def engine(request, tmp_path, monkeypatch):
     device, kv_dtype, config = request.param
-    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(config), count=5, rank=12)
+    shape = BaseShape.from_config(decoder_config(config))
+    shelf = RandomBlobs(tmp_path / "blobs", shape, count=5, rank=12)
     engine = build(config, shelf, device, kv_dtype, tmp_path, monkeypatch)
     engine.refs = shelf.refs
     yield engine
@@ -314,7 +327,7 @@ def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, m
     answers.submit(greedy("r", list(range(20)), max_tokens=3))
     answers.all()
     assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
-    assert used == [(min(pieces), (0, False))]
+    assert used == [(min(pieces), (0, False, False))]
 
 
 def spied(ladder):
@@ -359,10 +372,10 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
         used = spied(engine._runner._graphs._whole)
         engine._runner = twice = Twice(engine._runner)
         for adapters, held in (
-            ([None], (0, False)),
-            ([None, attention], (2, False)),
-            ([every], (2, True)),
-            ([attention, None, every], (2, True)),
+            ([None], (0, False, False)),
+            ([None, attention], (2, False, False)),
+            ([every], (2, True, False)),
+            ([attention, None, every], (2, True, False)),
         ):
             for i, adapter in enumerate(adapters):
                 name = f"{i} of {len(adapters)}, {held}"
@@ -371,6 +384,31 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
             assert {adapters for _, adapters in used} == {held}
             used.clear()
         assert len(twice.compared) == 4 * 3
+    finally:
+        engine.close()
+
+
+def test_adapters_with_dora_have_graphs_of_their_own(tmp_path, monkeypatch):
+    shape = BaseShape.from_config(CONFIG)
+    plain = RandomBlobs(tmp_path / "plain", shape, 1, 12)
+    scaled = RandomBlobs(tmp_path / "dora", shape, 1, 8, dora=True)
+    source = Either(plain, scaled)
+    engine = build(CONFIG, source, "cpu", "auto", tmp_path, monkeypatch)
+    answers, lora, dora = Answers(engine), plain.refs[0], scaled.refs[0]
+    try:
+        for adapter in (lora, dora):
+            answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
+        answers.all()
+        used = spied(engine._runner._graphs._whole)
+        engine._runner = twice = Twice(engine._runner)
+        for adapters, held in (([lora], (2, False, False)), ([lora, None, dora], (8, False, True))):
+            for i, adapter in enumerate(adapters):
+                name = f"{i} of {len(adapters)}"
+                answers.submit(greedy(name, [3, 1, 4 + i], adapter=adapter, max_tokens=3))
+            answers.all()
+            assert {adapters for _, adapters in used} == {held}
+            used.clear()
+        assert len(twice.compared) == 2 * 3
     finally:
         engine.close()
 

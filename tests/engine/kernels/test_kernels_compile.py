@@ -127,7 +127,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.Tiles]:
-    weights = LoraWeights(empty(1 << 20), empty(300, 33, 11, 3, dtype=torch.int64))
+    table, vectors = empty(300, 33, 11, 3, dtype=torch.int64), empty(300, 33, 11, dtype=torch.int64)
+    weights = LoraWeights(empty(1 << 20), table, vectors)
     runs = [empty(segments, dtype=torch.int32) for _ in range(3)]
     return weights, tiles.list_tiles(Segments(*runs, max_rank), tokens)
 
@@ -140,6 +141,7 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
         expand(shrunk, empty(tokens, sum(group.d_outs)))
         expand(shrunk, empty(tokens, sum(group.d_outs)), add=True)
+        expand(shrunk, empty(tokens, sum(group.d_outs)), add=True, vectors=True)
         if group is GATE_UP and listed.act_expands:
             expand_act_and_mul(empty(tokens, 2 * 14336), shrunk)
     weights, listed = lora(tokens, segments, rank)
@@ -161,10 +163,11 @@ def test_a_step_with_tiles_runs_lora_on_the_side_stream(
     compiled: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, listed = lora(16, 16, 16)
+    segments = Segments(*[empty(16, dtype=torch.int32) for _ in range(3)], 16)
     monkeypatch.setattr(linear, "linear_and_lora", lambda x, *_: (x, None))
     x = empty(16, DOWN.d_in)
     y, delta = linear_with_lora(
-        x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN
+        x, empty(4096, DOWN.d_in), None, LoraStep(weights, segments, listed), 3, DOWN
     )
     assert y is x
     assert delta is not None
@@ -208,6 +211,9 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
         empty(8, 36, 512), angles, angles, empty(2, 100, 16, 4, 512), slots, delta(36 * 512), own,
         spans_head=True, keys_are_values=True,
     )  # fmt: skip
+    fused.rotary_and_store_kv(
+        empty(8, 8, 512), angles, angles, None, slots, delta(8 * 512), own, spans_head=True
+    )
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), row, 1e-5, delta(4096), 1.0, row, None, 0.9)
     fp8 = empty(2, 100, 16, 8, 128, dtype=FP8_KV)
     fused.rotary_and_store_kv(
@@ -535,6 +541,8 @@ def test_operators_of_latent_attention(
             empty(tokens, 1344), cos, sin, pages, slots, norms, delta, scales, interleaved=True
         )
         assert queries.shape == (tokens, 768)
+    of_keys, pages = replace(norms, queries=None), empty(1, 100, 16, 1, 576)
+    latents.store_latents(empty(tokens, 576), cos, sin, pages, slots, of_keys, interleaved=True)
     q = empty(tokens, 20, plain + 64)
     absorbed = latents.absorb_queries(
         q, cos, sin, weight, LoraDelta(q, count), step, interleaved=True

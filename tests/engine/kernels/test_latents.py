@@ -54,12 +54,13 @@ def assert_close(got, want):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("scale", [None, 0.02])
+@pytest.mark.parametrize("query_rank", [QUERY_RANK, 0])
 def test_latents_are_normalised_and_stored_beside_turned_keys(
-    device, draw, interleaved, adapters, scale
+    device, draw, interleaved, adapters, scale, query_rank
 ):
-    tokens, width = 9, QUERY_RANK + KV_RANK + ROTARY
+    tokens, width = 9, query_rank + KV_RANK + ROTARY
     y, (cos, sin) = draw(tokens, width), turns_of(draw, tokens)
-    norms = LatentNorms(draw(QUERY_RANK), draw(KV_RANK), 1e-6)
+    norms = LatentNorms(draw(query_rank) if query_rank else None, draw(KV_RANK), 1e-6)
     slots = torch.tensor([3, 40, -1, 17, 0, 1, 2, 30, 5], device=device)
     delta = LoraDelta(draw(tokens, width), torch.tensor([6], dtype=torch.int32, device=device))
     scales = None if scale is None else KvScales(scale, scale)
@@ -71,6 +72,7 @@ def test_latents_are_normalised_and_stored_beside_turned_keys(
         queries = operators.store_latents(*given, interleaved=interleaved)
         results.append((queries, pages.float()))
     (queries, pages), (want, want_pages) = results
+    assert queries.shape == (tokens, query_rank)
     assert_close(queries, want)
     if scale is None:
         assert_close(pages, want_pages)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
@@ -434,6 +435,110 @@ def test_a_delta_can_be_added_to_its_product(kind: Kind, runs: list[tuple[int, i
     y = product.clone()
     expand(shrink(step.x, step.weights, step.tiles(), LAYER, DOWN), y, add=True)
     check_sum(step, product, y)
+
+
+def with_vectors(step: Step, without: set[tuple[int, int]]) -> tuple[Step, torch.Tensor]:
+    """Give each slot's linears random vectors, except those in `without`: (slot, linear).
+
+    Returns the step, and the gain and bias of each token's outputs: [2, tokens, sum(d_outs)].
+    """
+    arena, table, used = step.weights.arena, step.weights.table, step.weights.arena.numel()
+    places = torch.full(table.shape[:3], -1, dtype=torch.int64)
+    of_tokens = torch.zeros(2, len(step.x), sum(step.group.d_outs))
+    pieces, column = [arena.cpu()], 0
+    for linear_index, d_out in zip(step.group.linears, step.group.d_outs, strict=True):
+        for slot in range(len(table)):
+            if (slot, linear_index) in without:
+                continue
+            gap = torch.full((16 + -used % 16,), torch.nan).to(arena.dtype)
+            vectors = torch.randn(2, d_out).to(arena.dtype)
+            places[slot, LAYER, linear_index] = used + len(gap)
+            pieces += [gap, vectors.flatten()]
+            used += len(gap) + vectors.numel()
+            tokens = [token for token, owner in enumerate(step.owners) if owner == slot]
+            of_tokens[:, tokens, column : column + d_out] = vectors.float()[:, None]
+        column += d_out
+    weights = LoraWeights(torch.cat(pieces).to(arena.device), table, places.to(arena.device))
+    return replace(step, weights=weights), of_tokens
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(0, 1), (1, 2), (2, 1), (3, 2)],
+        [(3, 5), (2, 17), (0, 40), (1, 3)],
+        *slow([(2, 500), (0, 40), (1, 3), (3, 30)]),
+    ],
+)
+def test_vectors_scale_the_product_with_its_delta_and_add_a_bias(
+    kind: Kind, runs: list[tuple[int, int]]
+) -> None:
+    step = make_step(kind, QKV, [12, 0, 40, 4], runs, base_tokens=4, padding=2)
+    without = {(0, 0), (1, 2), *((3, linear) for linear in QKV.linears)}
+    step, (gain, bias) = with_vectors(step, without)
+    product = torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind)
+    y = product.clone()
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
+    expand(shrunk, y, add=True, vectors=True)
+    held = step.delta().nan_to_num() + product.float().cpu()
+    want = held + gain * held + bias
+    eps = torch.finfo(kind[1]).eps
+    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
+    slack = eps * (want.abs() + (1 + gain.abs()) * sizes) + 1e-5
+    assert ((y.float().cpu() - want).abs() <= slack).all()
+    assert torch.equal(y[len(step.owners) :], product[len(step.owners) :])
+
+
+@both_kinds
+def test_the_reference_applies_vectors_as_the_kernels_do(kind: Kind) -> None:
+    runs = [(0, 1), (1, 2), (2, 17)]
+    step, _ = with_vectors(make_step(kind, WIDE, [12, 0, 40], runs, base_tokens=2), {(0, 4)})
+    product = torch.randn(len(step.x), sum(WIDE.d_outs)).to(*kind)
+    y, want = product.clone(), product.cpu()
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, WIDE)
+    expand(shrunk, y, add=True, vectors=True)
+    weights, places = step.weights, step.weights.vectors
+    assert places is not None
+    on_cpu = LoraWeights(weights.arena.cpu(), weights.table.cpu(), places.cpu())
+    segments = replace(
+        step.segments,
+        slots=step.segments.slots.cpu(),
+        starts=step.segments.starts.cpu(),
+        lengths=step.segments.lengths.cpu(),
+        has_vectors=True,
+    )
+    reference.add_lora(want, step.x.cpu(), on_cpu, segments, LAYER, WIDE)
+    off = torch.finfo(kind[1]).eps * 8
+    torch.testing.assert_close(y.cpu(), want, rtol=off, atol=off * 40)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
+@kinds
+@pytest.mark.parametrize("runs", [[(0, 1)], MIXED_RUNS, [(1, 400), (0, 300)]])
+def test_a_product_with_vectors_in_and_out_of_a_graph(
+    kind: Kind, runs: list[tuple[int, int]]
+) -> None:
+    step, (gain, bias) = with_vectors(make_step(kind, WIDE, MIXED_RANKS, runs), {(0, 4), (2, 5)})
+    segments = replace(step.segments, has_vectors=True)
+    weight = torch.randn(sum(WIDE.d_outs), WIDE.d_in).to(kind[0], kind[1])
+    held = (step.x @ weight.T).float().cpu() + step.delta()
+    want = held + gain * held + bias
+
+    def run() -> torch.Tensor:
+        lora = begin_step(step.weights, segments, len(step.x))
+        y, delta = linear_with_lora_before_act(step.x, weight, None, lora, LAYER, WIDE)
+        assert delta is None
+        return y
+
+    plain = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    captured.fill_(torch.nan)
+    graph.replay()
+    for y in (plain, captured):
+        torch.testing.assert_close(y.float().cpu(), want, rtol=2**-5, atol=2**-3)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on a CPU the reference is taken")

@@ -284,6 +284,32 @@ def test_values_are_normed_without_a_weight_and_may_be_keys(
 @sizes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "dim", "rotary_dim"), [(10, 128, 32), (6, 96, 24), (1, 512, 512), (3, 32, 0)]
+)
+def test_queries_alone_turn_as_they_do_beside_keys(
+    kind, heads, dim, rotary_dim, normed, adapters, tokens
+):
+    qkv = random(kind, tokens, heads + 4, dim)
+    count = torch.tensor([tokens // 2 + 1], dtype=torch.int32, device=kind[0])
+    both = LoraDelta(random(kind, tokens, (heads + 4) * dim), count)
+    alone = LoraDelta(both.rows[:, : heads * dim].contiguous(), both.tokens)
+    lora, lora_alone = (both, alone) if adapters else (None, None)
+    norm = QkNorm(random(kind, dim), random(kind, dim), 1e-5, values=True) if normed else None
+    angles = random((kind[0], torch.float32), tokens, rotary_dim // 2)
+    at, slots = (angles.cos(), angles.sin()), torch.arange(tokens, device=kind[0])
+    kv = random(kind, 2, 3, 16, 2, dim)
+    for operators in (reference, fused):
+        want, got = qkv.clone(), qkv[:, :heads].clone()
+        operators.rotary_and_store_kv(want, *at, kv, slots, lora, norm, spans_head=True)
+        operators.rotary_and_store_kv(got, *at, None, slots, lora_alone, norm, spans_head=True)
+        assert torch.equal(got, want[:, :heads])
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim"),

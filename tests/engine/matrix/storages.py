@@ -112,7 +112,7 @@ def _leave(model: torch.nn.Module) -> None:
 
 def _round_to_nf4(model: torch.nn.Module) -> None:
     for name, linear in model.named_modules():
-        if re.search(r"_proj(_\w+)?$", name):
+        if re.search(r"_proj(_\w+)?$|per_layer_(?:input_gate|(?:model_)?projection)$", name):
             linear.weight.data = round_to_nf4(linear.weight.data)
 
 

@@ -1,9 +1,9 @@
 """Answers equal transformers' and PEFT's for every family, storage and feature of requests.
 
-A cell of the matrix is one engine: a family (FAMILIES, MOE, HYBRID, MAMBA, LATENT and GPT_OSS of
-tests/engine/conftest.py) with a storage (STORAGES), in which every feature of requests (FEATURES)
-occurs. `make test` tries every family in floats, and each storage with the few families of OFTEN;
-`make soak` tries the others.
+A cell of the matrix is one engine: a family (FAMILIES, MOE, GEMMA4_MOE, GEMMA4_E, HYBRID, MAMBA,
+LATENT and GPT_OSS of tests/engine/conftest.py) with a storage (STORAGES), in which every feature
+of requests (FEATURES) occurs. `make test` tries every family in floats, and each storage with the
+few families of OFTEN; `make soak` tries the others.
 """
 
 from statistics import median_low
@@ -11,7 +11,16 @@ from statistics import median_low
 import pytest
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from tests.engine.conftest import FAMILIES, GEMMA4_MOE, GPT_OSS, HYBRID, LATENT, MAMBA, MOE
+from tests.engine.conftest import (
+    FAMILIES,
+    GEMMA4_E,
+    GEMMA4_MOE,
+    GPT_OSS,
+    HYBRID,
+    LATENT,
+    MAMBA,
+    MOE,
+)
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
@@ -31,6 +40,11 @@ SHARED_ADAPTERS = MOE_ADAPTERS | {
     "head": ADAPTERS["head"]
     | {"target_modules": ["q_proj", "shared_expert_gate", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "shared_expert.down_proj"]},
+    # PEFT takes gate_proj and its like for parameters of experts, which have no DoRA
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": [n for n in ALL if n not in ("gate_proj", "up_proj", "down_proj")]},
+    "biases": ADAPTERS["biases"]
+    | {"target_modules": ["q_proj", "o_proj", "in_proj_ba", "shared_expert_gate"]},
 }
 # Attention, the router and experts.
 GPT_OSS_ADAPTERS = {
@@ -43,12 +57,26 @@ GPT_OSS_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj"]},
+    "dora": ADAPTERS["dora"],
+    "biases": ADAPTERS["biases"],
 }
 # Experts that are no part of the MLP beside them, and the router.
 GEMMA4_ADAPTERS = ADAPTERS | {
     "all_linears": ADAPTERS["all_linears"]
     | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "proj", "lm_head", "embed_tokens"]},
+}
+# Inputs of each layer beside the usual linears; keys and values in layers that have their own.
+GEMMA4_E_ADAPTERS = ADAPTERS | {
+    "all_linears": ADAPTERS["all_linears"] | {"target_modules": "all-linear"},
+    "some_linears": ADAPTERS["some_linears"]
+    | {"target_modules": ["v_proj", "down_proj", "per_layer_projection"]},
+    "head": ADAPTERS["head"]
+    | {"target_modules": ["per_layer_model_projection", "up_proj", "lm_head", "embed_tokens"]},
+    "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "per_layer_input_gate"]},
+    "dora": ADAPTERS["dora"] | {"target_modules": "all-linear"},
+    "biases": ADAPTERS["biases"]
+    | {"target_modules": ["v_proj", "per_layer_projection", "per_layer_model_projection"]},
 }
 # Mixers and shared experts. PEFT adapts no out_proj of Mamba.
 MAMBA_ADAPTERS = {
@@ -71,6 +99,9 @@ MAMBA_ADAPTERS = {
             for name, ids in ADAPTERS["rows"]["trainable_token_indices"].items()
         },
     },
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["in_proj", *(name for name in ALL if name != "out_proj")]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["in_proj", "v_proj", "o_proj"]},
 }
 # Mixers and the MLP that all tokens share.
 GRANITE_ADAPTERS = {
@@ -82,6 +113,9 @@ GRANITE_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "output_linear"]},
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["q_proj", "o_proj", "input_linear", "output_linear", "in_proj"]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["v_proj", "input_linear", "in_proj"]},
 }
 # Projections to latents and from them, the first layer's MLP, the router, experts and the shared
 # expert. PEFT takes down_proj and its like for parameters of experts, so MLPs are parameters here.
@@ -105,25 +139,33 @@ LATENT_ADAPTERS = {
     },
     "head": ADAPTERS["head"] | {"target_modules": ["q_b_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["kv_a_proj_with_mqa", "o_proj"]},
+    "dora": ADAPTERS["dora"]
+    | {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    "biases": ADAPTERS["biases"] | {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa"]},
 }
-EVERY = (*FAMILIES, *MOE, *GEMMA4_MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
+WHOLE_QUERIES_ADAPTERS = LATENT_ADAPTERS | {
+    "all_linears": LATENT_ADAPTERS["all_linears"]
+    | {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "head": LATENT_ADAPTERS["head"] | {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+}
+EVERY = (*FAMILIES, *MOE, *GEMMA4_MOE, *GEMMA4_E, *HYBRID, *MAMBA, *LATENT, *GPT_OSS)
 IN_BLOCKS = ("gpt_oss_in_blocks",)
 NEMOTRON = ("nemotron_h", "nemotron_h_latent")
 # Families of the storages that not every family is tried with. Experts are not rounded to NF4, nor
 # stored in 4 bits.
 # Gemma 3 has every norm there is, Phi 3 stores several linears as one, Granite's keys have a gain.
 SOME = {
-    "nf4_weights": (*FAMILIES, "qwen3_5_text"),
-    "packed_awq": tuple(FAMILIES),
-    "packed_act_order": tuple(FAMILIES),
+    "nf4_weights": (*FAMILIES, *GEMMA4_E, "qwen3_5_text"),
+    "packed_awq": (*FAMILIES, *GEMMA4_E),
+    "packed_act_order": (*FAMILIES, *GEMMA4_E),
     "packed_mxfp4": IN_BLOCKS,
     "packed_mxfp4_of_two_ranks": IN_BLOCKS,
     "fp8_of_two_ranks": ("llama", *GEMMA4_MOE, *MOE, *HYBRID, "nemotron_h"),
-    "fp8_channels": ("llama", "mistral", *MOE, *HYBRID, "nemotron_h"),
+    "fp8_channels": ("llama", "mistral", *GEMMA4_E, *MOE, *HYBRID, "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen2", *MOE, *HYBRID),
-    "fp8_blocks": ("gemma3_text", "gemma4_text", *GEMMA4_MOE, *MOE, *HYBRID, *LATENT),
+    "fp8_blocks": ("gemma3_text", "gemma4_text", *GEMMA4_MOE, *GEMMA4_E, *MOE, *HYBRID, *LATENT),
     "fp8_blocks_of_two_ranks": ("phi3", *GEMMA4_MOE, *MOE, *HYBRID),
-    "fp8_kv_of_two_ranks": ("gemma4_text", "granite", *HYBRID, *NEMOTRON, *LATENT),
+    "fp8_kv_of_two_ranks": ("gemma4_text", *GEMMA4_E, "granite", *HYBRID, *NEMOTRON, *LATENT),
 }
 # Each family meets a storage beside floats, and most storages meet two families.
 OFTEN = {
@@ -146,20 +188,25 @@ OFTEN = {
             "gemma4_text",
             "gemma4_unified_text",
             "gemma4_moe_text",
+            "gemma4_e_text",
             "ministral3",
             "smollm3",
             "olmo2",
+            "exaone4",
             "seed_oss",
             "gpt_oss",
         ),
-        "granite_rope",
+        *("granite_rope", "deepseek_v2"),
     ),
     "fp8_of_two_ranks": ("llama", "mixtral"),
-    "fp8_channels": ("mistral", "nemotron_h"),
+    "fp8_channels": ("mistral", "gemma4_e_text", "nemotron_h"),
     "fp8_matrices": ("ministral3", "qwen3_moe"),
-    "fp8_blocks": ("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+    "fp8_blocks": (
+        *("gemma3_text", "gemma4_moe_text", "mixtral", "qwen3_next", "deepseek_v3"),
+        "deepseek_v3_whole_queries",
+    ),
     "fp8_blocks_of_two_ranks": ("phi3", "qwen3_moe", "qwen3_5_moe_text"),
-    "fp8_kv_of_two_ranks": ("granite",),
+    "fp8_kv_of_two_ranks": ("granite", "gemma4_e_text"),
 }
 CELLS = [
     pytest.param(
@@ -180,14 +227,20 @@ def family(request, tiny_checkpoints, tmp_path_factory):
         adapters = GPT_OSS_ADAPTERS
     elif shape.family == "granitemoehybrid":
         adapters = GRANITE_ADAPTERS
-    elif request.param in LATENT:
-        adapters = LATENT_ADAPTERS
+    elif shape.latents is not None:
+        adapters = LATENT_ADAPTERS if shape.latents.query_rank else WHOLE_QUERIES_ADAPTERS
     elif request.param in MAMBA:
         adapters = MAMBA_ADAPTERS
     elif shape.family == "gemma4_moe_text":
         adapters = GEMMA4_ADAPTERS
+    elif request.param in GEMMA4_E:
+        adapters = GEMMA4_E_ADAPTERS
     elif shape.shared_intermediate:
         adapters = SHARED_ADAPTERS
+    # where "all" trains biases that are no linears': of experts, convolutions and states
+    if shape.experts or shape.recurrent or request.param in LATENT:
+        of_linears = {name: adapters[name] | {"bias": "lora_only"} for name in ("dora", "biases")}
+        adapters = adapters | of_linears
     return SavedFamily(checkpoint, folder, adapters)
 
 

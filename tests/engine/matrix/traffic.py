@@ -43,6 +43,22 @@ ADAPTERS: dict[str, dict[str, Any]] = {
             "lm_head": list(range(3, 60, 3)),
         },
     },
+    "dora": {
+        "r": 5,
+        "lora_alpha": 8,
+        "target_modules": ALL,
+        "rank_pattern": {r"layers\.1\.self_attn\.o_proj": 11},
+        "use_rslora": True,
+        "use_dora": True,
+        "bias": "all",
+    },
+    "biases": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "o_proj", "down_proj", "in_proj_z", "in_proj_ba"],
+        "lora_bias": True,
+        "bias": "all",
+    },
 }
 GRAMMAR = "below 250, end under 1"
 TOKENS, TOKENS_ALONE = 30, 8  # of each answer
@@ -55,6 +71,8 @@ TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     ("some_linears", 17, None),
     ("head", 25, None),
     ("rows", 30, None),
+    ("dora", 21, None),
+    ("biases", 14, None),
     ("all_linears", 50, None),
     ("all_linears", 33, None),
     ("some_linears", 13, GRAMMAR),
@@ -80,6 +98,8 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
     "adapters": lambda answer: answer.adapter in ("all_linears", "some_linears"),
     "head_and_embeddings": lambda answer: answer.adapter == "head",
     "token_rows": lambda answer: answer.adapter == "rows",
+    "dora": lambda answer: answer.adapter == "dora",
+    "biases": lambda answer: answer.adapter == "biases",
     "chunked_prefill": lambda answer: answer.timings.steps > len(answer.tokens),
     "preemption": lambda answer: answer.timings.preemptions > 0,
     "prefix_hit": lambda answer: answer.timings.cached_tokens > 0,

@@ -129,7 +129,7 @@ def set_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
     for name, weight in weights.items():
         if expert := EXPERT.fullmatch(name):
             _matrix_of(model, *expert.groups()).copy_(weight)
-        elif "_proj" in name:
+        elif "_proj" in name or "_input_gate" in name:
             model.get_parameter(name.replace("backbone.", "model.")).data = weight
 
 
@@ -147,6 +147,9 @@ def _matrix_of(model: Any, layer: str, expert: str, linear: str) -> torch.Tensor
         return matrix
     gate, up = experts.gate_up_proj.data[int(expert)].chunk(2)
     return gate if linear in ("gate_proj", "w1") else up
+
+
+_LAYER_INPUTS = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
 
 
 def round_linears(
@@ -176,7 +179,7 @@ def round_linears(
             if block is not None:  # a checkpoint has it in FP8
                 linear.weight.data = rounded_in_blocks(linear.weight.data, block)
         elif (
-            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear", "_mqa"))
+            name.endswith(("_proj", "_qkv", "_z", "_qkvz", "_linear", "_mqa", *_LAYER_INPUTS))
             and type(linear) is torch.nn.Linear
         ):
             parts = ranks if name.endswith(_BY_INPUT) else 1

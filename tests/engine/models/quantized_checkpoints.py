@@ -123,7 +123,10 @@ INPUT_SCALES = {
 
 
 # Names of the layers' linears, and of tensors that hold a linear of all experts.
-_ROUNDED = re.compile(r"(_proj|_mqa|_qkv|_z|_qkvz|\.w[123])\.weight$|\.experts\.\w+_proj$")
+_ROUNDED = re.compile(
+    r"(_proj|_mqa|_qkv|_z|_qkvz|\.w[123]|per_layer_(?:input_gate|(?:model_)?projection))\.weight$"
+    r"|\.experts\.\w+_proj$"
+)
 
 
 def linears(folder):

@@ -32,7 +32,11 @@ IDLE_IN = {
     ("qwen3_moe", "intermediate_size"),
     ("qwen3_next", "intermediate_size"),
     # Of Gemma 4's mixtures, and of E2B and E4B.
-    *(("gemma4_text", key) for key in ("moe_intermediate_size", "num_experts", "top_k_experts")),
+    *(
+        (family, key)
+        for family in ("gemma4_text", "gemma4_e_text")
+        for key in ("moe_intermediate_size", "num_experts", "top_k_experts")
+    ),
     *(("gemma4_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
     *(("gemma4_moe_text", key) for key in ("use_double_wide_mlp", "vocab_size_per_layer_input")),
     ("gemma4_unified_text", "use_double_wide_mlp"),
@@ -54,7 +58,11 @@ IDLE_IN = {
     ("nemotron_h", "time_step_min"),
     ("nemotron_h", "use_mamba_kernels"),
 }
-IDLE_IN |= {("deepseek_v3", "num_mtp_layers")}  # tokens predicted at once
+WHOLE_QUERIES = "deepseek_v3_whole_queries"
+# Tokens predicted at once.
+IDLE_IN |= {(family, "num_mtp_layers") for family in ("deepseek_v3", WHOLE_QUERIES)}
+# Groups of experts, of topk_method group_limited_greedy alone, and a key that nothing reads.
+IDLE_IN |= {("deepseek_v2", key) for key in ("n_group", "topk_group", "head_dim")}
 # Where all of a family's keys at their defaults make a model that is refused.
 GEMMA4_TEXT = {
     "attention_k_eq_v": True,
@@ -66,10 +74,18 @@ GEMMA4_TEXT = {
 BESIDE = {
     "gemma4_text": GEMMA4_TEXT,
     "gemma4_moe_text": GEMMA4_TEXT | {"enable_moe_block": True},
+    "gemma4_e_text": GEMMA4_TEXT | {"attention_k_eq_v": False, "hidden_size_per_layer_input": 12},
     "gemma4_unified_text": {"attention_k_eq_v": True},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    WHOLE_QUERIES: {"num_key_value_heads": 4, "q_lora_rank": None},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+    },
 }
 # Hybrids' layers, other than the default, and keys that transformers reads and does not keep.
 HYBRID_LAYERS = ["linear_attention", "full_attention"] * 2
@@ -82,7 +98,7 @@ GLOBAL = {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer
 GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "layer_types": ["full_attention"] * 4,
-    "num_kv_shared_layers": 1,
+    "num_kv_shared_layers": 2,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 7.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
@@ -105,6 +121,7 @@ WITH = {
     "no_rope_layer_interval": {"no_rope_layers": None},
     "rope_parameters": {"layer_types": ["full_attention"] * 2},
     "sliding_window": {"use_sliding_window": True, **WINDOW_IN_ALL},
+    "sliding_window_pattern": {"layer_types": None, "sliding_window": 64},
     "use_sliding_window": {"sliding_window": 64, **WINDOW_IN_ALL},
 }
 OTHERWISE = {
@@ -127,8 +144,10 @@ OTHERWISE = {
     "num_key_value_heads": 1,
     "original_max_position_embeddings": 16,
     "position_embedding_type": "nope",
+    "q_lora_rank": 40,
     "rope_parameters": {"rope_type": "linear", "factor": 3.0},
     "sliding_window": 32,
+    "sliding_window_pattern": 2,
     "use_bidirectional_attention": True,
 }
 
@@ -139,7 +158,7 @@ def config_class(family):
 
 def model_type(family):
     """The model_type of a family's config.json, which a switch may assign to another family."""
-    of = {variant: name for name, (_, variant) in VARIANTS.items()}
+    of = {variant: name for name, variants in VARIANTS.items() for variant in variants.values()}
     return of.get(family, family)
 
 
@@ -186,7 +205,8 @@ def test_another_value_of_a_key_changes_the_model_or_is_refused_by_name(family, 
     plain |= {"model_type": model_type(family)} | ({"head_dim": 16} if "head_dim" in plain else {})
     plain |= BESIDE.get(family, {}) | LAYERS.get(family, {})
     if family.startswith("gemma4"):
-        plain |= {"num_hidden_layers": 4, "sliding_window": 64}
+        kinds = ["sliding_attention", "full_attention"] * 2
+        plain |= {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": kinds}
         beside, changed = {}, GEMMA4.get(key, otherwise(key, plain[key]))
     elif FAMILIES[family].is_hybrid:
         plain |= {"num_hidden_layers": 4}
@@ -214,7 +234,8 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
         "first_k_dense_replace": known.get("first_k_dense_replace"),
         "mlp_layer_types": None,
         "hybrid_override_pattern": None,
-        "sliding_window_pattern": {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
+        "sliding_window_pattern": known.get("sliding_window_pattern")
+        or {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(family),
     }
     for key, value in FAMILIES[family].switches.items():
         assert value == (outside[key] if key in outside else known[key]), key
@@ -250,7 +271,7 @@ def layer_types(config):
 
 
 def kinds_of(config):
-    if config.model_type == "deepseek_v3":
+    if config.model_type in ("deepseek_v2", "deepseek_v3"):
         dense = config.first_k_dense_replace
         return ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
     return getattr(config, "mlp_layer_types", None) or config.layer_types
@@ -266,16 +287,48 @@ def test_keys_that_other_tools_add_are_ignored(family, parse):
 
 
 @pytest.mark.parametrize(
-    ("left_out", "words"),
+    ("changes", "words"),
     [
-        ({"hidden_size_per_layer_input"}, "hidden_size_per_layer_input=256: want 0: embeddings of"),
-        ({"attention_k_eq_v"}, "attention_k_eq_v=False: want true"),
+        ({"hidden_size_per_layer_input": 8}, "attention_k_eq_v=True: want false beside hidden_s"),
+        ({"hidden_size_per_layer_input": 8.5}, "hidden_size_per_layer_input=8.5: want a number"),
+        ({"hidden_size_per_layer_input": -8}, "hidden_size_per_layer_input=-8: want a positive"),
+        ({"attention_k_eq_v": False}, "attention_k_eq_v=False: want true"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: want 0: only Gemma 4 E2B"),
+        (
+            {"enable_moe_block": True, "hidden_size_per_layer_input": 8},
+            "hidden_size_per_layer_input=8: want 0 beside enable_moe_block",
+        ),
     ],
 )
-def test_gemma_4_e2b_is_refused_by_what_it_has(left_out, words, parse):
+def test_parts_that_no_published_gemma_4_has_together_are_refused(changes, words, parse):
     raw = {**SIZES, **GEMMA4_TEXT, "num_hidden_layers": 4, "model_type": "gemma4_text"}
+    parse(raw)
     with pytest.raises(ModelError, match=words):
-        parse({key: value for key, value in raw.items() if key not in left_out})
+        parse(raw | changes)
+    del raw["hidden_size_per_layer_input"]  # is 256 then
+    with pytest.raises(ModelError, match="attention_k_eq_v=True: want false beside hidden_size"):
+        parse(raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4: want a number from 0 to 3"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1: want a number from 0 to 3"),
+        ({"num_kv_shared_layers": 3}, "=3: want fewer: no layer with keys and values is attention"),
+        ({"vocab_size_per_layer_input": 255}, "=255: want at least vocab_size .256."),
+        ({"use_double_wide_mlp": "yes"}, "use_double_wide_mlp='yes': want true or false"),
+    ],
+)
+def test_gemma_4_e_is_refused_if_layers_lack_what_they_read(changes, words, parse):
+    raw = {**SIZES, **BESIDE["gemma4_e_text"], "num_hidden_layers": 4, "model_type": "gemma4_text"}
+    raw |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert [kind.has_kv for kind in parse(raw | {"num_kv_shared_layers": 1}).shape.kinds] == [
+        *[True] * 3,
+        False,
+    ]
+    with pytest.raises(ModelError, match=words):
+        parse(raw | changes)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])

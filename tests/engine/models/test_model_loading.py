@@ -123,6 +123,11 @@ def test_the_older_way_to_write_rope_means_the_same(tiny_checkpoints, edited):
             "llama_4_scaling_beta",
         ),
         ("ministral3", {"rope_parameters": YARN}, "rope_parameters.llama_4_scaling_beta"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.original_max_position_embeddings",
+        ),
     ],
 )  # fmt: skip
 def test_an_unsupported_value_is_refused_by_its_key(edited, family, changes, field):

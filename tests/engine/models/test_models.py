@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lorikeet_engine.adapter_format import FAMILIES as FAMILY_TABLE
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
 from lorikeet_engine.execution.steps import ModelRunner
@@ -17,6 +18,7 @@ from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.shard import WHOLE
 from tests.engine.conftest import (
     FAMILIES,
+    GEMMA4_E,
     GEMMA4_MOE,
     GPT_OSS,
     HYBRID,
@@ -27,10 +29,10 @@ from tests.engine.conftest import (
 )
 
 NAMES = [
-    *(*FAMILIES, *MOE, *GEMMA4_MOE, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
+    *(*FAMILIES, *MOE, *GEMMA4_MOE, *GEMMA4_E, *HYBRID, *MAMBA, *LATENT, *GPT_OSS),
     *(name for name in VARIANTS if name != "longrope"),
 ]
-MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")
+MIXTURES = (*MOE, "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "deepseek_v3_whole_queries")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -60,18 +62,21 @@ def random_adapter(shape, rank):
     generator = torch.Generator().manual_seed(5)
     table = torch.zeros(1, shape.layers + 1, len(shape.modules), 3, dtype=torch.int64)
     kept = WHOLE.ranges(shape)
-    for layer in range(shape.layers):
-        for i, linear in enumerate(shape.linears):
-            if not shape.has(layer, i):
-                continue
-            d_in, d_out = shape.dims(i)
-            a = torch.randn(rank, d_in, generator=generator) / 10
-            b = torch.randn(d_out, rank, generator=generator) / 10
-            changes.append((f"{linear.path(layer)}.weight", b @ a))
-            table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
-            rows = [row for part in kept[i].outputs for row in part]
-            parts += [a.flatten(), b[rows].T.flatten()]
-            end += a.numel() + b.numel()
+    places = [(n, i) for n in range(shape.layers) for i in range(len(shape.linears))]
+    places = [place for place in places if shape.has(*place)]
+    outer = len(FAMILY_TABLE[shape.family].outer)
+    places += [(shape.outer_layer, len(shape.linears) + at) for at in range(outer)]
+    for layer, i in places:
+        linear = shape.modules[i]
+        d_in, d_out = shape.dims(i)
+        a = torch.randn(rank, d_in, generator=generator) / 10
+        b = torch.randn(d_out, rank, generator=generator) / 10
+        path = linear.module if layer == shape.outer_layer else linear.path(layer)
+        changes.append((f"{path}.weight", b @ a))
+        table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
+        rows = [row for part in kept[i].outputs for row in part]
+        parts += [a.flatten(), b[rows].T.flatten()]
+        end += a.numel() + b.numel()
     return LoraWeights(torch.cat(parts), table), changes
 
 

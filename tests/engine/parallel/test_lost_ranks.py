@@ -136,7 +136,7 @@ def test_a_follower_that_is_lost_while_it_is_idle_ends_its_replica(replica, sent
 
 @as_served
 def test_a_killed_follower_is_missed_before_its_memory_is_given_back(replica):
-    *_, reports_fd, _host_fd, _host_bytes = replica.follower.cmdline()
+    *_, reports_fd, _answers_fd, _host_fd, _host_bytes = replica.follower.cmdline()
     pipe = os.open(f"/proc/{replica.follower.pid}/fd/{reports_fd}", os.O_WRONLY)
     replica.follower.kill()  # and its pipe stays open, as one's whose end takes long
     assert replica.ended.within(WITHIN_S[signal.SIGKILL])

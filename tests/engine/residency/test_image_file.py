@@ -38,6 +38,9 @@ OTHER_SHAPES = {
     "latent": 8,
     "full": AttentionHeads(1, 8),
     "latents": LatentShape(8, 8, 4, 4, 8),
+    "wide_intermediate": 16,
+    "layer_input": 8,
+    "biased": ("qkv",),
 }
 
 

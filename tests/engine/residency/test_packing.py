@@ -283,7 +283,7 @@ def test_threads_that_share_the_layers_pack_the_same_image(shelf, world):
     images, sums = [], []
     for threads in (None, 1, 2, 3, 8, 20):
         images.append(torch.zeros(layout.image_elements))
-        sums.append(pack(shelf.blob("x"), spec, layout, images[-1], threads))
+        sums.append(pack(shelf.blob("x"), spec, layout, images[-1], threads=threads))
     assert all(torch.equal(image, images[0]) for image in images)
     assert set(sums) == {sums[0]}
     assert sums[0] == tuple(
@@ -299,7 +299,7 @@ def test_the_first_of_several_bad_matrices_is_named_whichever_thread_finds_one(s
     image = torch.empty(layout.image_elements, dtype=torch.float16)
     for threads in (1, 2, 7):
         with pytest.raises(AdapterRejected) as refused:
-            pack(shelf.blob("x"), spec, layout, image, threads)
+            pack(shelf.blob("x"), spec, layout, image, threads=threads)
         assert refused.value.field == "layers.0.gate_proj.lora_B"
 
 

@@ -26,6 +26,9 @@ class Width(StrEnum):
     DELTA_QKVZ = "delta qkvz"  # of each key head, all that its query, key and value heads have
     DELTA_BA = "delta ba"  # of each key head, both numbers of its value heads
     INTERMEDIATE = "intermediate_size"
+    WIDE_INTERMEDIATE = "wide intermediate"  # of MLPs in layers that share keys and values
+    LAYER_INPUT = "hidden_size_per_layer_input"  # what a layer reads of embeddings of its own
+    LAYER_INPUTS = "inputs of all layers"  # such vectors of all layers
     EXPERTS = "num_local_experts"
     SHARED_INTERMEDIATE = "shared_expert_intermediate_size"
     DENSE_INTERMEDIATE = "dense intermediate"  # of MLPs in a model that has mixtures, too
@@ -43,12 +46,14 @@ class Width(StrEnum):
 class LayerKind(StrEnum):
     """Kind of a decoder layer, by what mixes a sequence's tokens.
 
-    Layers of the last three kinds mix none; they occur in families whose layers consist of one part
-    (Family.alone).
+    Layers of the kinds MLP, EXPERTS and LATENT_EXPERTS mix none; they occur in families whose
+    layers consist of one part (Family.alone).
 
     ATTENTION: attention to all earlier tokens or to a window. WINDOW: attention to a window, in
         families whose layers with a window have other linears; ATTENTION is to all earlier tokens
-        then. DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
+        then. READING_ATTENTION, READING_WINDOW: such layers that have queries alone, and attend to
+        the keys and values of the last layer before them that has its own, of ATTENTION or WINDOW.
+        DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
         context. MAMBA: Mamba 2 (arXiv 2405.21060), with such a state, too.
     DENSE, SPARSE: attention to all earlier tokens, and behind it a dense MLP or a mixture of
         experts, in families that have both.
@@ -58,6 +63,8 @@ class LayerKind(StrEnum):
 
     ATTENTION = "full_attention"
     WINDOW = "sliding_attention"
+    READING_ATTENTION = "reading_full_attention"
+    READING_WINDOW = "reading_sliding_attention"
     DELTA_NET = "linear_attention"
     MAMBA = "mamba"
     DENSE = "dense"
@@ -77,6 +84,8 @@ class LayerKind(StrEnum):
         return {
             LayerKind.ATTENTION: "attention",
             LayerKind.WINDOW: "attention with a window",
+            LayerKind.READING_ATTENTION: "attention to another layer's keys and values",
+            LayerKind.READING_WINDOW: "attention with a window to another layer's keys and values",
             LayerKind.DELTA_NET: "a gated delta net",
             LayerKind.MAMBA: "a Mamba 2 mixer",
             LayerKind.DENSE: "a dense MLP",
@@ -91,8 +100,37 @@ class LayerKind(StrEnum):
         """Whether layers of this kind mix a sequence's tokens."""
         return self.has_state or self in (
             *(LayerKind.ATTENTION, LayerKind.WINDOW),
+            *(LayerKind.READING_ATTENTION, LayerKind.READING_WINDOW),
             *(LayerKind.DENSE, LayerKind.SPARSE),
         )
+
+    @property
+    def has_window(self) -> bool:
+        """Whether layers of this kind have a window, in families where kinds tell it."""
+        return self in (LayerKind.WINDOW, LayerKind.READING_WINDOW)
+
+    @property
+    def owner(self) -> "LayerKind":
+        """Kind of the layers whose keys and values layers of this kind attend to."""
+        owners = {
+            LayerKind.READING_ATTENTION: LayerKind.ATTENTION,
+            LayerKind.READING_WINDOW: LayerKind.WINDOW,
+        }
+        return owners.get(self, self)
+
+    @property
+    def reader(self) -> "LayerKind":
+        """Kind of the layers that attend to the keys and values of layers of this kind."""
+        readers = {
+            LayerKind.ATTENTION: LayerKind.READING_ATTENTION,
+            LayerKind.WINDOW: LayerKind.READING_WINDOW,
+        }
+        return readers[self]
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether layers of this kind keep keys and values, or latents, of their own."""
+        return self.mixes and not self.has_state and self.owner is self
 
     @property
     def is_dense(self) -> bool:
@@ -256,6 +294,7 @@ class Family:
         default; each with its default, as in transformers' class of the family.
     qkv_bias: whether q, k and v have biases, whatever attention_bias says.
     o_bias: key of config.json that says whether o has a bias; None: o has no bias.
+    rope_in_windows: whether, if the model has a window, only layers with it have rotary embeddings.
     interleaved_rope: whether rotary embeddings rotate neighbouring elements, instead of x[i] with
         x[i + half].
     experts: keys for the mixture of experts; None for dense MLPs.
@@ -278,6 +317,7 @@ class Family:
     fixed: keys of config.json of which one value alone can be served, with this value.
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
+    outer: adaptable linears outside the decoder layers, beside lm_head and the embeddings.
     """
 
     name: str
@@ -287,6 +327,7 @@ class Family:
     o_bias: str | None = "attention_bias"
     norms: LayerNorms = LayerNorms()
     qk_norm: QkNormKind = QkNormKind.NONE
+    rope_in_windows: bool = False
     interleaved_rope: bool = False
     experts: ExpertKeys | None = None
     norms_plus_one: bool = False
@@ -303,6 +344,7 @@ class Family:
     embeddings: str = "embed_tokens"
     recurrent: RecurrentKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    outer: tuple[Linear, ...] = ()
 
     @property
     def is_hybrid(self) -> bool:
@@ -326,7 +368,16 @@ HEAD = Linear("lm_head", Width.HIDDEN, (Width.VOCABULARY,), "lm_head", Parallel.
 EMBEDDINGS = Linear(
     "model.embed_tokens", Width.VOCABULARY, (Width.HIDDEN,), "embed_tokens", Parallel.WHOLE
 )
-OUTER_MODULES = (HEAD.name, EMBEDDINGS.name)
+# Behind the embeddings, in families whose layers read embeddings of their own beside hidden states.
+LAYER_INPUTS = Linear(
+    "model.per_layer_model_projection",
+    Width.HIDDEN,
+    (Width.LAYER_INPUTS,),
+    "per_layer_model_projection",
+    Parallel.WHOLE,
+)
+OUTER = (HEAD, EMBEDDINGS, LAYER_INPUTS)
+OUTER_MODULES = tuple(linear.name for linear in OUTER)
 # Replaced rows of these two modules, stored like a linear: its rank is the number of tokens, its A
 # the rows, and its B the digits of the ids.
 HEAD_ROWS, EMBEDDING_ROWS = (

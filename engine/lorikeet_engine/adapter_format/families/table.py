@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lorikeet_engine.adapter_format.families.family import (
+    LAYER_INPUTS,
     ExpertKeys,
     Family,
     LayerKind,
@@ -231,6 +232,10 @@ _LATENT_ATTENTION = (
         for linear in _SHARING[:-1]
     ),
 )
+_WHOLE_QUERIES = (
+    replace(_Q, group="queries"),
+    *(each for each in _LATENT_ATTENTION if "q_" not in each.module),
+)
 _FUSED = (_QKV, _O, _GATE_UP, _DOWN)
 _ROUTED = (_Q, _K, _V, _O, _ROUTER, _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
 _BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -325,6 +330,38 @@ _GEMMA4_MOE_LINEARS = (
         for linear in (_EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN)
     ),
 )
+_OWNERS = (_WINDOW, _FULL)
+_READERS = tuple(kind.reader for kind in _OWNERS)
+_EVERY_WINDOW, _EVERY_FULL = ((kind, kind.reader) for kind in _OWNERS)
+_GEMMA4_E_LINEARS = (
+    replace(_Q, kinds=_EVERY_WINDOW),
+    *(replace(linear, kinds=(_WINDOW,)) for linear in (_K, _V)),
+    replace(_O, kinds=_EVERY_WINDOW),
+    replace(_FULL_Q, kinds=_EVERY_FULL),
+    _FULL_K,
+    replace(_V, outputs=(Width.FULL_KEYS,), group="full_qkv", kinds=(_FULL,)),
+    replace(_FULL_O, kinds=_EVERY_FULL),
+    *(replace(linear, kinds=_OWNERS) for linear in (_GATE, _UP, _DOWN)),
+    *(
+        replace(linear, outputs=(Width.WIDE_INTERMEDIATE,), group="wide_gate_up", kinds=_READERS)
+        for linear in (_GATE, _UP)
+    ),
+    replace(_DOWN, inputs=Width.WIDE_INTERMEDIATE, group="wide_down", kinds=_READERS),
+    Linear(
+        "per_layer_input_gate",
+        Width.HIDDEN,
+        (Width.LAYER_INPUT,),
+        "layer_input_gate",
+        Parallel.WHOLE,
+    ),
+    Linear(
+        "per_layer_projection",
+        Width.LAYER_INPUT,
+        (Width.HIDDEN,),
+        "layer_input_out",
+        Parallel.WHOLE,
+    ),
+)
 _LIKE_GEMMA4: Mapping[str, Any] = {
     "norms": _GEMMA_NORMS,
     "qk_norm": QkNormKind.HEAD,
@@ -336,17 +373,17 @@ _LIKE_GEMMA4: Mapping[str, Any] = {
     "layer_scalars": True,
 }
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_DEEPSEEK_EXPERTS = ExpertKeys(
+    ("n_routed_experts",),
+    "moe_intermediate_size",
+    parameters=True,
+    shared=True,
+    weighed=False,
+    shared_count="n_shared_experts",
+)
 _LIKE_DEEPSEEK: Mapping[str, Any] = {
     "o_bias": None,
-    "experts": ExpertKeys(
-        ("n_routed_experts",),
-        "moe_intermediate_size",
-        parameters=True,
-        shared=True,
-        weighed=False,
-        sigmoid=True,
-        shared_count="n_shared_experts",
-    ),
+    "experts": replace(_DEEPSEEK_EXPERTS, sigmoid=True),
     "kinds_key": "mlp_layer_types",
     "fixed": {
         "attention_bias": False,
@@ -357,11 +394,36 @@ _LIKE_DEEPSEEK: Mapping[str, Any] = {
     },
 }
 
-VARIANTS: Mapping[str, tuple[str, str]] = {
-    "gemma4_text": ("enable_moe_block", "gemma4_moe_text"),
+_DEEPSEEK_V3 = {
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "mlp_layer_types": None,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
 }
-"""Model types that a switch divides: by model_type, the switch's key in config.json, and the family
-of models for which its value is true. Others are of the family that is called as the model_type."""
+
+VARIANTS: Mapping[str, Mapping[tuple[str, bool], str]] = {
+    "gemma4_text": {
+        ("enable_moe_block", True): "gemma4_moe_text",
+        ("hidden_size_per_layer_input", True): "gemma4_e_text",
+    },
+    "deepseek_v3": {("q_lora_rank", False): "deepseek_v3_whole_queries"},
+}
+"""Model types that switches divide: by model_type, and by a switch's key in config.json with
+whether it has a value (false, 0 and null are none), the family of such models. No model may be of
+two of these families; one that is of none is of the family that is called as the model_type."""
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", _SEPARATE, _BIASES),
@@ -442,6 +504,19 @@ FAMILIES: Mapping[str, Family] = {
         norms=_OLMO_NORMS,
         qk_norm=QkNormKind.WHOLE,
     ),
+    "exaone4": Family(
+        "EXAONE 4",
+        _SEPARATE,
+        {
+            "layer_types": None,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        norms=_OLMO_NORMS,
+        qk_norm=QkNormKind.HEAD,
+        rope_in_windows=True,
+    ),
     "gemma2": Family(
         "Gemma 2",
         _SEPARATE,
@@ -490,6 +565,14 @@ FAMILIES: Mapping[str, Family] = {
             per_token="top_k_experts",
             beside=True,
         ),
+        **_LIKE_GEMMA4,
+    ),
+    "gemma4_e_text": Family(
+        "Gemma 4 E",
+        _GEMMA4_E_LINEARS,
+        _GEMMA4 | {"vocab_size_per_layer_input": 262_144},
+        kind_names={kind.value: kind for kind in _OWNERS},
+        outer=(LAYER_INPUTS,),
         **_LIKE_GEMMA4,
     ),
     "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),
@@ -723,29 +806,41 @@ FAMILIES: Mapping[str, Family] = {
         },
         **_LIKE_DEEPSEEK,
     ),
-    "deepseek_v3": Family(
-        "DeepSeek V3",
-        _LATENT_ATTENTION,
+    "deepseek_v3": Family("DeepSeek V3", _LATENT_ATTENTION, _DEEPSEEK_V3, **_LIKE_DEEPSEEK),
+    "deepseek_v3_whole_queries": Family(
+        "DeepSeek V3 with whole queries", _WHOLE_QUERIES, _DEEPSEEK_V3, **_LIKE_DEEPSEEK
+    ),
+    "deepseek_v2": Family(
+        "DeepSeek V2 Lite",
+        _WHOLE_QUERIES,
         {
-            "first_k_dense_replace": 3,
-            "intermediate_size": 18432,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 11008,
             "kv_lora_rank": 512,
             "mlp_layer_types": None,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
             "q_lora_rank": 1536,
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64,
-            "rope_interleave": True,
-            "routed_scaling_factor": 2.5,
-            "topk_group": 4,
             "v_head_dim": 128,
         },
-        **_LIKE_DEEPSEEK,
+        o_bias=None,
+        experts=_DEEPSEEK_EXPERTS,
+        interleaved_rope=True,
+        kinds_key="mlp_layer_types",
+        fixed={
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+        },
     ),
     "gpt_oss": Family(
         "gpt-oss",

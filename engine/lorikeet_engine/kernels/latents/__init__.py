@@ -35,11 +35,12 @@ _operators = by_device(__name__)
 class LatentNorms:
     """RMS norms of the two latents of a token.
 
-    queries [query rank]: weight of the norm of the vector that queries are made of.
+    queries [query rank]: weight of the norm of the vector that queries are made of; None: they are
+        made of hidden states.
     keys [kv rank]: weight of the norm of the latent of keys and values.
     """
 
-    queries: torch.Tensor
+    queries: torch.Tensor | None
     keys: torch.Tensor
     eps: float
 
@@ -74,7 +75,7 @@ def store_latents(
     """Normalise latents, rotate the shared keys, and write both into KV pages.
 
     y [tokens, query rank + kv rank + rotary], contiguous: output of q_a_proj, latent of keys and
-      values, shared key; undefined afterwards
+      values, shared key; undefined afterwards. Without norms.queries, query rank is 0
     cos, sin [tokens, rotary / 2] float32, contiguous
     layer_kv [1, pages, page_size, 1, kv rank + rotary] like y, or FP8, contiguous
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere

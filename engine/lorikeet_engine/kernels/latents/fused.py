@@ -33,9 +33,10 @@ def store_latents(
     interleaved: bool,
 ) -> torch.Tensor:
     """See kernels.latents. One launch, of one program for each token."""
-    query_rank, kv_rank, half = len(norms.queries), len(norms.keys), cos.shape[1]
+    query_rank = 0 if norms.queries is None else len(norms.queries)
+    kv_rank, half = len(norms.keys), cos.shape[1]
     queries = y.new_empty(len(y), query_rank)
-    blocks = [triton.next_power_of_2(width) for width in (query_rank, kv_rank, half)]
+    blocks = [triton.next_power_of_2(max(1, width)) for width in (query_rank, kv_rank, half)]
     _store_latents[(len(y),)](
         y, *operands(lora), queries, norms.queries, norms.keys, norms.eps, cos, sin, layer_kv,
         None if scales is None else 1.0 / scales.key, slots,
@@ -149,10 +150,13 @@ def _store_latents(
     """
     token = tl.program_id(0).to(tl.int64)
     place = token * (query_rank + kv_rank + 2 * half)
-    column = tl.arange(0, query_block)
-    inside = column < query_rank
-    normed = _normed(y, lora, adapted, token, place, column, inside, query_weight, eps, query_rank)
-    tl.store(queries + token * query_rank + column, normed, mask=inside)
+    if query_weight is not None:
+        column = tl.arange(0, query_block)
+        inside = column < query_rank
+        of_queries = _normed(
+            y, lora, adapted, token, place, column, inside, query_weight, eps, query_rank
+        )
+        tl.store(queries + token * query_rank + column, of_queries, mask=inside)
     slot = tl.load(slots + token)
     if slot < 0:
         return

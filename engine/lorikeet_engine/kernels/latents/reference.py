@@ -28,7 +28,7 @@ def store_latents(
 ) -> torch.Tensor:
     """See kernels.latents."""
     add_lora_delta(y, lora)
-    ranks = len(norms.queries), len(norms.keys)
+    ranks = 0 if norms.queries is None else len(norms.queries), len(norms.keys)
     queries, latents, keys = torch.split(y, [*ranks, y.shape[1] - sum(ranks)], dim=1)
     cached = torch.cat(
         [
@@ -42,7 +42,7 @@ def store_latents(
     if scales is not None:  # as bytes: torch has no index_copy_ for FP8
         rows, pages = to_fp8(rows, scales.key).view(torch.uint8), pages.view(torch.uint8)
     pages.index_copy_(0, slots[stored], rows)
-    return _normed(queries, norms.queries, norms.eps)
+    return queries if norms.queries is None else _normed(queries, norms.queries, norms.eps)
 
 
 def absorb_queries(

@@ -1,5 +1,7 @@
 """LoRA's second product in Triton: B·v, from rank to hidden width."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -8,12 +10,14 @@ from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
-from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
+from lorikeet_engine.kernels.lora.types import LoraWeights, UnexpandedDelta, check_rows
 
 PARTS_AT_ONCE = 4  # of v, whose loads are issued before the first is used
 
 
-def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
+def expand(
+    shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False, vectors: bool = False
+) -> None:
     """Compute delta[t, columns of s] = B(t, s)·Σ_p v[t, p, s], for the adapter of each token t.
 
     A slice s is one of the fused linears of the group, such as q in qkv; p is a part of d_in.
@@ -23,6 +27,7 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
     delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; zeros in slices
       where the adapter has rank 0
     add: whether to add to delta, which then holds a product, instead of overwriting it
+    vectors: whether to apply vectors, too, to the sum (LoraWeights.vectors): needs `add`
 
     Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
     Raises ShapeError.
@@ -33,7 +38,10 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
         raise ShapeError(f"delta has {len(delta)} rows, v {len(v)}: want as many")
     if v.numel() == 0 or len(tiles) == 0:
         return
-    config, stride, early = tiles.config.expand, tiles.rank_stride, launches_early(tiles, v.device)
+    assert add or not vectors, "vectors scale a product"
+    config, stride = tiles.config.expand, tiles.rank_stride
+    # with vectors, the launch before this one on the stream is the product's, not shrink's
+    early = launches_early(tiles, v.device) and not vectors
     few = tiles.regime == Regime.FEW
     span = config.columns * (1 if few else config.blocks)
     grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
@@ -42,6 +50,7 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
         v, delta, weights.arena, weights.table, tiles.rows,
         shrunk.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
+        *_vector_operands(weights, vectors=vectors),
         widths=group.d_outs,
         add=add,
         after_shrink=early,
@@ -53,6 +62,15 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
         **({} if few else _dense_shapes(tiles, v)),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+
+
+def _vector_operands(weights: LoraWeights, *, vectors: bool) -> tuple[Any, Any, Any]:
+    """Return the table of vectors and its strides of slots and layers; None without vectors."""
+    if not vectors:
+        return None, None, None
+    assert weights.vectors is not None, "vectors without a table of them"
+    places = weights.vectors
+    return places, places.stride(0), places.stride(1)
 
 
 def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
@@ -106,6 +124,9 @@ def _expand_few(
     rank_stride: tl.tensor,
     first_linear: tl.tensor,
     parts: tl.tensor,
+    vectors: tl.tensor,
+    vectors_of_slot: tl.tensor,
+    vectors_of_layer: tl.tensor,
     widths: tl.constexpr,
     add: tl.constexpr,
     after_shrink: tl.constexpr,
@@ -121,6 +142,7 @@ def _expand_few(
         first.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -131,7 +153,12 @@ def _expand_few(
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     rank = tl.load(entry + 2).to(tl.int32)
-    if add and rank == 0:
+    if vectors is not None:
+        own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear + index
+        gains = tl.load(own)
+        if (rank == 0) & (gains < 0):
+            return
+    elif add and rank == 0:
         return
     column = offset + tl.arange(0, block_out)
     inside = column < width
@@ -165,8 +192,30 @@ def _expand_few(
     if add:
         first_total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
         second_total += tl.load(out + delta_stride, mask=there, other=0.0).to(tl.float32)
+    if vectors is not None:
+        gain, bias = _vectors_at(arena, gains, width, column, inside)
+        first_total += gain * first_total + bias
+        second_total += gain * second_total + bias
     tl.store(out, first_total.to(delta.dtype.element_ty), mask=inside)
     tl.store(out + delta_stride, second_total.to(delta.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _vectors_at(
+    arena: tl.tensor, begin: tl.tensor, width: tl.tensor, column: tl.tensor, inside: tl.tensor
+) -> tl.tuple:
+    """Load some elements of a linear's gain and bias → two vectors [columns] float32.
+
+    Both are 0 for a linear without vectors.
+
+    begin: element of the arena at which the vectors begin; negative: the linear has none.
+    width: outputs of the linear. column: indices of the outputs. inside: mask of those that exist.
+    """
+    inside = inside & (column < tl.where(begin >= 0, width, 0))
+    gains = arena + tl.multiple_of(tl.maximum(begin, 0), 16) + column
+    gain = tl.load(gains, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(gains + width, mask=inside, other=0.0).to(tl.float32)
+    return gain, bias
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -219,6 +268,9 @@ def _expand(
     rank_stride: tl.tensor,
     first_linear: tl.tensor,
     parts: tl.tensor,
+    vectors: tl.tensor,
+    vectors_of_slot: tl.tensor,
+    vectors_of_layer: tl.tensor,
     widths: tl.constexpr,
     add: tl.constexpr,
     after_shrink: tl.constexpr,
@@ -237,6 +289,7 @@ def _expand(
         first.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -249,7 +302,12 @@ def _expand(
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out * blocks)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     rank = tl.load(entry + 2).to(tl.int32)
-    if add and rank == 0:
+    if vectors is not None:
+        own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear + index
+        gains = tl.load(own)
+        if (rank == 0) & (gains < 0):
+            return
+    elif add and rank == 0:
         return
     b_start = tl.multiple_of(tl.load(entry + 1), 16)
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
@@ -272,6 +330,9 @@ def _expand(
         kept = real[:, None] & inside[None, :]
         if add:
             total += tl.load(out, mask=kept, other=0.0).to(tl.float32)
+        if vectors is not None:
+            gain, bias = _vectors_at(arena, gains, width, column, inside)
+            total += gain[None, :] * total + bias[None, :]
         tl.store(out, total.to(delta.dtype.element_ty), mask=kept)
 
 

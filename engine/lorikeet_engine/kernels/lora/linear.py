@@ -12,6 +12,9 @@ would use every multiprocessor from start to end, so that LoRA could only run be
 product. So cuBLAS is made to leave some free (_sms_for_lora). Our own kernels, for products of one
 token, or of few tokens with FP8 weights, need no such limit: LoRA is launched before them.
 
+In a step whose adapters have vectors (LoraWeights.vectors), which scale the product itself, expand
+runs behind both instead, and writes into y.
+
 A base model's weight is a tensor of floats, FP8 (kernels/fp8), or of 4 bits (kernels/w4a16); LoRA
 always reads x unrounded. Memory that the side stream allocates is safe to use on the main stream:
 before its next work, the side stream waits for the main stream.
@@ -145,11 +148,16 @@ def linear_with_lora(
     step: LoRA work of the forward pass; None: no adapter
     layer, group: index of the layer, and the fused linears of which W is the weight
     → y [tokens, sum(d_outs)]
-    → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (CPU)
+    → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (on a CPU,
+      and in steps with vectors, which y then has been through)
 
     The delta is rounded to x's dtype before it is added to y, an additional rounding. Raises
     ShapeError.
     """
+    if step is not None and step.tiles is not None and step.segments.has_vectors:
+        y, shrunk = linear_and_lora(x, weight, bias, step, layer, group)
+        _cuda("lora.expand").expand(shrunk, y, add=True, vectors=True)
+        return y, None
     if step is not None and step.tiles is not None:
         rows = rows_of(x)
         delta = rows.new_empty((len(rows), sum(group.d_outs)))
@@ -197,11 +205,14 @@ def linear_with_lora_before_act(
 
     In a prefill on CUDA, the delta is returned as an UnexpandedDelta, v = A·x, and act_and_mul
     multiplies v by B. That requires that gate and up are two linears; if they are stored as one,
-    the delta is always returned as a LoraDelta.
+    the delta is always returned as a LoraDelta. So are steps with vectors as linear_with_lora
+    returns them.
 
     Arguments: see linear_with_lora.
     """
-    if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
+    if step is None or step.tiles is None or step.segments.has_vectors:
+        return linear_with_lora(x, weight, bias, step, layer, group)
+    if not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
     return linear_and_lora(x, weight, bias, step, layer, group)
 

@@ -21,13 +21,38 @@ def add_lora(
 ) -> None:
     """Add LoRA to a product: y[t] += B(t)·A(t)·x[t] for every linear of the group, in place.
 
+    Then, for linears with vectors, y[t] becomes (1 + gain(t)) · y[t] + bias(t).
+
     x [tokens, d_in]
     y [tokens, sum(d_outs)]: outputs of the group's linears side by side
 
-    Sums are float32; y is rounded once. Tokens outside every segment, and linears of rank 0, keep
-    their y. Raises ShapeError.
+    Sums are float32; y is rounded once, with vectors twice. Tokens outside every segment, and
+    linears of rank 0 without vectors, keep their y. Raises ShapeError.
     """
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
+    if segments.has_vectors:
+        apply_vectors(y, weights, segments, layer, group)
+
+
+def apply_vectors(
+    y: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+) -> None:
+    """Compute y[t] = (1 + gain(t)) · y[t] + bias(t) in place, for linears with vectors.
+
+    y [tokens, sum(d_outs)]: outputs of the group's linears side by side
+
+    Computed in float32, rounded once.
+    """
+    assert weights.vectors is not None, "segments with vectors without a table of them"
+    table = weights.vectors[segments.slots.long(), layer][:, list(group.linears)].tolist()
+    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)
+    for start, length, places in runs:
+        column = 0
+        for at, d_out in zip(places, group.d_outs, strict=True):
+            rows, column = y[start : start + length, column : column + d_out], column + d_out
+            if at >= 0:
+                gain, bias = weights.arena[at : at + 2 * d_out].view(2, d_out).float()
+                rows.copy_(rows.float() * (1 + gain) + bias)
 
 
 def add_embedding_lora(

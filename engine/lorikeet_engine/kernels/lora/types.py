@@ -23,10 +23,16 @@ class LoraWeights:
     Trained embedding and head rows, which replace the base model's, are stored in the same way: A
     holds the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first,
     and the rank is the number of tokens.
+
+    vectors [slots, layers + 1, modules] int64: for each slot, layer and linear, where the linear's
+        vectors begin in the arena, at a multiple of 16 elements; −1: it has none. They are gain
+        [d_out], then bias [d_out]: the linear's output, LoRA included, becomes
+        (1 + gain) · y + bias. None: no adapter has vectors.
     """
 
     arena: torch.Tensor
     table: torch.Tensor
+    vectors: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Segments:
     max_rank: upper bound of the adapters' ranks.
     max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
+    has_vectors: whether some adapter may have vectors (LoraWeights.vectors).
 
     All tensors are contiguous and on the device that runs the step.
     """
@@ -67,6 +74,7 @@ class Segments:
     max_rank: int
     max_rows: int = 0
     changes_experts: bool = True
+    has_vectors: bool = False
 
     def __len__(self) -> int:
         return self.slots.numel()

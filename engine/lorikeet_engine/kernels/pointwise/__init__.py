@@ -105,7 +105,7 @@ def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: torch.Tensor | None,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
@@ -126,7 +126,8 @@ def rotary_and_store_kv(
     qkv [tokens, heads + 2 · kv_heads, head_dim], each token contiguous: queries, keys, values;
       queries are rotated in place, keys and values are left undefined
     cos, sin [tokens, rotary_dim / 2] float32, contiguous; without columns if nothing is rotated
-    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values
+    layer_kv [2, pages, page_size, kv_heads, head_dim or wider] like qkv, contiguous: keys, values;
+      None: qkv has queries alone, [tokens, heads, head_dim]
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
     lora: LoRA delta of qkv, added to qkv
     norm: queries and keys x become x / sqrt(mean(x²) + eps) · weight first, in float32, rounded to

@@ -61,7 +61,7 @@ def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: torch.Tensor | None,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
@@ -74,6 +74,17 @@ def rotary_and_store_kv(
 ) -> None:
     """See kernels.pointwise."""
     add_lora_delta(qkv.flatten(1), lora)
+    if layer_kv is None:  # as if with a key and a value that are not kept
+        tokens, heads, head_dim = qkv.shape
+        padded = torch.cat((qkv, qkv.new_zeros(tokens, 2, head_dim)), dim=1)
+        nowhere = torch.full_like(slots, -1)
+        none = qkv.new_empty(2, 1, 1, 1, head_dim)
+        rotary_and_store_kv(
+            padded, cos, sin, none, nowhere, None, norm,
+            interleaved=interleaved, spans_head=spans_head, query_gain=query_gain,
+        )  # fmt: skip
+        qkv.copy_(padded[:, :heads])
+        return
     kv_heads = layer_kv.shape[3]
     given = qkv[:, :-kv_heads]
     if keys_are_values:

@@ -19,7 +19,7 @@ def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: torch.Tensor | None,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
@@ -36,7 +36,9 @@ def rotary_and_store_kv(
     slots[t] = page · page_size + offset. Nothing is written for slots[t] < 0.
     """
     tokens, total, head_dim = qkv.shape
-    kv_heads, half = layer_kv.shape[3], head_dim // 2
+    half, kv_heads, kv_dim, plane = head_dim // 2, 0, head_dim, 0
+    if layer_kv is not None:
+        kv_heads, kv_dim, plane = layer_kv.shape[3], layer_kv.shape[4], layer_kv.stride(0)
     if keys_are_values:
         total += kv_heads
     squares = None if norm is None else norm.mean_squares
@@ -47,7 +49,7 @@ def rotary_and_store_kv(
     block_half = triton.next_power_of_2(half)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, block_heads))](
         qkv, *operands(lora), *weights, squares, cos, sin, query_gain, layer_kv, *inverses, slots,
-        qkv.stride(0), layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, layer_kv.shape[4],
+        qkv.stride(0), plane, total - 2 * kv_heads, kv_heads, half, kv_dim,
         cos.shape[1], interleaved, spans_head, keys_are_values, whole,
         norm is not None and norm.values, block_heads, block_half,
         num_warps=min(16, max(4, block_heads * block_half // 512)),
@@ -180,6 +182,7 @@ def _rotary_and_store_kv(
     norms_values: whether values are normalised, without a weight.
     key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
+    kv_heads: number of key heads; 0 if there is no layer_kv.
     half, rotary_half: half of head_dim and of rotary_dim. kv_dim: width of a head in layer_kv.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -243,16 +246,15 @@ def _rotary_and_store_kv(
         high = (high.to(tl.float32) * gain).to(qkv.dtype.element_ty)
     tl.store(qkv + place + left, low, mask=query)
     tl.store(qkv + place + right, high, mask=query)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    stored = inside & (head >= heads)
-    kv_head = (head - heads) % kv_heads
-    value = (head >= heads + kv_heads).to(tl.int64)
-    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * kv_dim
-    if key_inverse is not None:
-        inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
-        low = round_to_fp8(low.to(tl.float32) * inverse)
-        high = round_to_fp8(high.to(tl.float32) * inverse)
-    tl.store(target + left, low, mask=stored)
-    tl.store(target + right, high, mask=stored)
+    if layer_kv is not None:
+        slot = tl.load(slots + token)
+        stored = inside & (head >= heads) & (slot >= 0)
+        kv_head = (head - heads) % kv_heads
+        value = (head >= heads + kv_heads).to(tl.int64)
+        target = layer_kv + value * plane + (slot * kv_heads + kv_head) * kv_dim
+        if key_inverse is not None:
+            inverse = tl.where(head < heads + kv_heads, key_inverse, value_inverse)
+            low = round_to_fp8(low.to(tl.float32) * inverse)
+            high = round_to_fp8(high.to(tl.float32) * inverse)
+        tl.store(target + left, low, mask=stored)
+        tl.store(target + right, high, mask=stored)

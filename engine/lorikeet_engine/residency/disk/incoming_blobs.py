@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.adapter_format.header import MAX_HEADER_BYTES
 from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.cache import memory_file
 from lorikeet_engine.residency.host_arena import HostArena
@@ -95,6 +96,7 @@ class IncomingBlobs:
         max_elements: int,
         world: int,
         on_end: Callable[[], None],
+        base: BaseRows | None = None,
     ) -> None:
         """Start without incoming blobs.
 
@@ -103,7 +105,9 @@ class IncomingBlobs:
         world: number of tensor parallel ranks that share the model.
         on_end: called on a packing thread when the packing of a blob has ended, which may free
             memory for other images.
+        base: rows of the base model, on which DoRA's gains and biases depend.
         """
+        self._base = base
         self._shape, self._limits, self._world = shape, limits, world
         self._host, self._max_elements = host, max_elements
         self._on_end = on_end
@@ -194,7 +198,7 @@ class IncomingBlobs:
             return
         try:
             file = Path(f"/proc/self/fd/{descriptor}")
-            sums = pack(file, spec, layout, out, arrived=arrived)
+            sums = pack(file, spec, layout, out, self._base, arrived=arrived)
             packed_s = time.thread_time() - began_s
             while not blob.wanted.wait(_POLL_S):
                 arrived(blob.size_bytes)

@@ -96,11 +96,12 @@ class Lease:
     head_rank: LoRA rank of the adapter on lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
+    has_vectors: whether linears have vectors (LoraWeights.vectors).
     """
 
     __slots__ = (
         *("_adapter", "_ended", "_on_release"),
-        *("changes_experts", "head_rank", "head_rows", "rank", "slot"),
+        *("changes_experts", "has_vectors", "head_rank", "head_rows", "rank", "slot"),
     )
 
     def __init__(
@@ -122,6 +123,7 @@ class Lease:
         self.head_rank = adapter.layout.head_rank
         self.head_rows = adapter.layout.head_rows
         self.changes_experts = adapter.layout.changes_experts
+        self.has_vectors = adapter.layout.vectors is not None
 
     def release(self) -> None:
         """End the lease; a second call changes nothing."""

@@ -1,7 +1,7 @@
 """The adapters' memory on the device: images, the table, and the streams that change them.
 
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
-    table  [slot, layer, module] → offsets of A and B in the arena, and the rank
+    table  [slot, layer, module] → offsets of A and B in the arena, and the rank; of vectors
 
 slots.py computes the places of images; this module writes and moves the images. Copies from the
 host run on a stream of their own:
@@ -68,10 +68,13 @@ class WriteRow:
 
     slot: the adapter's slot, which is its row in the table.
     row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the LoRA rank.
+    vectors: [layers + 1, modules] int64: offsets of the linears' vectors in the arena, −1 for none;
+        None: the adapter has no vectors.
     """
 
     slot: int
     row: npt.NDArray[np.int64]
+    vectors: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class ReadsEnd:
 
 @dataclass(frozen=True, slots=True)
 class ClearRow:
-    """Command to clear a freed slot's row of the table: rank 0 everywhere.
+    """Command to clear a freed slot's row of the table: rank 0 everywhere, and no vectors.
 
     Copies that follow begin only after the steps that may still read the evicted image.
     """
@@ -131,6 +134,7 @@ class DeviceArena:
         self._copying: torch.cuda.Stream | None = None
         self._copies: list[PacedCopy] = []  # paced copies with parts still to launch
         self._reads: dict[int, torch.cuda.Event] = {}  # by slot, of images without a lease
+        self._with_vectors = set[int]()  # slots
         if device.type == "cuda":
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             word_sum(weights.table)  # loads the kernel now, not during requests
@@ -166,14 +170,21 @@ class DeviceArena:
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:
-        table = self.weights.table
+        table, places = self.weights.table, self.weights.vectors
         match command:
-            case WriteRow(slot, row):
+            case WriteRow(slot, row, vectors):
                 table[slot].copy_(upload(row, table.device))
+                if vectors is not None:
+                    assert places is not None, "vectors without a table of them"
+                    places[slot].copy_(upload(vectors, table.device))
+                    self._with_vectors.add(slot)
             case ReadsEnd(slot):
                 self._note_reads(slot)
             case ClearRow(slot):
                 table[slot].zero_()
+                if places is not None and slot in self._with_vectors:
+                    places[slot].fill_(-1)
+                    self._with_vectors.remove(slot)
                 if self._copying is not None and slot in self._reads:
                     self._copying.wait_event(self._reads.pop(slot))
             case Compact(moves, rows):
@@ -216,13 +227,14 @@ class DeviceArena:
 def allocate_weights(
     shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> LoraWeights:
-    """Allocate an empty arena and an empty table for adapters.
+    """Allocate an empty arena and empty tables for adapters.
 
     gpu_bytes: size of the arena.
     slots: number of adapters that the table has rows for.
     """
-    table = (slots, shape.layers + 1, len(shape.modules), 3)
+    table = slots, shape.layers + 1, len(shape.modules)
     return LoraWeights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
-        torch.zeros(table, dtype=torch.int64, device=device),
+        torch.zeros((*table, 3), dtype=torch.int64, device=device),
+        torch.full(table, -1, dtype=torch.int64, device=device),
     )

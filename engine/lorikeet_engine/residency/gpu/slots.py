@@ -155,7 +155,9 @@ class SlotPool:
         begins = [piece.begin for piece in placed.pieces]
         holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layout.layers]
         offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
-        return WriteRow(slot, placed.layout.rows_at(offsets[:, None, None]).numpy())
+        vectors = placed.layout.vectors_at(offsets[:, None])
+        row = placed.layout.rows_at(offsets[:, None, None]).numpy()
+        return WriteRow(slot, row, None if vectors is None else vectors.numpy())
 
 
 def _with_moved(placed: PlacedImage, moved: Piece, target: int) -> PlacedImage:

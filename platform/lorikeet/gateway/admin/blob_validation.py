@@ -79,6 +79,8 @@ def validate_blob(
 
 def _invalid(error: AdapterError | SettingsError) -> InvalidAdapter:
     limits = {"max_rank": MAX_RANK, "size_bytes": MAX_BYTES, "gpu_bytes": _MEMORY}
+    if (rank := error.fields.get("rank")) is not None:
+        limits["max_rank"] = f"{MAX_RANK}; {rank} admits it"
     set_by = "".join(f" ({limits[field]})" for field in error.fields.keys() & limits)
     return InvalidAdapter(error.message + set_by, param=error.fields.get("field"))
 

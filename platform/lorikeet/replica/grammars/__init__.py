@@ -3,8 +3,10 @@
 answer_grammar.py    the grammar of a call's answer: format or tool calls, behind thinking
 ├── format_grammar.py   JSON schemas, regular expressions, choices
 └── tool_grammar.py     tool calls in the syntax of the model's chat template
+    ├── gemma_arguments.py    arguments as {key:value,…} with quoting marks
     ├── python_arguments.py   arguments as key=value pairs
-    ├── xml_arguments.py      arguments as <parameter=key>value</parameter>
+    ├── xml_arguments.py      arguments as tags around keys and values
+    ├── bare_texts.py         values that are bare text
     └── argument_rules.py     rules of schemas on arguments that a call names one after another
 held_schema.py       JSON schemas in keywords that grammars hold
 ├── schema_logic.py     negation, and proofs that options exclude each other

@@ -1,18 +1,21 @@
 """Rules of a JSON schema on arguments that a tool call names one after another."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import unquote
 
+from lorikeet.answer_stream.argument_values import schema_types
 from lorikeet.errors import InvalidInput
 from lorikeet.replica.grammars.schema_logic import rebased
 
 _WHOLE = "arguments"
+_PARAMETERS = "a function's parameters: "
 MOST_SCHEMAS_LENGTH = 2**22
 _MOST_PARTS = 256
-_TOO_MANY = "too many $ref, allOf and anyOf on all arguments, or a $ref to itself: write them out"
+_TOO_MANY = "too many $ref, allOf and anyOf in one schema, or a $ref to itself: write them out"
 _UNSUPPORTED = frozenset(
     {
         "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
@@ -20,9 +23,20 @@ _UNSUPPORTED = frozenset(
         "then", "unevaluatedProperties",
     }
 )  # fmt: skip
-"""JSON schema keywords that the grammar rules cannot enforce at the top level of the arguments'
-schema.
-"""
+"""JSON schema keywords that the grammar rules cannot enforce on an object of arguments."""
+Rules = TypeVar("Rules", bound="_Rules")
+
+
+class _Rules(Protocol):
+    """Constraints of a JSON schema on values of one type."""
+
+    def merged(self, part: Mapping[str, Any]) -> Self | None:
+        """Return these constraints combined with another schema's; None if they contradict."""
+        ...
+
+    def satisfiable(self) -> Self | None:
+        """Return equal constraints without what they forbid; None if no value can meet them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +45,19 @@ class ArgumentRules:
 
     properties: schema of each argument by its name.
     required: names of required arguments.
-    closed: True if arguments other than `properties` are forbidden.
+    others: schema of arguments that `properties` does not name; False forbids them.
+    maps: True if `others` may be a schema; False if such a schema raises InvalidInput.
     """
 
     properties: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    closed: bool = False
+    others: Any = True
+    maps: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """True if arguments other than `properties` are forbidden."""
+        return self.others is False
 
     def merged(self, part: Mapping[str, Any]) -> "ArgumentRules | None":
         """Return these constraints combined with another schema's constraints; None if they
@@ -48,33 +69,25 @@ class ArgumentRules:
         names = isinstance(required, list) and all(isinstance(key, str) for key in required)
         if not isinstance(properties, Mapping) or not names:
             raise invalid("want properties by name, and a list of the required ones")
-        types, others = part.get("type", "object"), part.get("additionalProperties", True)
-        if types != "object" and not (isinstance(types, list) and "object" in types):
+        if "object" not in schema_types(part, {}):
             return None
+        others = part.get("additionalProperties", True)
+        others = True if others == {} else others
         unsupported = part.keys() & _UNSUPPORTED
-        if not (isinstance(others, bool) or others == {}):
+        if not (isinstance(others, bool) or self.maps):
             unsupported |= {"additionalProperties"}
         if "patternProperties" in unsupported:
             unsupported |= {"propertyNames"}  # which is held as patternProperties
         if unsupported:
-            raise invalid(
-                f"{', '.join(sorted(unsupported))} on all arguments of a call cannot be held in "
-                "this model's syntax: remove it, or set it on single properties"
-            )
-        closed = others is False
-        both = {
-            key: _both_of(self.properties[key], properties[key])
-            for key in self.properties.keys() & properties.keys()
-        }
-        return ArgumentRules(
-            {
-                key: both.get(key, value)
-                for key, value in {**self.properties, **properties}.items()
-                if not (closed and key not in properties)
-                and not (self.closed and key not in self.properties)
+            raise unheld(unsupported, "an object")
+        return replace(
+            self,
+            properties={
+                key: both_of(self.properties.get(key, self.others), properties.get(key, others))
+                for key in {**self.properties, **properties}
             },
-            (*self.required, *required),
-            self.closed or closed,
+            required=(*self.required, *required),
+            others=both_of(self.others, others),
         )
 
     def satisfiable(self) -> "ArgumentRules | None":
@@ -89,8 +102,8 @@ class ArgumentRules:
         missing = [key for key in self.required if key not in named]
         if never.intersection(missing) or (self.closed and missing):
             return None
-        properties = named | dict.fromkeys(missing, True)
-        return replace(self, properties=properties, closed=self.closed or bool(never))
+        properties = named | dict.fromkeys(missing, self.others)
+        return replace(self, properties=properties, others=False if never else self.others)
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
@@ -99,22 +112,36 @@ def alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
     Raises InvalidInput for unsupported keywords, too many alternatives, or a schema that no
     arguments can meet.
     """
-    alternatives, begun = list[ArgumentRules](), list[tuple[ArgumentRules, list[Any]]]()
-    begun.append((ArgumentRules(), [schema]))  # constraints until now, schemas still to merge
+    if not (found := alternatives_of_type(ArgumentRules(), schema, schema)):
+        raise invalid("no object meets their schema")
+    return found
+
+
+def alternatives_of_type(rules: Rules, schema: Any, root: Mapping[str, Any]) -> list[Rules]:
+    """Return the alternative constraints of a schema on values of one type; values of this type
+    must meet at least one alternative. No alternative means that no such value fits the schema.
+
+    rules: constraints of the type before those of the schema.
+    root: schema that `$ref` refers to.
+
+    Raises InvalidInput for unsupported keywords and too many alternatives.
+    """
+    alternatives, begun = list[Rules](), list[tuple[Rules, list[Any]]]()
+    begun.append((rules, [schema]))  # constraints until now, schemas still to merge
     for _ in range(_MOST_PARTS):
         if not begun:
             break
         known, parts = begun.pop()
         match parts:
             case []:
-                if rules := known.satisfiable():
-                    alternatives.append(rules)
+                if possible := known.satisfiable():
+                    alternatives.append(possible)
             case [True, *rest]:
                 begun.append((known, rest))
             case [False, *_]:
                 pass
             case [{"$ref": str(ref), **others}, *rest]:
-                begun.append((known, [referred(ref, schema), others, *rest]))
+                begun.append((known, [referred(ref, root), others, *rest]))
             case [{"allOf": list(all_of), **others}, *rest]:
                 _check_count(all_of, rest)
                 begun.append((known, [*all_of, others, *rest]))
@@ -128,8 +155,6 @@ def alternatives(schema: Mapping[str, Any]) -> list[ArgumentRules]:
                 raise invalid("want schemas in allOf and anyOf, and a text as $ref")
     else:
         raise invalid(_TOO_MANY)
-    if not alternatives:
-        raise invalid("no object meets their schema")
     return alternatives
 
 
@@ -183,9 +208,34 @@ def self_contained(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rebased(value, _WHOLE), "$defs": {_WHOLE: rebased(schema, _WHOLE)}}
 
 
-def _both_of(one: Any, other: Any) -> Any:
+def both_of(one: Any, other: Any) -> Any:
     """Return a schema of the values that match both schemas."""
-    return False if one is False or other is False else {"allOf": [one, other]}
+    if one is False or other is False:
+        return False
+    if one is True or other is True:
+        return one if other is True else other
+    return {"allOf": [one, other]}
+
+
+def unheld(keywords: Collection[str], on: str) -> InvalidInput:
+    """Return the error that refuses keywords which no grammar rules of arguments enforce.
+
+    on: type of the values that the keywords constrain, with its article.
+    """
+    return invalid(
+        f"{', '.join(sorted(keywords))} on {on} cannot be held in this model's syntax: remove it, "
+        "or set it on single properties"
+    )
+
+
+@contextmanager
+def placed(path: str) -> Iterator[None]:
+    """Add the JSON path of a schema to errors of `invalid` that are raised within."""
+    try:
+        yield
+    except InvalidInput as error:
+        problem = error.message.removeprefix(_PARAMETERS)
+        raise InvalidInput(f"{_PARAMETERS}at {path}: {problem}", param="tools") from error
 
 
 def invalid(problem: str) -> InvalidInput:
@@ -193,4 +243,4 @@ def invalid(problem: str) -> InvalidInput:
 
     problem: fault of the parameters.
     """
-    return InvalidInput(f"a function's parameters: {problem}", param="tools")
+    return InvalidInput(f"{_PARAMETERS}{problem}", param="tools")

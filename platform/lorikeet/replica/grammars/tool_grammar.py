@@ -12,6 +12,7 @@ from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammars.format_grammar import LAYOUT, format_rule
+from lorikeet.replica.grammars.gemma_arguments import gemma_arguments
 from lorikeet.replica.grammars.held_schema import held_schema
 from lorikeet.replica.grammars.python_arguments import python_arguments
 from lorikeet.replica.grammars.xml_arguments import xml_arguments
@@ -118,7 +119,7 @@ def _call(
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
         call = f"call_{index}"
-        if syntax.style in (CallStyle.PYTHON, CallStyle.XML):
+        if syntax.style in (CallStyle.GEMMA, CallStyle.PYTHON, CallStyle.XML):
             try:
                 rules += _call_of_pairs(call, name, schema, syntax, literal)
             except InvalidInput as error:
@@ -152,9 +153,13 @@ def _call_of_pairs(
     if syntax.style is CallStyle.PYTHON:
         begin, end = f"{name}(", ")"
         rules = python_arguments(f"{call}_arguments", schema)
+    elif syntax.style is CallStyle.GEMMA:
+        begin, end = f"call:{name}", ""
+        rules = gemma_arguments(f"{call}_arguments", schema, syntax.quote, literal)
     else:
-        begin, end = f"<function={name}>\n", "</function>"
-        rules = xml_arguments(f"{call}_arguments", schema, syntax.pad)
+        assert syntax.tags is not None
+        begin, end = f"{name.join(syntax.tags.name)}{syntax.tags.space}", syntax.tags.end
+        rules = xml_arguments(f"{call}_arguments", schema, syntax.tags, literal)
     return [f"{call}: {literal(begin)} {call}_arguments {literal(end)}", *rules]
 
 

@@ -1,0 +1,144 @@
+"""Chats of GLM 4.7, with thinking that the prompt begins and tool calls of its own, in all APIs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.test_bad_requests import TURN
+from tests.gateway.test_xml_calls import EDIT, GIVEN, NAMED
+
+GLM_4_7 = """
+{%- if tools -%}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+Call as <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>...</tool_call>
+{%- endif -%}
+{%- for m in messages -%}
+    {%- if m.role == 'tool' -%}
+        <|observation|><tool_response>{{ m.content }}</tool_response>
+    {%- elif m.role == 'assistant' -%}
+        <|assistant|>{{ '<think>' + m.reasoning_content if m.reasoning_content }}</think>
+        {{- m.content -}}
+        {%- for call in m.tool_calls or [] -%}
+            <tool_call>{{ call.function.name }}
+            {%- for k, v in call.function.arguments.items() -%}
+                <arg_key>{{ k }}</arg_key><arg_value>
+                {{- v if v is string else v | tojson }}</arg_value>
+            {%- endfor %}</tool_call>
+        {%- endfor -%}
+    {%- else -%}<|{{ m.role }}|>{{ m.content }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{ '</think>' if enable_thinking is false else '<think>' }}
+{%- endif -%}
+"""
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")
+MARKS += ("<arg_value>", "</arg_value>", "<|system|>", "<|user|>", "<|assistant|>")
+ONE = (
+    f"<tool_call>edit<arg_key>text</arg_key><arg_value>{GIVEN['text']}</arg_value>"
+    "<arg_key>lines</arg_key><arg_value>[3, 4]</arg_value>"
+    "<arg_key>all</arg_key><arg_value>true</arg_value></tool_call>"
+)
+OTHER = "<tool_call>edit<arg_key>text</arg_key><arg_value>x</arg_value></tool_call>"
+BOTH = f"Hm.</think>{ONE}{OTHER}"
+EXPECTED = [GIVEN, {"text": "x"}]
+
+
+@pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    return shared
+
+
+@pytest.fixture(params=[MARKS, ()], ids=["special tokens", "letters"])
+def glm(request: pytest.FixtureRequest, gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+    """Replica of the gateway with a chat template that writes as GLM 4.7's."""
+    scripted = ScriptedReplica(tmp_path, GLM_4_7, marks=request.param)
+    gateway.engines.replay = scripted.writes(BOTH)
+    return scripted
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_chat_has_typed_calls_behind_its_thinking(
+    gateway: Gateway, glm: ScriptedReplica, choice: Any, strict: bool
+) -> None:
+    tools: list[Any] = [{"type": "function", "function": {**EDIT, "strict": strict}}]
+    expected = list(EXPECTED)
+    if choice == NAMED:  # which asks for one call
+        expected.pop()
+        gateway.engines.replay = glm.writes(f"Hm.</think>{ONE}")
+    chats = gateway.openai().chat.completions
+    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
+    asked["tool_choice"] = choice
+    (whole,) = chats.create(**asked).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.to_dict()["reasoning_content"] == "Hm."
+    calls = whole.message.tool_calls or []
+    assert [json.loads(call.function.arguments) for call in calls] == expected
+    arguments: dict[int, list[str]] = {}
+    for chunk in chats.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            arguments.setdefault(call.index, []).append(call.function.arguments or "")
+    assert [json.loads("".join(parts)) for parts in arguments.values()] == expected
+    assert (len(arguments[0]) > 9) == (choice != "auto")
+    assert glm.prompts[0].endswith("<|assistant|><think>")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_response_has_reasoning_and_calls_that_can_be_sent_back(
+    gateway: Gateway, glm: ScriptedReplica, choice: Any
+) -> None:
+    client = gateway.openai()
+    asked: dict[str, Any] = {"model": "tiny", "tools": [{"type": "function", **EDIT}]}
+    asked["tool_choice"] = choice
+    with client.responses.stream(**asked, input="Go.") as stream:
+        streamed = stream.get_final_response().output
+    output: Any = client.responses.create(**asked, input="Go.").output
+    for items in (output, streamed):
+        assert [item.type for item in items] == ["reasoning", *["function_call"] * 2]
+        calls = [json.loads(item.arguments) for item in items if item.type == "function_call"]
+        assert calls == EXPECTED
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
+        for item in output[1:]
+    ]
+    turns: Any = [{"role": "user", "content": "Go."}, *output, *results]
+    client.responses.create(**asked, input=turns)
+    assert f"<|assistant|><think>{BOTH}" in glm.prompts[0]
+
+
+@pytest.mark.parametrize("kind", ["auto", "any"])
+def test_a_message_has_a_thinking_block_and_inputs(
+    gateway: Gateway, glm: ScriptedReplica, kind: Any
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 900,
+        "messages": [TURN],
+        "tools": [{"name": "edit", "input_schema": EDIT["parameters"]}],
+        "tool_choice": {"type": kind},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    client = gateway.anthropic()
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (client.messages.create(**asked), streamed):
+        thought, *uses = message.content
+        assert thought.type == "thinking"
+        assert thought.thinking == "Hm."
+        assert [use.input for use in uses if use.type == "tool_use"] == EXPECTED
+        assert message.stop_reason == "tool_use"
+
+
+def test_thinking_that_is_switched_off_is_closed_in_the_prompt(
+    gateway: Gateway, glm: ScriptedReplica
+) -> None:
+    gateway.engines.replay = glm.writes(ONE)
+    chats = gateway.openai().chat.completions
+    tools: list[Any] = [{"type": "function", "function": EDIT}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
+    (whole,) = chats.create(**asked, tool_choice="required", reasoning_effort="none").choices
+    assert [json.loads(c.function.arguments) for c in whole.message.tool_calls or []] == [GIVEN]
+    assert glm.prompts[0].endswith("<|assistant|></think>")
