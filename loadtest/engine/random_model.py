@@ -387,10 +387,10 @@ CONFIGS = {
 class RandomCheckpoint(Checkpoint):
     """Checkpoint that makes up every tensor: norms are 1, products keep the size of their input.
 
-    Rounding must not decide what a model computes, or no two ways of computing it could be compared.
-    So where attention divides scores by nothing, the norms of queries do, as scores as large as a
-    head is wide would choose one token each; and experts add little (_OF_EXPERTS), as the last
-    expert that a token chooses is often hardly likelier than the next.
+    Rounding must not decide what a model computes, or two ways of computing it could not be
+    compared. So where attention divides scores by nothing, the norms of queries do, as scores as
+    large as a head is wide would choose one token each; and experts add little (_OF_EXPERTS), as
+    the last expert that a token chooses is often hardly likelier than the next.
 
     A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
     rounded as
