@@ -42,8 +42,6 @@ _ROWS = 4096
 _LOADED_WITHIN_S = 60.0
 # For an engine with an FP8 KV cache, whose numbers are up to 6% off; the plain path's is not FP8.
 _FP8_TOLERANCE = 0.125
-# If two experts are nearly equally likely, rounding may choose the other one.
-_MOE_TOLERANCES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,6 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
     if stored is not None:
         rounding = stored.format
     most = tolerance(model.dtype, rounding)
-    if model.config.experts_per_token:
-        most *= _MOE_TOLERANCES
     if engine._settings.kv_dtype == "fp8":
         most = max(most, _FP8_TOLERANCE)
     for answer, shortfall in zip(answers, found, strict=True):

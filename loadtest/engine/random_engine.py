@@ -13,8 +13,7 @@ from loadtest.engine.random_adapters import (
     random_layout,
     random_refs,
 )
-from loadtest.engine.random_model import LLAMA_3_1_8B, random_model, write_config
-from lorikeet_engine.adapter_format import BaseShape
+from loadtest.engine.random_model import LLAMA_3_1_8B, random_model, shape_of, write_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.packed_image import PackedLayout
@@ -63,9 +62,7 @@ def random_engine(
     fill = fill_host if at_once == adapters else fill_device
     fill(engine._tiers, layout, random_refs(adapters))
     for on, count in others.items():
-        their_layout = random_layout(
-            BaseShape.from_config(config), RANK, on, settings.tensor_parallel
-        )
+        their_layout = random_layout(shape_of(config), RANK, on, settings.tensor_parallel)
         fill_host(engine._tiers, their_layout, random_refs(count, on))
     return engine
 
@@ -88,7 +85,7 @@ def roomy_engine(
     others: number of further adapters by their targets, for which both have room too.
     settings: all settings except folders and memory for adapters.
     """
-    shape, itemsize = BaseShape.from_config(config), settings.torch_adapter_dtype.itemsize
+    shape, itemsize = shape_of(config), settings.torch_adapter_dtype.itemsize
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     gpu_elements, host_elements = on_gpu * layout.elements, on_host * layout.image_elements
     for on, count in others.items():

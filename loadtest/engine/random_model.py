@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
+from lorikeet_engine.adapter_format import (
+    BaseShape,
+    Quantization,
+    QuantizedLinears,
+    decoder_config,
+)
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
 from lorikeet_engine.kernels.moe import Mxfp4Experts
@@ -350,6 +355,7 @@ GLM_4_7_FLASH: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "rms_norm_eps": 1e-5,
 }
+_OF_EXPERTS = 1 / 8  # size of a routed expert's output, as a share of its input's
 _E2M1_DEVIATION = 2.93  # of equally frequent codes
 CONFIGS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
@@ -381,6 +387,11 @@ CONFIGS = {
 class RandomCheckpoint(Checkpoint):
     """Checkpoint that makes up every tensor: norms are 1, products keep the size of their input.
 
+    Rounding must not decide what a model computes, or two ways of computing it could not be
+    compared. So where attention divides scores by nothing, the norms of queries do, as scores as
+    large as a head is wide would choose one token each; and experts add little (_OF_EXPERTS), as
+    the last expert that a token chooses is often hardly likelier than the next.
+
     A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
     rounded as
     soon as it is drawn: beside the model, the device holds one linear in floats.
@@ -395,6 +406,7 @@ class RandomCheckpoint(Checkpoint):
         shard: Shard = WHOLE,
         block: tuple[int, int] | None = None,
         packed: QuantizedLinears | None = None,
+        attention_scale: float | None = None,
     ) -> None:
         """Begin a checkpoint whose tensors are drawn when they are read.
 
@@ -403,6 +415,7 @@ class RandomCheckpoint(Checkpoint):
         shard: part of each tensor that this rank reads.
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
         packed: format of 4 bits in which weights are drawn and stay; None: they are floats.
+        attention_scale: factor of attention scores; None: 1 / √head_dim.
         """
         self.device = device
         self.shard = shard
@@ -417,13 +430,14 @@ class RandomCheckpoint(Checkpoint):
         self.packs_linears = packed is not None and not of_experts
         self.packs_experts = of_experts
         self._packed_format = packed
+        self._attention_scale = attention_scale
         self._random = torch.Generator(device)
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         out, parts = stack(cuts, self.device, self.dtype)
         for name, part, cut in zip(names, parts, cuts, strict=True):
             if len(cut.shape) == 1:
-                part.fill_(1.0)
+                part.fill_(self._of_norm(name, cut))
                 continue
             self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
             part.normal_(0.0, self.deviation(name, cut), generator=self._random)
@@ -473,7 +487,7 @@ class RandomCheckpoint(Checkpoint):
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
         experts, d_in, _ = shape
         sides = sum(map(len, rows)), len(columns)
-        weight = random_mxfp4(experts, *sides, d_in**-0.5, self._random)
+        weight = random_mxfp4(experts, *sides, _share(name) * d_in**-0.5, self._random)
         self.nbytes += weight.nbytes
         return weight
 
@@ -482,9 +496,14 @@ class RandomCheckpoint(Checkpoint):
             low, high, shape, dtype=torch.uint8, device=self.device, generator=self._random
         )
 
-    def deviation(self, _name: str, cut: Cut) -> float:
+    def _of_norm(self, name: str, cut: Cut) -> float:
+        if self._attention_scale is None or not name.endswith("q_norm.weight"):
+            return 1.0
+        return cut.shape[0] ** -0.5 / self._attention_scale
+
+    def deviation(self, name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
-        return cut.shape[1] ** -0.5
+        return _share(name) * cut.shape[1] ** -0.5
 
     def floats(self, _name: str) -> torch.Tensor:
         """Return the factor of hidden states behind a layer: 1."""
@@ -507,6 +526,11 @@ class RandomCheckpoint(Checkpoint):
     def __contains__(self, _name: str) -> bool:
         """Return False: no tensor holds several linears, or scales of keys and values."""
         return False
+
+
+def _share(name: str) -> float:
+    """Return the size of a linear's output, as a share of its input's."""
+    return _OF_EXPERTS if ".experts." in name and "down_proj" in name else 1.0
 
 
 def random_mxfp4(
@@ -550,8 +574,16 @@ def random_model(
     if stored is not None and stored.format is Quantization.FP8:
         rounding, block = stored.format, stored.block
     kept = stored if packed else None
-    checkpoint = RandomCheckpoint(device, dtype, rounding, shard=shard, block=block, packed=kept)
+    checkpoint = RandomCheckpoint(
+        device, dtype, rounding, shard=shard, block=block, packed=kept,
+        attention_scale=config.attention_scale,
+    )  # fmt: skip
     return LlamaModel(config, checkpoint, ranks)
+
+
+def shape_of(config: Mapping[str, Any]) -> BaseShape:
+    """Return the shape of the model with this config.json."""
+    return BaseShape.from_config(decoder_config(config))
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:

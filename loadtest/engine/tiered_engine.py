@@ -17,9 +17,8 @@ from loadtest.engine.random_adapters import (
     random_refs,
 )
 from loadtest.engine.random_engine import RANK, SETTINGS, roomy_engine
-from loadtest.engine.random_model import LLAMA_3_1_8B
+from loadtest.engine.random_model import LLAMA_3_1_8B, shape_of
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
@@ -65,7 +64,7 @@ _LARGE_BYTES = 256 << 20
 
 def image_bytes(config: Mapping[str, Any], settings: EngineSettings, rank: int = RANK) -> int:
     """Return the bytes that the image of an adapter on all linears takes on the host."""
-    shape = BaseShape.from_config(config)
+    shape = shape_of(config)
     layout = random_layout(shape, rank, world=settings.tensor_parallel)
     return layout.image_elements * settings.torch_adapter_dtype.itemsize
 
@@ -85,7 +84,7 @@ def write_random_blobs(
     rank: int = RANK,
 ) -> RandomBlobs:
     """Write blobs of the adapters that the engine's disk will hold."""
-    return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, rank)
+    return RandomBlobs(folder, shape_of(config), counts.disk, rank)
 
 
 def tiered_engine(

@@ -227,6 +227,7 @@ def test_without_parallel_calls_the_first_call_ends_the_choice():
         ("{{ '[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' }}", None),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ message.content }}", None),
+        ("""{{ '"parameters": ' + tool | tojson }}<m:parameter name="{{ key }}">""", None),
         ("{{ '<function_calls>' + name + '(' + arguments + ')' }}", OLMO),
         ("{{ '<function_calls><invoke name=' + name + '>' }}", None),
         ("{{ '<start_function_call>call:' + name + '{' }}", FUNCTION_GEMMA),
@@ -288,7 +289,7 @@ def in_gemmas(value, quote):
     if isinstance(value, dict):
         keys = sorted(value, key=lambda key: (key.lower(), key))
         bare = {
-            key: key if re.fullmatch(r"[\w.-]+", key) else f"{quote}{key}{quote}" for key in keys
+            key: key if re.fullmatch(r"[\w. -]+", key) else f"{quote}{key}{quote}" for key in keys
         }
         return "{" + ",".join(f"{bare[key]}:{in_gemmas(value[key], quote)}" for key in keys) + "}"
     if isinstance(value, list):
@@ -410,7 +411,7 @@ def test_forced_calls_in_xml_are_streamed(syntax, size):
 @pytest.mark.parametrize("syntax", [FUNCTION_GEMMA, GEMMA_4], ids=["functiongemma", "gemma 4"])
 def test_forced_calls_of_gemma_are_streamed(syntax, size):
     parser = ForcedGemmaParser(syntax)
-    deep = {"a b": '"{},:[]\\ \n<', "n": [-1.5e3, True, None, {}, [], {"x": [[""]]}]}
+    deep = {"a b": 1, "c:d": '"{},:[]\\ \n<', "n": [-1.5e3, True, None, {}, [], {"x": [[""]]}]}
     calls = [*BOTH, ("note", deep), ("note", {"i": 7})]
     assert read(parser, forced(syntax, *calls), size) == ("", calls)
     assert parser.called

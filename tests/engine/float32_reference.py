@@ -25,6 +25,9 @@ from tests.engine.peft_adapters import save_adapter
 # of millions (on an H200: 0.15, and 0.257 of Granite,
 # whose logits spread wider). Two logits that differ by more keep their order, in practice.
 TOLERANCE = 36 * torch.finfo(torch.bfloat16).eps
+# A delta net's outputs are divided by their own size, however small: roundings grow. The worst of
+# these models on an H200 is 0.32; transformers' own bfloat16 on a CPU is 0.35 off, ours there 0.25.
+_TOLERANCES = {"qwen3_5_text": 48 * torch.finfo(torch.bfloat16).eps}
 SIZES = {  # heads of 128 in most families, as attention kernels are compiled for each width
     "vocab_size": 2048,
     "hidden_size": 512,
@@ -141,6 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "final_logit_softcapping": 20.0,
     },
+    "glm": {"head_dim": 128},
     "glm4": {"head_dim": 96},
     "seed_oss": {"head_dim": 128},
     # All experts of each token: rounding could select other ones of a few than the reference does.
@@ -277,6 +281,7 @@ class Float32Reference:
         adapters: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self.device = device
+        self.tolerance = _TOLERANCES.get(family, TOLERANCE)
         self.checkpoint = _save_model(family, folder / "model")
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, AdapterRef | None] = {None: None}
@@ -334,18 +339,19 @@ def compare(
     name: str | None,
     draws: RecordingSampler,
     answers: Answers,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> float:
     """Compare a request's answers with the reference, which is fed the sampled tokens.
 
     name: adapter of the request; None for the base model alone.
     draws: logits and tokens that the engine's sampler has recorded.
-    tolerance: limit on the error of each log probability; the root mean square of the errors of a
-        choice may be a fifth of it.
+    tolerance: limit on the error of each log probability, None: the family's; the root mean square
+        of the errors of a choice may be a fifth of it.
 
     Returns the share of tokens for which the reference's two best differ by more than the
     tolerance.
     """
+    tolerance = reference.tolerance if tolerance is None else tolerance
     clear = []
     for choice in range(len(request.prompts) * request.n):
         said = answers.of(request.request_id, choice)

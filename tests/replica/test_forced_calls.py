@@ -1,5 +1,8 @@
-"""Random answers that a grammar forces to be tool calls: each call parses, as a client gets it, and
-validates against its tool's schema."""
+"""Answers that a grammar forces to be tool calls.
+
+Random ones parse, as a client gets them, and validate against the tools' schemas; calls that chat
+templates write are allowed.
+"""
 
 import itertools
 import json
@@ -15,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.reasoning import Thinking
+from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     EXAONE,
     FUNCTION_GEMMA,
@@ -31,13 +34,21 @@ from lorikeet.answer_stream.tool_syntax import (
     SEED,
     ToolSyntax,
 )
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Thinking, ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.grammars.tool_grammar import call_grammar
 from lorikeet_engine.request import FinishReason, Tokens
+from tests.gateway.test_glm import GLM_4_7
 from tests.replica.test_grammar import possible
 from tests.replica.test_strict_tools import MARKS
-from tests.text.test_prompts import CHAT, DEMO
+from tests.replica.test_thinking import (
+    GEMMA_4_TEMPLATE,
+    MINISTRAL_3,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_6,
+)
+from tests.text.test_prompts import CHAT, DEMO, encoder
 
 SYNTAXES = {
     "EXAONE 4": EXAONE,
@@ -110,6 +121,58 @@ USE = ToolUse(
     forced=tuple(SCHEMAS),
 )
 MOST_TOKENS = 400
+TEMPLATES = {
+    "Qwen 3": QWEN3,
+    "Qwen 3.5": QWEN3_5,
+    "Qwen 3.6": QWEN3_6,
+    "Gemma 4": GEMMA_4_TEMPLATE,
+    "GLM 4.7": GLM_4_7,
+    "Ministral 3": MINISTRAL_3,
+}
+LOOK = {
+    "type": "object",
+    "properties": {
+        "at": {"type": "string"},
+        "first days": {"type": "array", "items": {"type": "integer"}},
+        "in": {"type": "object", "properties": {"ok": {"type": "boolean"}}},
+    },
+}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("look", {"at": 'a "{b}" <c>', "first days": [1, 2], "in": {"ok": True}}),
+    ("now", {}),
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_calls_are_allowed_as_chat_templates_write_those_of_earlier_turns(
+    tmp_path: Path, template: str
+) -> None:
+    renders = encoder(tmp_path, template)
+    syntax = renders.syntax
+    assert syntax is not None
+    tools = tuple(
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("look", LOOK), ("now", {"type": "object", "properties": {}}))
+    )
+    made = [
+        {"id": f"{at:09}", "type": "function", "function": {"name": name, "arguments": given}}
+        for at, (name, given) in enumerate(CALLS)
+    ]
+    turns = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": ""}]
+    prompt = renders._render([turns[0], {**turns[1], "tool_calls": made}], tools)
+    begin = prompt.rindex(syntax.opens, 0, prompt.index("{b}"))
+    last = syntax.closes or "{}"
+    said = prompt[begin : prompt.rindex(last) + len(last)]
+    use = ToolUse(tools, forced=("look", "now"))
+    shutil.copy(DEMO / "config.json", tmp_path)
+    matcher = ModelGrammars(tmp_path).compile(call_grammar(use, syntax, renders.vocabulary))
+    for token in renders.backend.encode(said, add_special_tokens=False).ids:
+        matcher.accept(token)
+    assert matcher.may_end
+    parts = ToolCallParser(syntax, use).push(said, last=True).calls
+    assert [part.name for part in parts if part.name] == ["look", "now"]
+    given = [json.loads(part.arguments) for part in parts if not part.name]
+    assert given == [arguments for _, arguments in CALLS]
 
 
 @pytest.mark.parametrize("marks", MARKS)

@@ -275,7 +275,7 @@ def _gemma_token(quote: str) -> "regex.Pattern[str]":
     mark = regex.escape(quote)
     return regex.compile(
         rf"(?s)\s*+(?:{mark}(?P<string>.*?){mark}|(?P<sign>[][{{}},:])"
-        r"|(?P<word>[^][\s{},:<]++))"
+        r"|(?P<word>[^][\s{},:<]++(?: ++[^][\s{},:<]++)*+))"  # templates quote no keys
     )
 
 

@@ -276,6 +276,6 @@ def syntax_of(template: str) -> ToolSyntax | None:
         return TOOL_CODE
     if "a python list of the function calls" in template:
         return PYTHON_LIST
-    if '"parameters": ' in template:
-        return LLAMA
+    if '"parameters": ' in template and "parameter name=" not in template:
+        return LLAMA  # else the parameters of the tools that it shows, and calls in tags
     return None

@@ -131,8 +131,9 @@ def test_prefill_scan(kind, heads, lengths, adapters, entries, state_dtype):
         strided(drawn.xbc), dt, drawn.scan, states, prefills, heads, lora, ring=ring
     )
     # sums of products of factors that are rounded to the dtype
-    assert_close(y, want, 8 * eps_of(kind[1]))
-    assert_close(states, exact.states, eps_of(state_dtype) + 8 * eps_of(kind[1]))
+    eps = (16 if kind[1] == torch.float32 else 8) * eps_of(kind[1])
+    assert_close(y, want, eps)
+    assert_close(states, exact.states, eps_of(state_dtype) + eps)
     if ring is not None:
         assert torch.equal(ring.counts, exact_ring.counts)
 

@@ -6,17 +6,20 @@ import torch
 from loadtest.engine import random_checkpoint
 from loadtest.engine.random_model import (
     AWQ,
+    CONFIGS,
     GEMMA_3_12B,
     GPT_OSS_20B,
     LLAMA_3_1_8B,
     NF4,
     RandomCheckpoint,
     random_model,
+    shape_of,
     write_config,
 )
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
 from lorikeet_engine.models.weight_formats.nf4 import round_to_nf4
 from tests.engine.tiny_engine import CONFIG
@@ -67,7 +70,7 @@ def test_linears_of_4_bits_keep_the_size_of_their_input(tmp_path, stored):
     assert isinstance(floats.weight, torch.Tensor)
 
 
-def test_experts_of_4_bits_keep_the_size_of_their_input(tmp_path):
+def test_experts_of_4_bits_have_outputs_of_an_eighth_of_their_inputs_size(tmp_path):
     sizes = {"hidden_size": 160, "intermediate_size": 96, "vocab_size": 100, "num_local_experts": 5}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     folder, cpu = write_config(tmp_path, GPT_OSS_20B | sizes | heads), torch.device("cpu")
@@ -77,10 +80,11 @@ def test_experts_of_4_bits_keep_the_size_of_their_input(tmp_path):
     )
     assert isinstance(experts.gate_up, Mxfp4Experts)
     assert (experts.gate_up.shape, experts.down.shape) == ((5, 192, 160), (5, 160, 96))
-    for weight in (experts.gate_up, experts.down):
+    for weight, share in ((experts.gate_up, 1), (experts.down, 1 / 8)):
         deviation = weight.floats(1).std().item()
-        assert deviation == pytest.approx(weight.d_in**-0.5, rel=0.5)  # a power of two
-    assert isinstance(floats.gate_up, torch.Tensor)
+        assert deviation == pytest.approx(share * weight.d_in**-0.5, rel=0.5)  # a power of two
+    assert isinstance(floats.down, torch.Tensor)
+    assert floats.down.std().item() == pytest.approx(96**-0.5 / 8, rel=0.1)
 
 
 def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):
@@ -89,3 +93,21 @@ def test_a_model_with_norms_stored_minus_one_gets_norms_of_one(tmp_path):
     model = random_model(folder, torch.device("cpu"), torch.float32, 4096)
     assert model.config.kv_groups.windows == (None, *[1024] * 5)
     assert torch.equal(model._norm.weight, torch.ones(64))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_have_the_shape_of_the_model_that_is_read_from_the_folder(tmp_path, name):
+    folder = write_config(tmp_path, CONFIGS[name])
+    assert shape_of(CONFIGS[name]) == ModelConfig.from_folder(folder, 2048).shape
+
+
+def test_queries_are_normed_to_scores_of_one_where_attention_does_not_divide_them():
+    cut = Cut.whole(512)
+    path = "model.layers.0.self_attn.{}_norm.weight"
+    dividing = RandomCheckpoint(torch.device("cpu"), torch.float32)
+    alone = RandomCheckpoint(torch.device("cpu"), torch.float32, attention_scale=1.0)
+    assert (dividing.read_parts([path.format("q")], [cut]) == 1).all()
+    torch.testing.assert_close(
+        alone.read_parts([path.format("q")], [cut]), torch.full([512], 512**-0.5)
+    )
+    assert (alone.read_parts([path.format("k")], [cut]) == 1).all()

@@ -22,7 +22,7 @@ TILES = (
     (12, TileConfig(rows=16, outputs=128, inputs=GROUP, warps=4, stages=4)),
     (24, TileConfig(rows=32, outputs=128, inputs=GROUP, warps=4, stages=4)),
     (48, TileConfig(rows=64, outputs=128, inputs=GROUP, warps=4, stages=4)),
-    (math.inf, TileConfig(rows=128, outputs=128, inputs=GROUP, warps=8, stages=4)),
+    (math.inf, TileConfig(rows=128, outputs=128, inputs=GROUP, warps=8, stages=2)),
 )
 """Pairs (upper bound of an expert's average number of rows, launch parameters up to this bound).
 

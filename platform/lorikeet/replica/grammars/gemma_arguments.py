@@ -23,8 +23,11 @@ from lorikeet.replica.grammars.bare_texts import BareTexts
 from lorikeet.replica.grammars.format_grammar import escape_slashes
 from lorikeet.replica.grammars.held_schema import json_path
 
-_WORD = regex.compile(r"[^\s\[\]{},:<\"]+")
-"""Keys that are written bare before the colon; other keys are quoted like strings."""
+_WORD = regex.compile(r"[^][\s{},:<\"]+(?: +[^][\s{},:<\"]+)*")
+"""Keys that are written bare before the colon, as chat templates write all; other keys are quoted
+like strings.
+"""
+_ANY_WORD = "/[a-zA-Z_][a-zA-Z0-9_.-]*( [a-zA-Z0-9_.-]+)*/"
 _SCALARS = frozenset({"null", "boolean", "number"})
 _UNHELD_OF_ARRAYS = frozenset(
     {"const", "contains", "else", "enum", "if", "maxContains", "minContains", "not", "oneOf"}
@@ -206,7 +209,7 @@ class _Values:
     def _array(self, asked: _Items, path: tuple[str | int, ...]) -> str:
         """Add the rules of arrays that meet an alternative; return the name of the first rule."""
         name = self._name()
-        rest, count = "", len(asked.first)
+        rest, count = '""', len(asked.first)
         if asked.most is None or asked.most > count:
             each = self._value(asked.others, (*path, "items"))
             least = max(asked.least - count, 0)
@@ -219,7 +222,8 @@ class _Values:
                 rest = items if least else f"({items})?"
         for at, schema in reversed(list(enumerate(asked.first))):
             item = self._value(schema, (*path, "prefixItems", at))
-            rest = f'"," {item} {rest}' if at else f"{item} {rest}"
+            self.rules.append(f"{name}_behind_{at}: {rest}")
+            rest = f'"," {item} {name}_behind_{at}' if at else f"{item} {name}_behind_{at}"
             rest = rest if at < asked.least else f"({rest})?"
         self.rules.append(f'{name}: "[" {rest} "]"')
         return name
@@ -232,7 +236,7 @@ class _Values:
             if not asked.closed:
                 value = self._value(asked.others, (*path, "additionalProperties"))
                 key = self._value({"type": "string"}, ())
-                self.rules.append(f'{name}_pair: (/[a-zA-Z_][a-zA-Z0-9_]*/ | {key}) ":" {value}')
+                self.rules.append(f'{name}_pair: ({_ANY_WORD} | {key}) ":" {value}')
                 pairs = f'({name}_pair ("," {name}_pair)*)?'
             self.rules.append(f'{name}: "{{" {pairs} "}}"')
             return name
