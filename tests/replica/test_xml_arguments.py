@@ -54,6 +54,7 @@ HELD = [
     ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]}, ["ab", "123"], ["abc"]),
     ({"type": ["string", "integer"], "minimum": 3}, ["x"], ["2"]),
     ({"enum": ["a", 1, None, True]}, ["a", "1", "null", "true"], ["2", "b", "false"]),
+    ({"enum": ["1", 2.5, "b"]}, ["2.5", "b"], ["1", "2"]),  # "1" would be read as a number
     ({"type": ["string", "array"], "items": {"type": "integer"}}, ["x", "[1]"], ["[x]", '["a"]']),
     ({}, ["x", "1", "[1, {}]", '{"a": null}', "true"], ["[1", "{a}"]),
     ({"allOf": [{"type": "string"}, {"minLength": 2}], "maxLength": 2}, ["ab"], ["a", "abc"]),

@@ -126,12 +126,10 @@ class BareTexts:
 
     def _one_of(self, values: list[Any]) -> str | None:
         """Return an expression of those of the given values that are bare texts."""
-        known = {"string", *self._bare}
-        return _either(
-            json.dumps(value if isinstance(value, str) else json.dumps(value))
-            for value in values
-            if type_of(value) in known
-        )
+        known = [value for value in values if type_of(value) in self._bare]
+        texts = _either(json.dumps(value) for value in values if isinstance(value, str))
+        strings = [] if texts is None else [f"({texts}) & {self._string}"]
+        return _either([*strings, *(json.dumps(json.dumps(value)) for value in known)])
 
 
 def _either(ways: Iterable[str]) -> str | None:
