@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from lorikeet.answer_stream.answer import event_stream, refusal_of
 from lorikeet.answer_stream.openai_format import Ending
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
+from lorikeet.protocol.messages import AnswerHeader, EncodedCall, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.status_feed import StatusFeed
@@ -72,11 +72,12 @@ class ReplayReplica:
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
-    async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
+    async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Send `max_tokens` tokens, the first at once. Only chats may ask for more than one.
 
         All events of a chat's tokens have the same bytes, which makes the steps cheap.
         """
+        call = encoded.call
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
         header = AnswerHeader(self._name, digest, Residency.GPU, self._feed.update())

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.answer_stream.tool_syntax import HERMES
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
@@ -283,12 +284,11 @@ def test_forced_calls_stream_their_arguments_as_they_come(tokenizer):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("as_ids", [True, False])
-def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream, as_ids):
+def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream):
     prompts = [tuple(tokenizer.encode(text).ids) for text in ("one!", "two")]
-    given = tuple(prompts) if as_ids else ("one!", "two")
-    call = replace(CALL, prompts=given, n=2, echo=True, stream=stream, stop=("!",))
-    answer = Answer(call, prompts, Vocabulary(tokenizer))
+    call = replace(CALL, n=2, echo=True, stream=stream, stop=("!",))
+    echoes = PromptEchoes(("one!", "two"))
+    answer = Answer(call, prompts, Vocabulary(tokenizer), echoes=echoes)
     items = answer.take([tokens(tokenizer, f" {i}", i, FinishReason.LENGTH) for i in range(4)])
     texts = {}
     for event in events(items)[:-1] if stream else [json.loads(items[-1])]:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.request import (
     FinishReason,
@@ -26,7 +27,6 @@ CALL = Call(
     tenant="acme",
     model="acme/support",
     adapter=None,
-    prompts=("hé!",),
     echo=True,
     sampling=SAMPLING,
 )
@@ -50,7 +50,8 @@ def ids(tokenizer, text):
 def test_echoed_prompt_and_answer_have_logprobs_as_one_text(tokenizer):
     h, c3, a9, bang = ids(tokenizer, "hé!")
     space, a, b = ids(tokenizer, " ab")
-    answer = Answer(CALL, [(h, c3, a9, bang)], Vocabulary(tokenizer))
+    echoes = PromptEchoes(("hé!",))
+    answer = Answer(CALL, [(h, c3, a9, bang)], Vocabulary(tokenizer), echoes=echoes)
     first = (TokenLogprobs(-1.5, ((h, -0.125),)), TokenLogprobs(-0.25, ((a9, -0.25),)))
     last = TokenLogprobs(-float("inf"), ((a, -0.75),))
     assert answer.take([PromptLogprobs("r1", 0, first)]) == []
@@ -61,9 +62,10 @@ def test_echoed_prompt_and_answer_have_logprobs_as_one_text(tokenizer):
 
 
 def test_each_choice_has_its_own_prompts_logprobs_and_each_field_its_own_number(tokenizer):
-    prompts = [ids(tokenizer, text) for text in ("ab", "c")]
-    call = replace(CALL, prompts=tuple(prompts), n=2, prompt_logprobs=0)
-    answer = Answer(call, prompts, Vocabulary(tokenizer))
+    echoes = PromptEchoes(("ab", "c"))
+    prompts = [ids(tokenizer, text) for text in echoes.texts]
+    call = replace(CALL, n=2, prompt_logprobs=0)
+    answer = Answer(call, prompts, Vocabulary(tokenizer), echoes=echoes)
     (b, c) = ids(tokenizer, "bc")
     answer.take([PromptLogprobs("r1", 0, (TokenLogprobs(-3.0, ((c, -0.5),), 4),))])
     certain = (TokenLogprobs(0.0),)
@@ -108,7 +110,7 @@ def test_special_tokens_and_the_stop_token_have_logprobs_but_no_text(tokenizer):
         call = replace(
             CALL, prompts=("a",), sampling=replace(SAMPLING, stop_token_ids=(stop,), max_tokens=1)
         )
-        answer = Answer(call, [(bos, a)], Vocabulary(own))
+        answer = Answer(call, [(bos, a)], Vocabulary(own), echoes=PromptEchoes(("a",)))
         answer.take([PromptLogprobs("r1", 0, (certain,))])
         (*_, body) = answer.take([Tokens("r1", 0, (last,), FinishReason.STOP, (certain,))])
         (choice,) = json.loads(body)["choices"]
@@ -120,9 +122,10 @@ def test_special_tokens_and_the_stop_token_have_logprobs_but_no_text(tokenizer):
 def test_the_end_of_a_long_prompt_blocks_no_stream(tokenizer):
     """Encoding at the end runs in one callback of the event loop that all streams share."""
     (a,) = ids(tokenizer, "a")
-    call = replace(CALL, prompts=((a,) * 5001,), prompt_logprobs=1)
+    call = replace(CALL, prompt_logprobs=1)
     likely = (TokenLogprobs(-0.5, ((a, -0.5),), 1),) * 100
-    answer = Answer(call, [(a,) * 5001], Vocabulary(tokenizer))
+    echoes = PromptEchoes(("a" * 5001,))
+    answer = Answer(call, [(a,) * 5001], Vocabulary(tokenizer), echoes=echoes)
     began_s = time.thread_time()
     for _ in range(50):
         answer.take([PromptLogprobs("r1", 0, likely)])

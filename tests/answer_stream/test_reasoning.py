@@ -13,14 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.reasoning import (
-    ReasoningParser,
-    Thinking,
-    thinking_behind,
-    thinking_within,
-)
+from lorikeet.answer_stream.reasoning import ReasoningParser, thinking_behind, thinking_within
 from lorikeet.answer_stream.tool_syntax import HERMES
-from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, ToolUse
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Thinking, ToolUse
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 from tests.answer_stream.test_openai_format import official
 from tests.answer_stream.test_responses_format import events as response_events

@@ -22,10 +22,11 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.cli import app
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
-    Call,
     Continuation,
+    EncodedCall,
     Refusal,
     SmokeResult,
     SmokeTest,
@@ -35,6 +36,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.peft_folders import SHAPE
+from tests.gateway.conftest import demo_encoder
 
 
 class ReportingEngines:
@@ -48,7 +50,9 @@ class ReportingEngines:
         self.said: list[ReplicaReport] = []
         self.second = 2
 
-    def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    def stream_answer(
+        self, base_model: str, encoded: EncodedCall
+    ) -> AsyncGenerator[StreamItem, None]:
         raise NotImplementedError
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
@@ -142,6 +146,7 @@ def serving(
         base_models={"tiny": ServedModel(SHAPE, **served)},
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
+        encoders=CallEncoders({"tiny": demo_encoder()}),
         part_bytes=part_bytes,
     )
     config = uvicorn.Config(create_app(services), log_config=None, timeout_graceful_shutdown=1)

@@ -5,21 +5,21 @@ The service under test runs such replicas.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import EncodedCall
 from lorikeet.protocol.pushing import HoldPushed, HoldState, PushMessage
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.replica import replica
+from lorikeet.replica.request_builder import PreparedCall
 from lorikeet.serving.deployments import EngineReplica
 from lorikeet.settings import Settings
 from tests.replica.quick_engine import quick_engine
 
-Prompts = tuple[tuple[int, ...], ...]
-Encode = Callable[[Call], Prompts]
+Build = Callable[[EncodedCall], Awaitable[PreparedCall]]
 FOLDER = "TEST_FAULTS_FOLDER"
 """Environment variable with a folder's path: a file in the folder breaks the channel it names."""
 
@@ -30,8 +30,7 @@ def faults(**channels: str) -> Iterator[None]:
 
     stats, feed, metrics: "raise" makes the channel fail, "hang" makes it wait.
     files="raise": hide the gateway's files, as on another machine.
-    tokenizing="raise": fail every request in the tokenizer, with an exception that quotes the
-    request.
+    requests="raise": fail every request, with an exception that quotes it.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -49,7 +48,7 @@ class FaultyReplica(EngineReplica):
     def __init__(self, base_model: str, settings: Settings) -> None:
         replica.build_engine = quick_engine
         super().__init__(base_model, settings)
-        self._encoder.encode = _breakable(self._encoder.encode)  # type: ignore[method-assign]
+        self._requests.build = _breakable(self._requests.build)  # type: ignore[method-assign]
 
     async def record_routing_stats(self) -> dict[str, Any]:
         await _lose("stats")
@@ -70,13 +69,13 @@ class FaultyReplica(EngineReplica):
         return await super().metrics()
 
 
-def _breakable(encode: Encode) -> Encode:
-    def encode_unless_broken(call: Call) -> Prompts:
-        if (Path(os.environ[FOLDER]) / "tokenizing").exists():
-            raise RuntimeError(f"a test breaks {call}")
-        return encode(call)
+def _breakable(build: Build) -> Build:
+    async def build_unless_broken(encoded: EncodedCall) -> PreparedCall:
+        if (Path(os.environ[FOLDER]) / "requests").exists():
+            raise RuntimeError(f"a test breaks {encoded}")
+        return await build(encoded)
 
-    return encode_unless_broken
+    return build_unless_broken
 
 
 async def _lose(channel: str) -> None:

@@ -17,7 +17,8 @@ class Held:
         self._response_streams = ResponseStreams()
         self._prefetches = {}
 
-    async def run_call(self, call, gateway):
+    async def run_call(self, encoded, gateway):
+        call = encoded.call
         stream = await self._response_streams.to(gateway)
         stream.put(call.request_id, (AnswerHeader(self._name, None, None, self._feed.update()),))
         if call.request_id.startswith("held"):

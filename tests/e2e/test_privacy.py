@@ -69,7 +69,7 @@ class Planted:
                 self._send(client, path, json.dumps(body).encode(), 400)
             for path, content in malformed(mark):
                 self._send(client, path, content, 400)
-            with faults(tokenizing="raise"):
+            with faults(requests="raise"):
                 body = {"model": MODEL, "prompt": mark("prompt of a request that breaks")}
                 self._send(client, COMPLETIONS, json.dumps(body).encode(), 500)
                 self._send(client, COMPLETIONS, json.dumps(body | {"stream": True}).encode(), 500)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from array import array
 from contextlib import aclosing
 from functools import partial
 from threading import Thread
@@ -12,7 +13,7 @@ from ray import serve
 from demo.tasks import TASKS
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, Work
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, EncodedCall, Endpoint
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.request_router import routing_request_of
@@ -89,18 +90,19 @@ async def until(holds, within_s):
 
 
 def a_call(request_id, ref):
-    return Call(
+    call = Call(
         request_id,
         Endpoint.COMPLETIONS,
         created=0,
         tenant=TASK.tenant,
         model=TASK.model,
         adapter=ref,
-        prompts=("once upon",),
         max_tokens=4,
         sampling=SamplingParams(temperature=0),
-        work=Work(3, rank=8, adapter_bytes=100_000),
+        adapter_rank=8,
+        adapter_bytes=100_000,
     )
+    return EncodedCall(call, (array("i", [5, 6, 7]),))
 
 
 def test_a_gateway_learns_within_150_ms_of_loads_that_it_did_not_cause(service, second, ref):

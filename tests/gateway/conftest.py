@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,28 +18,32 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.answer import event_stream, token_count_body, whole_answer
+from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
     Continuation,
+    EncodedCall,
     Endpoint,
     FinalUsage,
     Refusal,
     SmokeResult,
     SmokeTest,
     StreamItem,
+    Work,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
@@ -115,7 +120,8 @@ def serving(
         "wider": ServedModel(WIDER, ("org/Wider-2B",)),
         **served,
     }
-    app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
+    encoders = encoders_of(engines)
+    app = create_app(Services(catalog, base_models, LIMITS, engines, encoders, **services))
     with listening(app) as url:
         gateway = Gateway(url, catalog, engines, admin_key, folder, base_models=base_models)
         for tenant in ("acme", "globex"):
@@ -216,11 +222,20 @@ def chat(model: str = "acme/support", content: str = "hello there", **more: Any)
     return {"model": model, "messages": [{"role": "user", "content": content}], **more}
 
 
+@cache
+def demo_encoder() -> PromptEncoder:
+    return PromptEncoder(Path("demo/model"))
+
+
 class ReplayEngines:
-    """An EngineClient whose replica repeats the prompt's words, unless a test sets `replay`."""
+    """An EngineClient whose replica repeats the prompt's words, unless a test sets `replay`.
+
+    A base model has the attributes `encoder` and `max_context` of the replay, if there are such.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Call]] = []
+        self.encoded: list[EncodedCall] = []
         self.closed: list[str] = []
         self.replay: Callable[[Call], Items] = repeat
         self.smoke_tests: list[tuple[str, SmokeTest]] = []
@@ -232,8 +247,10 @@ class ReplayEngines:
         self.expected: list[tuple[str, str, Path, int]] = []
         self.held: dict[str, bytes] = {}  # blobs that replicas hold, by digest
 
-    async def stream_answer(self, base_model: str, call: Call) -> Items:
+    async def stream_answer(self, base_model: str, encoded: EncodedCall) -> Items:
+        call = encoded.call
         self.calls.append((base_model, call))
+        self.encoded.append(encoded)
         items = self.replay(call)
         try:
             async for item in items:
@@ -273,7 +290,9 @@ class ReplayEngines:
         return [ReplicaReport("r0", "tiny", status, (adapter,))]
 
     def max_context(self, base_model: str) -> int | None:
-        return 4096 if base_model == "tiny" else None
+        usual = 4096 if base_model == "tiny" else None
+        context: int | None = getattr(self.replay, "max_context", usual)
+        return context
 
     def ready(self) -> bool:
         return self.serves
@@ -281,6 +300,31 @@ class ReplayEngines:
     @property
     def last(self) -> Call:
         return self.calls[-1][1]
+
+    @property
+    def last_work(self) -> Work:
+        return self.encoded[-1].work
+
+
+def encoders_of(engines: ReplayEngines) -> CallEncoders:
+    return CallEncoders(ReplayEncoders(engines))
+
+
+class ReplayEncoders(Mapping[str, PromptEncoder]):
+    """Encoders of all base models: that of the engines' replay, else the demo's."""
+
+    def __init__(self, engines: ReplayEngines) -> None:
+        self._engines = engines
+
+    def __getitem__(self, base_model: str) -> PromptEncoder:
+        encoder: PromptEncoder = getattr(self._engines.replay, "encoder", None) or demo_encoder()
+        return encoder
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def header(call: Call) -> AnswerHeader:
@@ -306,11 +350,6 @@ class Played:
 async def repeat(call: Call) -> Items:
     """Replay an answer in which every choice is its prompt, word by word."""
     yield header(call)
-    if call.endpoint.counts:
-        yield FinalUsage(0, 0, 0)
-        words = sum(len(m["content"].split()) for m in call.messages)
-        yield token_count_body(call.endpoint, words)
-        return
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]
     usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,12 +14,25 @@ from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.replica.grammars.schema_check import broken_keyword
 from lorikeet.replica.grammars.schema_faults import AnswerSchema
-from lorikeet.replica.request_builder import encode_call
+from lorikeet.replica.request_builder import prepare_call
+from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 from tests.gateway.conftest import Items
 
 DEMO = Path("demo/model")
+
+
+@dataclass(frozen=True)
+class Script:
+    """Replay of calls that a gateway encodes for the same base model."""
+
+    replay: Callable[[Call], Items]
+    encoder: PromptEncoder
+    max_context: int
+
+    def __call__(self, call: Call) -> Items:
+        return self.replay(call)
 
 
 class ScriptedReplica:
@@ -67,20 +81,21 @@ class ScriptedReplica:
             encoder = self.encoder
             try:
                 encoded = encode_call(call, encoder, self.max_context)
+                prepared = prepare_call(encoded, encoder, self.max_context)
             except InvalidInput as error:
                 yield Refusal(error.code, error.message, error.param)
                 return
-            prompts, grammar = encoded.request.prompts, encoded.request.sampling.grammar
+            prompts, grammar = prepared.request.prompts, prepared.request.sampling.grammar
             decode = encoder.backend.decode
             self.prompts = [decode(list(ids), skip_special_tokens=False) for ids in prompts]
             tokens = encoder.backend.encode(turn(call), add_special_tokens=False).ids
             if grammar is not None:
                 self.check(grammar, tokens)
             certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
-            known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
-            checked, tags = bool(encoded.checked), encoder.think_tags
+            known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
+            checked, tags = bool(prepared.checked), encoder.think_tags
             answer = Answer(call, prompts, *known, checked=checked, tags=tags)
-            yield AnswerHeader("replica-7", None, None, ignored=encoded.ignored)
+            yield AnswerHeader("replica-7", None, None, ignored=prepared.ignored)
             if call.sampling.prompt_logprobs is not None:
                 for index, ids in enumerate(prompts):
                     top = ((ids[0], -0.5),)
@@ -95,10 +110,10 @@ class ScriptedReplica:
                     for item in answer.take([written]):
                         yield item
             if answer.awaits_checks:
-                for item in answer.end(_checks(encoded.checked, answer.said())):
+                for item in answer.end(_checks(prepared.checked, answer.said())):
                     yield item
 
-        return replay
+        return Script(replay, self.encoder, self.max_context)
 
     def check(self, grammar: str, tokens: list[int]) -> None:
         """Assert that a grammar allows these tokens followed by an end of sequence."""

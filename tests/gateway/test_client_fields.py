@@ -68,13 +68,16 @@ def test_a_templates_variables_reach_it_from_other_apis_too(
 
 @pytest.mark.parametrize("path", OTHERS)
 def test_a_templates_variables_are_part_of_a_prompt_whose_tokens_are_counted(
-    gateway: Gateway, path: str
+    gateway: Gateway, replica: ScriptedReplica, path: str
 ) -> None:
-    body = {**OTHERS[path], "model": "acme/support", "chat_template_kwargs": {"aside": "psst"}}
+    body = {**OTHERS[path], "model": "acme/support", "chat_template_kwargs": {"bos": 1}}
     body.pop("max_tokens", None)
     counter = "count_tokens" if path == "/v1/messages" else "input_tokens"
-    assert gateway.post(f"{path}/{counter}", body).json()["input_tokens"]
-    assert gateway.engines.last.template_args == {"aside": "psst", "reasoning_effort": "low"}
+    plain = gateway.post(f"{path}/{counter}", body)
+    assert plain.headers["x-lorikeet-ignored"].split(", ")[-1] == "bos"
+    more = gateway.post(f"{path}/{counter}", body | {"chat_template_kwargs": {"aside": "psst"}})
+    aside = replica.encoder.backend.encode("[psst]", add_special_tokens=False)
+    assert more.json()["input_tokens"] == plain.json()["input_tokens"] + len(aside)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])

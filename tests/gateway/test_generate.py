@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lorikeet.protocol.messages import Work
-from tests.gateway.conftest import Gateway, chat
+from tests.gateway.conftest import Gateway, chat, demo_encoder
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -102,19 +102,24 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
     assert sampling.stop_token_ids == (7, 9)
 
 
-def test_a_call_has_its_estimated_work(gateway: Gateway) -> None:
+def test_a_call_has_its_exact_work(gateway: Gateway) -> None:
     record = gateway.catalog.reader.refresh().adapter("acme", "support").versions[0]
 
     def work(path: str, **body: object) -> Work:
         gateway.post(f"/v1/{path}", body)
-        return gateway.engines.last.work
+        return gateway.engines.last_work
 
-    texts = work("completions", model="tiny", prompt=["x" * 400, "y" * 4000], n=3)
-    assert texts == Work(101 + 1001, sequences=6)
+    def tokens(text: str, *, whole: bool = False) -> int:
+        return len(demo_encoder().backend.encode(text, add_special_tokens=not whole))
+
+    long = "and so on, " * 200 + "or not"
+    texts = work("completions", model="tiny", prompt=["x" * 400, long], n=3)
+    assert texts == Work(tokens("x" * 400) + tokens(long), sequences=6)
     ids = work("completions", model="acme/support", prompt=[[1, 2, 3], [4, 5]])
     assert ids == Work(5, record.max_rank, record.gpu_bytes, 2)
     assert ids.rank > 0 < ids.adapter_bytes
-    assert 100 < work("chat/completions", **chat(content="x" * 400)).prompt_tokens < 120
+    prompt = tokens(f"<|bos|><|user|>{long}<|eos|><|assistant|>", whole=True)
+    assert work("chat/completions", **chat(content=long)).prompt_tokens == prompt
 
 
 def test_text_parts_of_a_message_are_joined(gateway: Gateway) -> None:

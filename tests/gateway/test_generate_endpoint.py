@@ -29,7 +29,7 @@ from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
 from lorikeet.tenancy.read_limiter import ReadLimiter
-from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
+from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat, encoders_of
 
 KINDS = {
     ChatRequest: chat("tiny"),
@@ -59,7 +59,13 @@ class Walks:
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
         catalog.reader.refresh()
         self.engines, self.bodies = ReplayEngines(), NotingBodies()
-        self._services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, self.engines)
+        self._services = Services(
+            catalog,
+            {"tiny": ServedModel(SHAPE)},
+            LIMITS,
+            self.engines,
+            encoders_of(self.engines),
+        )
 
     def answer(
         self, kind: type[ApiRequest], *bodies: Any, key: str | None = None

@@ -271,13 +271,14 @@ def test_a_call_has_its_scheduling_params(tmp_path: Path) -> None:
         add(gateway, "big", of_key={"max_context": 50, "priority": 2}, max_context=90, weight=3.0)
         path, headers = gateway.url + CHAT, {"authorization": f"Bearer {gateway.keys['big']}"}
         waiting = headers | {"x-lorikeet-max-adapter-wait-ms": "1500"}
-        assert httpx.post(path, json=BODY, headers=waiting).status_code == 200
+        body = BODY | {"max_tokens": 9}
+        assert httpx.post(path, json=body, headers=waiting).status_code == 200
         call = gateway.engines.last
         scheduling = call.scheduling
         assert (scheduling.tenant, scheduling.weight, scheduling.priority) == ("big", 3.0, 2)
         assert (scheduling.max_queue_s, scheduling.max_load_s) == (7.0, 1.5)
         assert call.max_context == 50
-        httpx.post(path, json=BODY, headers=headers)
+        httpx.post(path, json=body, headers=headers)
         assert gateway.engines.last.scheduling.max_load_s is None
 
 

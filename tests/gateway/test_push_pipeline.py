@@ -16,7 +16,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.pushing import push_pipeline, pushed_versions, routes
 from lorikeet.gateway.services import ServedModel, Services
-from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, encoders_of, listening, serving
 from tests.gateway.linked_peers import LinkedPeers, link
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
@@ -166,7 +166,9 @@ def test_a_tenants_pushes_in_the_pipeline_are_limited(
 def another(gateway: Gateway, store: RemoteStore, peers: LinkedPeers) -> Iterator[Gateway]:
     """Run a second gateway of the service with these peers."""
     served = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
-    services = Services(AdapterCatalog(store), served, LIMITS, gateway.engines, peers=peers)
+    engines = gateway.engines
+    parts = AdapterCatalog(store), served, LIMITS, engines, encoders_of(engines)
+    services = Services(*parts, peers=peers)
     with listening(create_app(services)) as url:
         yield replace(gateway, url=url, admin_key="")
 

@@ -11,17 +11,15 @@ import pytest
 
 from lorikeet.gateway.admin.smoke import MAX_TOKENS, PROMPTS, smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
-from lorikeet_engine.adapter import AdapterRef
-from tests.gateway.conftest import Gateway, make_blob, serving, smoke_result
+from tests.gateway.conftest import Gateway, demo_encoder, make_blob, serving, smoke_result
 from tests.gateway.test_bad_requests import error_of
 
 BASE = list(range(32))
 
 
 def said(*pairs: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
-    ref = AdapterRef("acme", "support", 1, "d" * 64)
-    test = SmokeTest("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
-    return smoke_report(test, smoke_result([b for b, _ in pairs], [a for _, a in pairs]))
+    prompts = [f"prompt {i}" for i in range(len(pairs))]
+    return smoke_report(prompts, smoke_result([b for b, _ in pairs], [a for _, a in pairs]))
 
 
 def test_answers_are_compared_position_by_position() -> None:
@@ -72,7 +70,8 @@ def test_a_registered_adapter_is_tried_by_alias_or_version(gateway: Gateway) -> 
         assert (seen["adapter"], seen["version"]) == ("acme/support", version)
         base_model, test = gateway.engines.smoke_tests[-1]
         assert (base_model, test.adapter.version) == ("tiny", version)
-        assert (test.prompts, test.max_tokens) == (PROMPTS, MAX_TOKENS)
+        shown = [demo_encoder().backend.decode(list(prompt)) for prompt in test.prompts]
+        assert (shown, test.max_tokens) == (list(PROMPTS), MAX_TOKENS)
         assert seen["replica"] == "replica-7"
 
 

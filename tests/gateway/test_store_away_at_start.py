@@ -17,7 +17,7 @@ from lorikeet.errors import StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
-from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, listening, serving
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, encoders_of, listening, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 from tests.remote_store import RemoteStore
 from tests.waiting import eventually
@@ -50,9 +50,8 @@ def kept(folder: Path) -> KeptView:
 def started(before: Gateway, store: RemoteStore, kept_view: KeptView | None) -> Iterator[Gateway]:
     catalog = AdapterCatalog(store)
     base_models = {"tiny": ServedModel(SHAPE)}
-    services = Services(
-        catalog, base_models, LIMITS, before.engines, refresh_s=0.05, kept_view=kept_view
-    )
+    parts = catalog, base_models, LIMITS, before.engines, encoders_of(before.engines)
+    services = Services(*parts, refresh_s=0.05, kept_view=kept_view)
     with listening(create_app(services)) as url:
         yield replace(before, url=url, catalog=catalog)
 

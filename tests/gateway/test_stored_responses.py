@@ -32,11 +32,13 @@ from tests.gateway.conftest import (
     Gateway,
     Items,
     ReplayEngines,
+    demo_encoder,
     header,
     listening,
+    repeat,
     serving,
 )
-from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.scripted_replica import Script, ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
 from tests.waiting import eventually
 
@@ -377,6 +379,7 @@ def test_a_conversation_that_is_too_long_is_answered_and_not_stored(
     storing: Gateway, store: Away
 ) -> None:
     text = "x" * (MAX_STORED_BYTES // 2)
+    storing.engines.replay = Script(repeat, demo_encoder(), max_context=MAX_STORED_BYTES)
     answer = storing.post(RESPONSES, ASK | {"input": text})  # the replica repeats it
     assert answer.json()["store"] is False
     assert not list(store.list(PREFIX))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from loadtest.real_service.seeded_router import SeedsChooseReplicas
-from lorikeet.protocol.messages import Call, Endpoint
+from lorikeet.protocol.messages import Call, EncodedCall, Endpoint
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import SamplingParams
 
@@ -31,7 +31,9 @@ def choose():
             sampling=SamplingParams(seed=seed),
         )
         replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
-        pending = SimpleNamespace(args=(call,), kwargs={}, routing_context=SimpleNamespace())
+        pending = SimpleNamespace(
+            args=(EncodedCall(call, ()),), kwargs={}, routing_context=SimpleNamespace()
+        )
         ranks = asyncio.run(router.choose_replicas(replicas, pending))
         if ranks == "by the costs":
             return ranks

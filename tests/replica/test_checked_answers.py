@@ -17,6 +17,7 @@ from lorikeet.replica.grammars.schema_check import broken_keyword
 from lorikeet.replica.replica import Replica
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.settings import Settings
+from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import SamplingParams
@@ -55,7 +56,7 @@ def asking(schema, *, strict):
 
 
 def built(builder, call):
-    return asyncio.run(builder.build(call))
+    return asyncio.run(builder.build(encode_call(call, builder._encoder, 4096)))
 
 
 def checked(builder, call, *said):
@@ -130,7 +131,7 @@ class TestRequests:
         encoded = built(builder, call)
         assert encoded.ignored == ("schema:f:$",)
         plain = builder._encoder.encode(call, 4096)
-        assert encoded.request.prompts == plain
+        assert encoded.request.prompts == tuple(map(tuple, plain))
 
     def test_one_tool_that_is_let_go_leaves_the_others_held(self, builder, grammars):
         tools = tuple(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     EXAONE,
@@ -33,7 +32,7 @@ from lorikeet.answer_stream.tool_syntax import (
     TOOL_CODE,
 )
 from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Thinking, ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
 from lorikeet.text.prompts import PromptEncoder
 from tests.text.test_prompts import CHAT, DEMO, encoder, text_of

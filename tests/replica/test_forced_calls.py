@@ -18,7 +18,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.tool_calls import ToolCallParser
 from lorikeet.answer_stream.tool_syntax import (
     EXAONE,
@@ -35,7 +34,7 @@ from lorikeet.answer_stream.tool_syntax import (
     SEED,
     ToolSyntax,
 )
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Thinking, ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.grammars.tool_grammar import call_grammar
 from lorikeet_engine.request import FinishReason, Tokens

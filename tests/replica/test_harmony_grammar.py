@@ -15,7 +15,8 @@ from lorikeet.answer_stream.openai_format import Ending, whole_calls
 from lorikeet.answer_stream.tool_syntax import HARMONY
 from lorikeet.protocol.messages import Call, Format, FormatKind, ToolUse
 from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.request_builder import encode_call
+from lorikeet.replica.request_builder import PreparedCall, prepare_call
+from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
@@ -54,7 +55,7 @@ class Model:
 
     def allows(self, call: Call, text: str) -> bool:
         """Return True if the call's grammar allows an answer."""
-        encoded = encode_call(call, self.encoder, 4096)
+        encoded = prepared(self, call)
         grammar = encoded.request.sampling.grammar
         assert grammar is not None
         assert encoded.tried_grammar is not None
@@ -66,6 +67,11 @@ class Model:
         except InvalidRequest:
             return False
         return matcher.may_end
+
+
+def prepared(model: Model, call: Call) -> PreparedCall:
+    encoder = model.encoder
+    return prepare_call(encode_call(call, encoder, 4096), encoder, 4096)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +163,7 @@ def test_a_format_beside_tools_is_an_answer_or_a_call(model: Model) -> None:
 
 def test_tools_that_hold_nothing_have_no_grammar(model: Model) -> None:
     loose = {"type": "function", "function": TIMES}
-    encoded = encode_call(replace(CHAT, tools=ToolUse((loose,))), model.encoder, 4096)
+    encoded = prepared(model, replace(CHAT, tools=ToolUse((loose,))))
     assert encoded.request.sampling.grammar is None
 
 
@@ -201,7 +207,7 @@ def test_random_answers_of_a_grammar_are_read_as_it_holds_them(model: Model, kin
     dice, whole = random.Random(7), 0
     forced = replace(USE, forced=("time", "times"))
     call = replace(CHAT, tools=forced) if kind == "calls" else replace(CHAT, format=JSON)
-    request = encode_call(call, model.encoder, 4096).request
+    request = prepared(model, call).request
     assert request.sampling.grammar is not None
     for _ in range(30):
         tokens = random_answer(model, request.sampling.grammar, dice)

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from array import array
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -19,15 +19,13 @@ from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
-from lorikeet.gateway.apis.api_request import prompt_tokens
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
+    EncodedCall,
     Endpoint,
-    FinalUsage,
     Format,
     Refusal,
-    Work,
 )
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.protocol.status_update import from_stats
@@ -35,7 +33,7 @@ from lorikeet.replica import replica as replica_module
 from lorikeet.replica import request_builder
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.text import tenant_threads
+from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
@@ -75,6 +73,7 @@ CALL = Call(
     max_tokens=8,
     sampling=SamplingParams(temperature=0, ignore_eos=True),
 )
+ENCODED = EncodedCall(CALL, (array("i", [5, 6, 7]),))
 
 
 def run(settings, scenario):
@@ -183,10 +182,10 @@ def as_message(ref, **fields):
 def test_a_message_has_the_text_of_a_chat_and_the_counted_tokens(settings, ref, stream):
     async def scenario(replica):
         call = as_message(ref, stream=stream)
-        counted = replace(call, endpoint=Endpoint.COUNT_TOKENS, adapter=None, request_id="count")
-        return await items_of(replica, call), await items_of(replica, counted)
+        counted = replace(call, endpoint=Endpoint.COUNT_TOKENS, adapter=None)
+        return await items_of(replica, call), encode_call(counted, replica._encoder, 4096)
 
-    items, (header, usage, count) = run(settings, scenario)
+    items, count = run(settings, scenario)
     raw = b"".join(item for item in items if isinstance(item, bytes))
     if stream:
         events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: ")]
@@ -200,8 +199,7 @@ def test_a_message_has_the_text_of_a_chat_and_the_counted_tokens(settings, ref, 
         text, reason, taken = block["text"], message["stop_reason"], message["usage"]
     assert (text, reason) == (TASK.example.answer, "end_turn")
     prompt_tokens = taken["input_tokens"] + taken["cache_read_input_tokens"]
-    assert json.loads(count) == {"input_tokens": prompt_tokens}
-    assert (header.digest, usage) == (None, FinalUsage(0, 0, 0))
+    assert count.work.prompt_tokens == prompt_tokens
 
 
 def test_a_message_goes_on_with_the_assistants_last_one(settings, ref):
@@ -291,7 +289,7 @@ def test_the_call_itself_ends_with_one_item(settings):
 
     async def scenario(replica):
         async with local_gateway(replica, "other"):
-            return await rest_of(replica.run_call(CALL, "other"))
+            return await rest_of(replica.run_call(ENCODED, "other"))
 
     assert run(settings, scenario) == [None]
 
@@ -300,7 +298,7 @@ def test_a_call_of_a_gateway_without_a_stream_goes_elsewhere(settings, monkeypat
     monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
 
     async def scenario(replica):
-        return await rest_of(replica.run_call(CALL, "deaf"))
+        return await rest_of(replica.run_call(ENCODED, "deaf"))
 
     (refusal,) = run(settings, scenario)
     assert refusal.code == "unavailable"
@@ -352,83 +350,13 @@ def test_a_schemas_wait_is_subtracted_from_the_engines_queue_time(settings, monk
     assert submitted[1] == 5.0
 
 
-@pytest.mark.parametrize("prompt", ["word " * 300_000, "word " * 1_200], ids=["text", "tokens"])
-def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, prompt):
-    call = replace(CALL, prompts=(prompt,), work=Work(prompt_tokens(prompt)))
-
-    async def refused(replica):
-        gaps, last = [], time.monotonic()
-        answering = asyncio.create_task(items_of(replica, call))
-        while not answering.done():
-            await asyncio.sleep(0.005)
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-        return await answering, max(gaps)
-
+def test_a_prompt_that_its_gateway_could_not_compare_with_the_context_is_refused(settings):
     async def scenario(replica):
-        return [await refused(replica) for _ in range(4)]  # others may compute during some
+        return await items_of(replica, replace(CALL, prompts=("word " * 1_200,)))
 
-    tried = run(settings, scenario)
-    for (refusal,), _ in tried:
-        assert refusal.code == "context_length_exceeded"
-        assert refusal.message.startswith("This model's maximum context length is")
-    assert min(longest_gap_s for _, longest_gap_s in tried) < 0.5
-
-
-def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded(settings, monkeypatch):
-    encode, may_go_on, held = PromptEncoder.encode, threading.Event(), []
-
-    def slow(self, call, max_context):
-        if call != CALL:
-            held.append(call)
-            assert may_go_on.wait(30)
-        return encode(self, call, max_context)
-
-    monkeypatch.setattr(PromptEncoder, "encode", slow)
-    long = replace(CALL, work=Work(prompt_tokens=1_000))
-
-    async def scenario(replica):
-        calls = [replace(long, request_id=f"long-{i}", tenant=f"t{i}") for i in range(4)]
-        waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
-        async with asyncio.timeout(20):
-            while len(held) < tenant_threads._THREADS:
-                await asyncio.sleep(0.01)
-            *_, answer = await items_of(replica, CALL)
-        assert not any(task.done() for task in waiting)
-        may_go_on.set()
-        return answer, await asyncio.gather(*waiting)
-
-    answer, later = run(settings, scenario)
-    assert json.loads(answer)["usage"]["completion_tokens"]
-    assert len(later) == 4
-
-
-def test_one_tenants_long_prompts_leave_a_thread_to_another_tenant(settings, monkeypatch):
-    encode, may_go_on = PromptEncoder.encode, threading.Event()
-
-    def slow(self, call, max_context):
-        if call.tenant == "flood":
-            assert may_go_on.wait(30)
-        return encode(self, call, max_context)
-
-    monkeypatch.setattr(PromptEncoder, "encode", slow)
-    long = replace(CALL, work=Work(prompt_tokens=1_000))
-
-    async def scenario(replica):
-        calls = [replace(long, request_id=f"flood-{i}", tenant="flood") for i in range(6)]
-        waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
-        await asyncio.sleep(0)
-        for left in waiting[:3]:  # whose threads go on all the same
-            left.cancel()
-        async with asyncio.timeout(20):
-            *_, answer = await items_of(replica, long)
-        may_go_on.set()
-        return answer, await asyncio.gather(*waiting[3:])
-
-    answer, later = run(settings, scenario)
-    assert json.loads(answer)["usage"]["completion_tokens"]
-    assert len(later) == 3
+    (refusal,) = run(settings, scenario)
+    assert (refusal.code, refusal.param) == ("context_length_exceeded", "prompt")
+    assert refusal.message.startswith("This model's maximum context length is")
 
 
 def test_a_plan_moves_adapters_nearer_and_the_autoscaler_gets_the_load(settings, ref):

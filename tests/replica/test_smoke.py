@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lorikeet.gateway.admin.smoke import smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy, write_blob
 
@@ -72,8 +74,12 @@ def stored(settings, tmp_path, change):
     return AdapterRef(TASK.tenant, "tried", 1, digest)
 
 
+PROMPTS = (TASK.example.prompt, "hello")
+
+
 def smoke_test_of(ref, *prompts):
-    return SmokeTest("t", ref, prompts or (TASK.example.prompt, "hello"), 48)
+    encode = PromptEncoder(Path("demo/model")).encode_turn
+    return SmokeTest("t", ref, tuple(encode(each, 2**20) for each in prompts or PROMPTS), 48)
 
 
 def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out):
@@ -83,7 +89,7 @@ def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out
     assert cold.base[0].text != TASK.example.answer
     assert cold.residency < warm.residency == Residency.GPU
     assert (cold.base, cold.adapted) == (warm.base, warm.adapted)
-    seen = smoke_report(test, cold)
+    seen = smoke_report(PROMPTS, cold)
     assert seen["equal_share"] < 1
     assert seen["warnings"] == []
 
@@ -92,7 +98,7 @@ def test_an_adapter_of_zeros_changes_nothing_and_gets_a_warning(settings, try_ou
     test = smoke_test_of(stored(settings, tmp_path, np.zeros_like))
     result = try_out(test)
     assert result.base == result.adapted
-    (warning,) = smoke_report(test, result)["warnings"]
+    (warning,) = smoke_report(PROMPTS, result)["warnings"]
     assert "changed none" in warning
 
 

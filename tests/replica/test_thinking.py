@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS, Thinking
+from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS
 from lorikeet.answer_stream.tool_call_bodies import calls_of
 from lorikeet.answer_stream.tool_syntax import (
     GEMMA_4,
@@ -26,10 +26,11 @@ from lorikeet.answer_stream.tool_syntax import (
     ToolSyntax,
 )
 from lorikeet.errors import InvalidInput
-from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
+from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind, Thinking
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.request_builder import RequestBuilder
+from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
@@ -197,10 +198,12 @@ def test_a_schema_that_costs_too_much_is_refused_behind_thinking_too(tmp_path: P
     """Its trial looks at the answer's first token, and not at that of the thinking."""
     costly = Format('{"type": "string", "pattern": "^(a{1000}){1000}$"}')
     shutil.copy(DEMO / "config.json", tmp_path)
-    builder = RequestBuilder(encoder(tmp_path, R1), tmp_path, 4096)
+    thinker = encoder(tmp_path, R1)
+    builder = RequestBuilder(thinker, tmp_path, 4096)
+    encoded = encode_call(replace(CHAT, format=costly), thinker, 4096)
     try:
         with pytest.raises(InvalidInput, match="too much time or memory"):
-            asyncio.run(builder.build(replace(CHAT, format=costly)))
+            asyncio.run(builder.build(encoded))
     finally:
         builder.close()
 

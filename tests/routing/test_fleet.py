@@ -1,5 +1,6 @@
 """Fleet: knowledge of replicas from every source, and the ranking that follows."""
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 
@@ -204,7 +205,7 @@ def test_a_snapshot_replaces_known_adapters_even_in_parts(gateway):
 
 def test_a_prompt_goes_to_the_replica_that_computed_its_prefix(gateway):
     gateway.receive_all()
-    ask = BASE._replace(work=Work(4000), prefix_hashes=prefix_hashes("once upon a time " * 1000))
+    ask = BASE._replace(work=Work(4000), prefix_hashes=prefix_hashes(array("i", range(4000))))
     gateway.fleet.on_ended(gateway.send("r2", ask))
     assert gateway.firsts(ask) == {"r2"}
     gateway.receive("r2", BUSY)

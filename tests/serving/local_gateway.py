@@ -5,8 +5,10 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
 from lorikeet.answer_stream.response_stream import ResponseBuffers
+from lorikeet.text.call_encoding import encode_call
 
 _numbers = count()
+_CONTEXT = 2**20  # as a gateway that no replica has told its own
 
 
 class LocalGateway:
@@ -25,7 +27,8 @@ class LocalGateway:
 
     async def stream_answer(self, call):
         """Stream an answer's items. Closing the stream cancels the call and waits for its end."""
-        with self._buffers.opened(call.request_id) as buffer:
+        call = encode_call(call, self._replica._encoder, _CONTEXT)
+        with self._buffers.opened(call.call.request_id) as buffer:
             asking = asyncio.create_task(self._ask(call, buffer))
             try:
                 while items := await buffer.take():

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from array import array
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
     Call,
+    EncodedCall,
     Endpoint,
     FinalUsage,
     Refusal,
@@ -44,11 +46,11 @@ class Handle:
     def options(self, **_):
         return self
 
-    def remote(self, call=None, gateway=None, replica=None):
+    def remote(self, encoded=None, gateway=None, replica=None):
         stream = FakeStream()
-        if call is not None:
+        if encoded is not None:
             assert gateway == GATEWAY
-            self.calls.append((call, stream))
+            self.calls.append((encoded.call, stream))
         elif gateway is not None:
             self.responses_opened.append(stream)
         return stream
@@ -75,11 +77,15 @@ def run(scenario):
     asyncio.run(inside())
 
 
+def encoded(call):
+    return EncodedCall(call, (array("i", [1, 2]),))
+
+
 async def asked(engines, handle, call=CALL):
     """Return the task of a call that has reached its replica; its result: the answer's items."""
 
     async def items():
-        return [item async for item in engines.stream_answer(BASE, call)]
+        return [item async for item in engines.stream_answer(BASE, encoded(call))]
 
     asking = asyncio.create_task(items())
     await until(lambda: handle.calls)
@@ -137,7 +143,7 @@ def test_a_cancelled_call_ends_by_itself_and_its_task_is_cancelled_only_if_it_do
 
 def test_closing_the_answer_cancels_the_call():
     async def scenario(engines, handle):
-        async with aclosing(engines.stream_answer(BASE, CALL)) as items:
+        async with aclosing(engines.stream_answer(BASE, encoded(CALL))) as items:
             reading = asyncio.create_task(anext(items))
             await until(lambda: handle.calls)
             handle.deliver(HEADER, b"a")

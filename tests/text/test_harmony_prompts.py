@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Thinking, ToolUse
 from lorikeet.text.prompts import PromptEncoder
 from tests.replica.harmony_model import harmony_model
 from tests.text.test_prompts import CHAT, SHOWN, encoder, text_of

@@ -21,13 +21,13 @@ from lorikeet.answer_stream.openai_format import (
     json_body,
     whole_calls,
 )
-from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes, prompt_echoes
+from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes
 from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
-from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking, ThinkTags
+from lorikeet.answer_stream.reasoning import THINK_TAGS, ThinkTags
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.tool_syntax import HARMONY, ToolSyntax
 from lorikeet.errors import InvalidInput, engine_code
-from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem, Thinking
 from lorikeet_engine.errors import AdapterError, EngineError, LoadFault
 from lorikeet_engine.request import (
     EngineTimings,
@@ -64,8 +64,7 @@ class Answer:
     syntax: the model's syntax for tool calls; None if no tools may be called. With HARMONY, all of
         a chat's answer is in messages.
     thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
-    echoes: the prompts in the forms in which the answer repeats them; None: computed by the
-        constructor, which is slow for long prompts.
+    echoes: the prompts in the forms in which the answer repeats them.
     checked: the finished answer is to be checked against JSON schemas.
     tags: the model's tags of thinking.
     """
@@ -77,14 +76,14 @@ class Answer:
         vocabulary: Vocabulary,
         syntax: ToolSyntax | None = None,
         thinking: Thinking = Thinking.NEVER,
-        echoes: PromptEchoes | None = None,
+        echoes: PromptEchoes = NO_ECHOES,
         *,
         checked: bool = False,
         tags: ThinkTags = THINK_TAGS,
     ) -> None:
         self._call = call
         self._prompts = prompts
-        echoes = self._echoes = echoes or prompt_echoes(call, prompts, vocabulary.tokenizer)
+        self._echoes = echoes
         self._events = event_stream(call, self, echoes)
         stop = StopStrings(call.stop)
         in_messages = syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS

@@ -10,10 +10,10 @@ from lorikeet.answer_stream.forced_xml_calls import ForcedXmlParser
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes
-from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking, ThinkTags
+from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, ThinkTags
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Thinking
 from lorikeet_engine.request import TokenLogprobs, Tokens
 
 CallParser = ToolCallParser | ForcedCallParser | ForcedGemmaParser | ForcedXmlParser

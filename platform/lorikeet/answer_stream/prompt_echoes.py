@@ -2,13 +2,10 @@
 loop.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-
 from lorikeet.answer_stream.compact_json import dump
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import EncodedCall, TokenIds
 
 _AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 
@@ -29,21 +26,13 @@ class PromptEchoes:
 NO_ECHOES = PromptEchoes()
 
 
-def prompt_echoes(
-    call: Call, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
-) -> PromptEchoes:
-    """Return a call's prompts in the forms that its answer repeats.
-
-    prompts: token ids of each prompt.
-    """
-    given = call.prompts if call.echo else ()
-    texts = tuple(
-        each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given
-    )
-    returned = prompts if call.return_token_ids else ()
-    return PromptEchoes(texts, tuple(map(_json, returned)))
+def prompt_echoes(call: EncodedCall) -> PromptEchoes:
+    """Return a call's prompts in the forms that its answer repeats. Slow for long prompts."""
+    returned = call.prompts if call.call.return_token_ids else ()
+    return PromptEchoes(call.echoed, tuple(map(_json, returned)))
 
 
-def _json(token_ids: Sequence[int]) -> bytes:
+def _json(token_ids: TokenIds) -> bytes:
     starts = range(0, len(token_ids), _AT_ONCE)
-    return b"[%s]" % b",".join([dump(token_ids[at : at + _AT_ONCE])[1:-1] for at in starts])
+    parts = (token_ids[at : at + _AT_ONCE].tolist() for at in starts)
+    return b"[%s]" % b",".join([dump(part)[1:-1] for part in parts])

@@ -7,8 +7,9 @@ the caller wants no thinking.
 """
 
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import NamedTuple
+
+from lorikeet.protocol.messages import Thinking
 
 
 class ThinkTags(NamedTuple):
@@ -30,19 +31,6 @@ class ThinkTags(NamedTuple):
 THINK_TAGS = ThinkTags("<think>", "</think>")
 MISTRAL_TAGS = ThinkTags("[THINK]", "[/THINK]")
 GEMMA_TAGS = ThinkTags("<|channel>thought", "<channel|>", "thought")
-
-
-class Thinking(Enum):
-    """State of the thinking at the end of a prompt.
-
-    NEVER: the answer begins at once.
-    POSSIBLE: the model may begin to think.
-    BEGUN: the prompt has the opening tag of thinking.
-    """
-
-    NEVER = "never"
-    POSSIBLE = "possible"
-    BEGUN = "begun"
 
 
 def tags_of(templates: Iterable[str]) -> ThinkTags | None:

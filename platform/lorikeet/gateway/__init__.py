@@ -4,6 +4,7 @@ app.py                assembles the application from services.py and adds its mi
 generate.py           steps of a generate request, in order: GenerateEndpoint
   auth.py             the key's tenant and the model's adapter, from catalog_view.py
   apis/               request schemas, each of which becomes a Call
+  call_encoders.py    prompts as token ids, without blocking the event loop
   replica_response.py   the answer, passed on as it arrives, with observers
     client_disconnect.py   cancels the call when the client hangs up
 routes/, admin/       all other routes of tenants and admins

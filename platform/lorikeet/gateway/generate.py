@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from lorikeet.answer_stream.answer import token_count_body
 from lorikeet.error_shapes import MESSAGES
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
@@ -19,12 +21,17 @@ from lorikeet.gateway.apis.responses_request import InputTokensRequest, Response
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
-from lorikeet.gateway.replica_response import Headers, ReplicaResponse, RequestObserver
+from lorikeet.gateway.replica_response import (
+    Headers,
+    ReplicaResponse,
+    RequestObserver,
+    ignored_header,
+)
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.protocol.messages import (
     AnswerHeader,
-    Call,
+    EncodedCall,
     FinalUsage,
     RunningUsage,
     StreamItem,
@@ -116,8 +123,9 @@ class GenerateEndpoint:
         response = await self.answer(Request(scope, receive))
         await response(scope, receive, send)
 
-    async def answer(self, request: Request) -> ReplicaResponse:
-        """Read and check a request; return a response that calls a replica when it is sent.
+    async def answer(self, request: Request) -> Response:
+        """Read and check a request; return a response that calls a replica when it is sent, or the
+        number of the prompt's tokens.
 
         RequestMiddleware (app.py) has set the request's id. Raises LorikeetError if the request is
         refused.
@@ -129,8 +137,8 @@ class GenerateEndpoint:
         with trace.validating():
             return await self._begin_call(request, trace)
 
-    async def _begin_call(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
-        """Return the response that will call a replica. Each line below may refuse the request.
+    async def _begin_call(self, request: Request, trace: RequestTrace) -> Response:
+        """Return the response to a request. Each line below may refuse the request.
 
         Key and model are looked up in the catalog's state in memory (catalog/state.py).
         tenancy/rate_limiter.py checks request limits in this method; RateLimitObserver checks token
@@ -143,13 +151,15 @@ class GenerateEndpoint:
         with ExitStack() as refused:
             refused.callback(hold.release)
             response = await self._respond(request, trace, caller, hold)
-            refused.pop_all()  # from here on the response's observer releases the hold
+            if isinstance(response, ReplicaResponse):
+                refused.pop_all()  # from here on the response's observer releases the hold
             return response
 
     async def _respond(
         self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
-    ) -> ReplicaResponse:
-        """Read the request's body and return the response that will call a replica.
+    ) -> Response:
+        """Read the request's body; return the response that will call a replica, or the number of
+        the prompt's tokens.
 
         caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
@@ -167,21 +177,29 @@ class GenerateEndpoint:
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         items = await self._stored.items(body, caller.tenant.name)
         model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
-        # No await from here until the response enters `using`: a version that ends now is kept.
+        # No await from here until `using` is entered: a version that ends now is kept.
+        base_model, served = model.base_model, self._services.base_models[model.base_model]
         stores, now = self._stored.stores(body), int(time.time())
-        defaults = self._services.base_models[model.base_model].sampling_defaults
+        defaults = served.sampling_defaults
         body = body.with_sampling_defaults(defaults) if defaults else body
         context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)
-        quantization = self._services.base_models[model.base_model].quantization
-        trace.set_call(call, model.base_model, quantization, model.trained_on)
+        trace.set_call(call, base_model, served.quantization, model.trained_on)
+        digest = call.adapter.digest if call.adapter else None
+        max_context = self._services.engines.max_context(base_model)
+        with self._services.uses.using(digest):
+            encoded = await self._services.encoders.encode(base_model, call, max_context)
+        # Nor from here until the response enters it again.
+        if call.endpoint.counts:
+            with trace.answering():
+                return _token_count(encoded, hold)
         return ReplicaResponse(
             call,
-            self._services.engines.stream_answer(model.base_model, call),
-            [trace, _limits_of(hold, call, model.base_model)],
+            self._services.engines.stream_answer(base_model, encoded),
+            [trace, RateLimitObserver(hold, encoded, base_model, max_context)],
             self._services.first_item_timeout_s,
             self._stored.saver(body, context, call),
-            self._services.uses.using(call.adapter.digest if call.adapter else None),
+            self._services.uses.using(digest),
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
@@ -205,11 +223,14 @@ class RateLimitObserver(RequestObserver):
     charged, the reserved tokens, or the prompt's tokens plus the tokens of the last RunningUsage.
     """
 
-    def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
+    def __init__(
+        self, hold: RateLimitHold, encoded: EncodedCall, base_model: str, max_context: int | None
+    ) -> None:
+        """max_context: longest sequence that replicas take, tokens; None if unknown."""
         self._hold = hold
         self._base_model = base_model
-        self._reserved = _expected_tokens(call)
-        self._taken = self._prompt_tokens = call.work.prompt_tokens
+        self._reserved = _expected_tokens(encoded, max_context)
+        self._taken = self._prompt_tokens = encoded.work.prompt_tokens
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
@@ -255,40 +276,16 @@ class RateLimitObserver(RequestObserver):
         return _limit_headers(self._hold)
 
 
-class CountObserver(RequestObserver):
-    """Observer of a call that only counts tokens. The call is subject to limits on requests but not
-    on tokens.
+def _token_count(encoded: EncodedCall, hold: RateLimitHold) -> Response:
+    """Return the response to a request to count tokens.
+
+    hold: the request's place in the limits; the request uses no tokens of them.
     """
-
-    def __init__(self, hold: RateLimitHold) -> None:
-        self._hold = hold
-
-    def __enter__(self) -> None:
-        """Reserve no tokens."""
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Release the call's place in the limit on concurrent requests."""
-        self._hold.release()
-
-    def on_item(self, item: StreamItem) -> None:
-        """Ignore the item."""
-
-    def on_first_bytes(self) -> None:
-        """Do nothing."""
-
-    def headers(self) -> Headers:
-        """Return the state of the tenant's and key's rate limits as response headers."""
-        return _limit_headers(self._hold)
-
-
-def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
-    """Return the observer that charges a call to the rate limits of its tenant and key.
-
-    hold: the call's place in these limits, which admitted it.
-    """
-    if call.endpoint.counts:
-        return CountObserver(hold)
-    return RateLimitObserver(hold, call, base_model)
+    tokens = sum(map(len, encoded.prompts))
+    body = token_count_body(encoded.call.endpoint, tokens)
+    response = Response(body, media_type="application/json")
+    response.raw_headers += [*ignored_header(encoded.ignored), *_limit_headers(hold)]
+    return response
 
 
 def _limit_headers(hold: RateLimitHold) -> Headers:
@@ -311,12 +308,16 @@ def _max_load_s(header: str | None) -> float | None:
     return int(header) / 1000
 
 
-def _expected_tokens(call: Call) -> int:
-    """Return the number of tokens to reserve for a call, of its prompt and its answers.
+def _expected_tokens(encoded: EncodedCall, max_context: int | None) -> int:
+    """Return the number of tokens to reserve for a call, of its prompts and its answers.
 
     The number is an upper bound, or an estimate if the call sets no limit on its answers.
+
+    max_context: longest sequence that replicas take, tokens; None if unknown.
     """
+    call, work = encoded.call, encoded.work
     answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
-    if call.max_context is not None:
-        answer = min(answer, call.max_context)
-    return call.work.prompt_tokens + call.work.sequences * answer
+    for limit in (call.max_context, max_context):
+        if limit is not None:
+            answer = min(answer, limit - max(map(len, encoded.prompts)))
+    return work.prompt_tokens + work.sequences * answer

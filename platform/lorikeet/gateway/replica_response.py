@@ -245,9 +245,12 @@ def _headers(header: AnswerHeader) -> Headers:
         headers.append((b"x-lorikeet-residency", str(header.residency).encode()))
     if header.digest is not None and header.load_s is not None:
         headers.append((b"x-lorikeet-adapter-load-ms", b"%d" % round(1000 * header.load_s)))
-    if header.ignored:
-        headers.append((b"x-lorikeet-ignored", ", ".join(header.ignored).encode()))
-    return headers
+    return [*headers, *ignored_header(header.ignored)]
+
+
+def ignored_header(names: Sequence[str]) -> Headers:
+    """Return the header that names the request fields that had no effect; nothing if all had."""
+    return [(b"x-lorikeet-ignored", ", ".join(names).encode())] if names else []
 
 
 def _body(chunk: bytes, *, more: bool) -> Message:

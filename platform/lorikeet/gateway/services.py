@@ -12,9 +12,10 @@ from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
+from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
@@ -42,7 +43,9 @@ if TYPE_CHECKING:  # its libraries are imported only where traces are exported
 class EngineClient(Protocol):
     """Interface to the replicas, implemented over Ray Serve by ServeEngineClient (serving/)."""
 
-    def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    def stream_answer(
+        self, base_model: str, encoded: EncodedCall
+    ) -> AsyncGenerator[StreamItem, None]:
         """Stream the answer to a call: AnswerHeaders, then bytes. If the answer fails, a Refusal
         is the stream's last item.
 
@@ -157,6 +160,7 @@ class Services:
 
     base_models: served base models, by the name that clients use.
     limits: limits that registered adapters must keep to.
+    encoders: encoders of prompts, with the tokenizer of each base model.
     gateways: number of gateways; each enforces its share of a tenant's limits.
     refresh_s: seconds between refreshes of the catalog view.
     first_item_timeout_s: longest wait for a replica's first item, in seconds. The gateway sets no
@@ -185,6 +189,7 @@ class Services:
     base_models: Mapping[str, ServedModel]
     limits: AdapterLimits
     engines: EngineClient
+    encoders: CallEncoders = field(default_factory=CallEncoders)
     gateways: int = 1
     refresh_s: float = 1.0
     first_item_timeout_s: float = 60.0

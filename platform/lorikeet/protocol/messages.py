@@ -1,13 +1,15 @@
-"""Messages of one request: the call to a replica, and the items of its answer.
+"""Messages of one request: the call, as a gateway parses it and as a replica gets it, and the items
+of its answer.
 
 Classes that are sent once per request, and the classes of their fields, have no slots: Python
 pickles slotted dataclasses field by field in Python code, which takes 1.5 times as long.
 """
 
+from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -16,11 +18,14 @@ from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingPar
 
 R = TypeVar("R")
 
+TokenIds: TypeAlias = "array[int]"
+"""Token ids of a prompt, in four bytes each."""
+
 
 class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
-    COUNT_TOKENS and INPUT_TOKENS use no engine: the answer is the number of the prompt's tokens.
+    COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
     """
 
     CHAT = "chat.completions"
@@ -34,6 +39,19 @@ class Endpoint(Enum):
     def counts(self) -> bool:
         """Whether the answer is only the number of the prompt's tokens."""
         return self in (Endpoint.COUNT_TOKENS, Endpoint.INPUT_TOKENS)
+
+
+class Thinking(Enum):
+    """State of the thinking at the end of a prompt.
+
+    NEVER: the answer begins at once.
+    POSSIBLE: the model may begin to think.
+    BEGUN: the prompt has the opening tag of thinking.
+    """
+
+    NEVER = "never"
+    POSSIBLE = "possible"
+    BEGUN = "begun"
 
 
 class FormatKind(Enum):
@@ -94,7 +112,7 @@ class ToolUse:
 class Work(NamedTuple):
     """Amount of work that a request makes for a replica.
 
-    prompt_tokens: number of tokens of all prompts, possibly an estimate.
+    prompt_tokens: number of tokens of all prompts.
     rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
     sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
         pages.
@@ -108,11 +126,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One parsed HTTP request, with all that a replica needs to answer it.
+    """One parsed HTTP request.
 
     created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
+    adapter_rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
         number of an unrecorded version, so answers omit it.
     messages: messages of a chat, in any API; empty for completions.
@@ -142,8 +161,6 @@ class Call:
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
-    work: amount of work, for the router and to distinguish short prompts from long prompts; its
-        number of tokens is an estimate.
     """
 
     request_id: str
@@ -152,6 +169,8 @@ class Call:
     tenant: str
     model: str
     adapter: AdapterRef | None
+    adapter_rank: int = 0
+    adapter_bytes: int = 0
     is_recorded: bool = True
     messages: tuple[Mapping[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -178,7 +197,43 @@ class Call:
     left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     max_context: int | None = None
-    work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
+
+
+@dataclass(frozen=True)
+class EncodedCall:
+    """Call whose prompts are token ids, with all that a replica needs to answer it.
+
+    call: the call; in a replica, without the texts of its prompts.
+    prompts: token ids of each prompt.
+    thinking: state of the model's thinking at the end of the prompt.
+    echoed: text of each prompt, with which the answer begins; () without `echo`.
+    ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    """
+
+    call: Call
+    prompts: tuple[TokenIds, ...]
+    thinking: Thinking = Thinking.NEVER
+    echoed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def work(self) -> Work:
+        """Amount of work that the call makes for a replica."""
+        call, tokens = self.call, sum(map(len, self.prompts))
+        sequences = len(self.prompts) * call.n
+        return Work(tokens, call.adapter_rank, call.adapter_bytes, sequences)
+
+    def to_send(self, request_id: str) -> "EncodedCall":
+        """Return the call under a request id, without the texts that its prompts were made from."""
+        call = replace(
+            self.call,
+            request_id=request_id,
+            messages=(),
+            prompts=(),
+            template_args={},
+            template_defaults={},
+        )
+        return replace(self, call=call)
 
 
 @dataclass(frozen=True)
@@ -193,8 +248,7 @@ class AnswerHeader:
     status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
         header.
-    ignored: names of template_args unknown to the chat template, the call's `left_out`, and
-        keywords of its schemas that the grammar does not enforce.
+    ignored: the call's `ignored`, and keywords of its schemas that the grammar does not enforce.
     """
 
     replica: str
@@ -314,13 +368,13 @@ StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | byte
 class SmokeTest:
     """Request to run each prompt with an adapter and with the base model, by greedy sampling.
 
-    prompts: user messages.
+    prompts: token ids of each prompt.
     max_tokens: limit of each continuation.
     """
 
     request_id: str
     adapter: AdapterRef
-    prompts: tuple[str, ...]
+    prompts: tuple[TokenIds, ...]
     max_tokens: int
 
 

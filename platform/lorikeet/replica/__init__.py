@@ -1,4 +1,4 @@
-"""A replica: one engine, with prompts encoded before it and answers formatted behind it. No Ray.
+"""A replica: one engine, with grammars before it and answers formatted behind it. No Ray.
 
 replica.py            Replica: runs calls, and answers gateways and the controller
 request_builder.py    the engine's request for a call, within the limits of one answer

@@ -1,4 +1,4 @@
-"""Replica of one base model: text in, the client's bytes out."""
+"""Replica of one base model: token ids in, the client's bytes out."""
 
 import asyncio
 import time
@@ -8,9 +8,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of, token_count_body
+from lorikeet.answer_stream.answer import Answer, refusal_of
 from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
+from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.logs import log_unexpected
@@ -19,8 +19,7 @@ from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import pressure
 from lorikeet.protocol.messages import (
     AnswerHeader,
-    Call,
-    FinalUsage,
+    EncodedCall,
     Refusal,
     SmokeResult,
     SmokeTest,
@@ -67,8 +66,8 @@ _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a re
 class Replica:
     """Server of one base model and its adapters.
 
-    It tokenises prompts, runs the engine in a separate process, detokenises outputs and formats the
-    bytes that the client reads. Plain Python: `serving/deployments.py` makes it a deployment.
+    It runs the engine in a separate process, detokenises outputs and formats the bytes that the
+    client reads. Plain Python: `serving/deployments.py` makes it a deployment.
     Construct it on the event loop that will call it.
     """
 
@@ -99,7 +98,7 @@ class Replica:
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
-    async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
+    async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
 
         An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
@@ -111,18 +110,15 @@ class Replica:
 
         gateway: name of the gateway that sent the call.
         """
+        call = encoded.call
         try:
             stream = await self._response_streams.to(gateway)
-            if call.endpoint.counts:
-                await self._count_tokens(call, stream)
-                yield None
-                return
-            encoded = await self._requests.build(call)
-            request = encoded.request
+            prepared = await self._requests.build(encoded)
+            request = prepared.request
             with self._metering.metered(call, request.prompts) as meter:
                 encoder = self._encoder
-                known = (encoder.vocabulary, encoder.syntax, encoded.thinking, encoded.echoes)
-                checked = bool(encoded.checked)
+                known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
+                checked = bool(prepared.checked)
                 answer = Answer(
                     call, request.prompts, *known, checked=checked, tags=encoder.think_tags
                 )
@@ -130,12 +126,12 @@ class Replica:
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    ignored, status = encoded.ignored, self._feed.update()
+                    ignored, status = prepared.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
                 if answer.awaits_checks:
                     said = answer.said()
-                    sender.end(await self._requests.check(call, encoded.checked, said))
+                    sender.end(await self._requests.check(call, prepared.checked, said))
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
@@ -157,8 +153,8 @@ class Replica:
     async def smoke(self, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test of an adapter; return a Refusal if the test cannot be completed."""
         try:
-            context = self._engine.info.max_context
-            return await run_smoke_test(test, self.name, self._encoder, context, self._complete)
+            decode = self._encoder.backend.decode
+            return await run_smoke_test(test, self.name, decode, self._complete)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 
@@ -276,14 +272,6 @@ class Replica:
         self._metering.close()
         self._requests.close()
         self._engine.close()
-
-    async def _count_tokens(self, call: Call, stream: ResponseStream) -> None:
-        """Answer a request to count tokens, which is not billed. Raises InvalidInput."""
-        tokens = await self._requests.count_tokens(call)
-        ignored, status = self._encoder.ignored(call), self._feed.update()
-        header = AnswerHeader(self.name, None, None, status, ignored=ignored)
-        answer = (header, FinalUsage(0, 0, 0), token_count_body(call.endpoint, tokens))
-        stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:
         """Submit a request to the engine; return the tier at which its adapter was found, None for

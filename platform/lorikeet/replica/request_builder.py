@@ -1,4 +1,4 @@
-"""Engine request of a call: encoded prompts, limits of the answer, and a checked grammar."""
+"""Engine request of a call: its prompts, limits of the answer, and a checked grammar."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +11,9 @@ from lorikeet.answer_stream.answer import RESPONSE_COPIES
 from lorikeet.answer_stream.harmony import place_behind
 from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.answer_stream.reasoning import Thinking, ThinkTags
 from lorikeet.answer_stream.tool_syntax import HARMONY
-from lorikeet.errors import ContextLengthExceeded, InvalidInput
-from lorikeet.protocol.messages import Call, Endpoint
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Thinking
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
 from lorikeet.replica.grammars.harmony_grammar import harmony_grammar, tried_harmony_grammar
 from lorikeet.replica.grammars.sandbox import GrammarSandbox, SchemasRefused, Unchecked
@@ -41,15 +40,15 @@ MOST_PROMPT_IDS = 2**20
 """Limit on the number of prompt token ids that an answer's choices repeat: 7 MB of JSON."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
-_SHORT_PROMPT_TOKENS = 256
-"""Limit on the tokens of a prompt that is encoded on the event loop.
+_SHORT_PROMPT_TOKENS = 4096
+"""Limit on the tokens of prompts that are prepared on the event loop.
 
-Encoding so short a prompt takes less time than waiting for a thread.
+Preparing so short prompts takes less time than waiting for a thread.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedCall:
+class PreparedCall:
     """Engine request of a call, and the context that decodes its answer.
 
     thinking: state of the model's thinking at the end of the prompt.
@@ -72,13 +71,15 @@ class EncodedCall:
 class RequestBuilder:
     """Builder of engine requests that does not block the calling event loop.
 
-    Threads tokenise the prompts, and a child process compiles each grammar once as a trial, before
-    the engine compiles it.
+    Threads write grammars, and a child process compiles each grammar once as a trial, before the
+    engine compiles it.
     """
 
     def __init__(self, encoder: PromptEncoder, model: Path, max_context: int) -> None:
         """Create the threads.
 
+        encoder: encoder of the base model's prompts, whose syntax of tool calls, tags of thinking
+            and vocabulary grammars need.
         model: folder of the base model.
         max_context: the engine's longest sequence, tokens.
         """
@@ -86,24 +87,24 @@ class RequestBuilder:
         self._threads = TenantThreads()
         self._grammars = GrammarSandbox(model)
 
-    async def build(self, call: Call) -> EncodedCall:
+    async def build(self, encoded: EncodedCall) -> PreparedCall:
         """Return the engine's request for a call. Only calls with tools or a format have a grammar
         (grammars/).
 
-        Raises InvalidInput if the call asks for an impossible answer, for example by a prompt
-        beyond the context or a faulty schema, EngineOverloaded if its grammar cannot be tried in
-        time.
+        Raises InvalidInput if the call asks for an impossible answer, for example by a faulty
+        schema, EngineOverloaded if its grammar cannot be tried in time.
         """
-        encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
-        encoded = await self._run(encode, call)
-        if encoded.tried_grammar is None:
-            return encoded
+        call, prepare = encoded.call, partial(prepare_call, encoded, self._encoder)
+        prepared = await self._run(partial(prepare, self._max_context), encoded)
+        if prepared.tried_grammar is None:
+            return prepared
         try:
-            return await self._tried(call, encoded)
+            return await self._tried(call, prepared)
         except SchemasRefused as error:
             refused = error.schemas
         loose = without_schemas(call, refused)
-        held = await self._run(partial(with_grammar, encoded, encoder=self._encoder), loose)
+        plain = replace(prepared, ignored=encoded.ignored)
+        held = await self._run(partial(with_grammar, plain, loose, self._encoder), encoded)
         ignored = (*held.ignored, *map(whole_schema, refused))
         held = replace(held, ignored=ignored, checked=(*held.checked, *refused))
         return await self._tried(loose, held)
@@ -147,55 +148,47 @@ class RequestBuilder:
                 return found if tool is None else f"{tool}: {found}"
         return None
 
-    async def count_tokens(self, call: Call) -> int:
-        """Return the number of tokens in a call's prompts. Raises InvalidInput if they cannot be
-        encoded.
-        """
-        encode = partial(self._encoder.encode, max_context=self._max_context)
-        return sum(map(len, await self._run(encode, call)))
-
     def close(self) -> None:
         """End the process that tries grammars. Safe to call twice."""
         self._grammars.close()
 
-    async def _run(self, encode: Callable[[Call], T], call: Call) -> T:
-        if _is_short(call):
-            return encode(call)
-        return await self._threads.run(call.tenant, partial(encode, call))
+    async def _run(self, prepare: Callable[[], T], encoded: EncodedCall) -> T:
+        if _is_short(encoded):
+            return prepare()
+        return await self._threads.run(encoded.call.tenant, prepare)
 
-    async def _tried(self, call: Call, encoded: EncodedCall) -> EncodedCall:
-        """Try a call's grammar in the sandbox; return the encoded call.
+    async def _tried(self, call: Call, prepared: PreparedCall) -> PreparedCall:
+        """Try a call's grammar in the sandbox; return the prepared call.
 
         The time that the trial took is subtracted from the call's queue time. Raises the errors of
         GrammarSandbox.check.
         """
         began_s = time.monotonic()
-        assert encoded.tried_grammar is not None
-        await self._grammars.check(call, encoded.tried_grammar)
-        request, scheduling = encoded.request, encoded.request.scheduling
+        assert prepared.tried_grammar is not None
+        await self._grammars.check(call, prepared.tried_grammar)
+        request, scheduling = prepared.request, prepared.request.scheduling
         if scheduling.max_queue_s is None:
-            return encoded
+            return prepared
         left_s = round(scheduling.max_queue_s - (time.monotonic() - began_s), 1)
         scheduling = replace(scheduling, max_queue_s=max(0.1, left_s))
-        return replace(encoded, request=replace(request, scheduling=scheduling))
+        return replace(prepared, request=replace(request, scheduling=scheduling))
 
 
-def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
-    """Encode a call without trying its grammar. Slow for long prompts.
+def prepare_call(encoded: EncodedCall, encoder: PromptEncoder, max_context: int) -> PreparedCall:
+    """Prepare a call without trying its grammar.
 
     max_context: the engine's longest sequence, tokens.
 
-    Raises InvalidInput if the call asks for an impossible answer, for example beyond the context.
+    Raises InvalidInput if the call asks for an impossible answer, for example of more log
+    probabilities than fit one body.
     """
-    prompts = encoder.encode(call, max_context)
-    limit = max_answer_tokens(call, prompts, max_context)
+    call, prompts = encoded.call, tuple(map(tuple, encoded.prompts))
+    limit = max_answer_tokens(encoded, max_context)
     check_prompt_echoes(call, prompts)
-    echoes = prompt_echoes(call, prompts, encoder.backend)
+    echoes = prompt_echoes(encoded)
     check_echo(call, echoes)
     prompt_logprobs = count_prompt_logprobs(call, prompts)
     limit = max_tokens_in_body(call, len(prompts) * call.n, limit, prompt_logprobs)
-    thinking = encoder.thinking(call, prompts)
-    check_begun_answer(call, thinking, encoder.think_tags)
     sampling = replace(
         call.sampling,
         max_tokens=limit if call.max_tokens is None else min(max(call.max_tokens, 1), limit),
@@ -210,83 +203,49 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         salt=call.tenant,
         scheduling=call.scheduling,
     )
-    encoded = EncodedCall(request, thinking, None, echoes, encoder.ignored(call))
-    return with_grammar(encoded, call, encoder)
+    prepared = PreparedCall(request, encoded.thinking, None, echoes, encoded.ignored)
+    return with_grammar(prepared, call, encoder)
 
 
-def with_grammar(encoded: EncodedCall, call: Call, encoder: PromptEncoder) -> EncodedCall:
-    """Return an encoded call whose answer is constrained by the grammar of `call`, if it needs one.
+def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> PreparedCall:
+    """Return a prepared call whose answer is constrained by the grammar of `call`, if it needs one.
 
-    call: the encoded call, or a copy of it with looser schemas.
+    call: the prepared call, or a copy of it with looser schemas.
 
     Raises InvalidInput if a schema or format cannot be a grammar.
     """
     tried: str | None
     if encoder.syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS:
-        place = place_behind(encoded.request.prompts[0], encoder.vocabulary)
+        place = place_behind(prepared.request.prompts[0], encoder.vocabulary)
         tried = tried_harmony_grammar(call, encoder.vocabulary)
         grammar = harmony_grammar(call, encoder.vocabulary, place)
     else:
         tried = grammar = answer_grammar(call, encoder.syntax, encoder.vocabulary)
     if grammar is None:
-        return encoded
-    if encoded.thinking is not Thinking.NEVER:
-        known = encoder.syntax, encoder.vocabulary, encoded.thinking, encoder.think_tags
+        return prepared
+    if prepared.thinking is not Thinking.NEVER:
+        known = encoder.syntax, encoder.vocabulary, prepared.thinking, encoder.think_tags
         grammar = answer_grammar(call, *known)
-    sampling = replace(encoded.request.sampling, grammar=grammar)
+    sampling = replace(prepared.request.sampling, grammar=grammar)
     return replace(
-        encoded,
-        request=replace(encoded.request, sampling=sampling),
+        prepared,
+        request=replace(prepared.request, sampling=sampling),
         tried_grammar=tried,
-        ignored=(*encoder.ignored(call), *ignored_keywords(call)),
+        ignored=(*prepared.ignored, *ignored_keywords(call)),
         checked=tuple(checked_schemas(call)),
     )
 
 
-def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
-    """Raise InvalidInput if an answer that continues a message must have a format.
-
-    A grammar describes whole answers, and would begin anew behind the message.
-
-    thinking: state of the model's thinking at the end of the prompt.
-    tags: the model's tags of thinking.
-    """
-    if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
-        return
-    if call.messages[-1]["content"].rpartition(tags.closes)[2].strip():
-        param = call.format.param
-        raise InvalidInput(
-            f"{param}: an answer that continues the assistant's last message cannot be held to a "
-            "format: leave out that message or the format",
-            param=param,
-        )
-
-
-def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
+def max_answer_tokens(call: EncodedCall, engine_context: int) -> int:
     """Return the limit on each choice's tokens: context limit less longest prompt, at least 1.
 
-    Raises ContextLengthExceeded if a prompt plus max_tokens exceeds the context limit set for the
-    tenant or key. The engine itself refuses a request that exceeds its own context.
+    The engine refuses a request that exceeds its own context.
 
-    prompts: token ids of each prompt.
     engine_context: the engine's longest sequence, tokens.
     """
-    longest = max(map(len, prompts))
-    limit = call.max_context
-    if limit is None:
-        return max(1, engine_context - longest)
-    if longest + (call.max_tokens or 1) > limit:
-        if longest < limit:
-            param = "max_tokens"
-        else:
-            param = "prompt" if call.endpoint is Endpoint.COMPLETIONS else "messages"
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens for this tenant or key. "
-            f"However, the prompt has {longest} and the answer up to {call.max_tokens or 1}: "
-            f"shorten the prompt, or ask for fewer tokens",
-            param=param,
-        )
-    return max(1, min(engine_context, limit) - longest)
+    limit = call.call.max_context
+    context = engine_context if limit is None else min(engine_context, limit)
+    return max(1, context - max(map(len, call.prompts)))
 
 
 def check_prompt_echoes(call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -364,10 +323,10 @@ def max_tokens_in_body(call: Call, choices: int, limit: int, prompt_logprobs: in
     return min(limit, most)
 
 
-def _is_short(call: Call) -> bool:
-    """Return True if encoding the call takes a fraction of a millisecond.
+def _is_short(encoded: EncodedCall) -> bool:
+    """Return True if preparing the call takes a fraction of a millisecond.
 
     Calls with tools or a format are never short: their schemas may take long.
     """
-    short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
-    return short and call.tools is None and call.format is None
+    call, tokens = encoded.call, sum(map(len, encoded.prompts))
+    return tokens <= _SHORT_PROMPT_TOKENS and call.tools is None and call.format is None

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from lorikeet.errors import InvalidAdapter
 from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
-from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import NotFinite
 from lorikeet_engine.request import Request, SamplingParams
@@ -28,13 +27,12 @@ Run = Callable[[Request], Awaitable[Completions]]
 
 
 async def run_smoke_test(
-    test: SmokeTest, replica: str, encoder: PromptEncoder, max_context: int, run: Run
+    test: SmokeTest, replica: str, decode: Callable[[list[int]], str], run: Run
 ) -> SmokeResult:
     """Continue each prompt of a smoke test with the adapter and without it.
 
     replica: name of this replica, for the result.
-    encoder: encoder of the base model's prompts.
-    max_context: longest sequence that the engine takes, tokens.
+    decode: function that returns the text of token ids.
     run: function that runs an engine request to its end.
 
     Raises InvalidAdapter if the adapter's values overflow, EngineError if a request fails
@@ -43,7 +41,7 @@ async def run_smoke_test(
     request_id = test.request_id
     base = Request(
         f"{request_id}-base",
-        tuple(encoder.encode_turn(prompt, max_context) for prompt in test.prompts),
+        tuple(map(tuple, test.prompts)),
         SamplingParams(max_tokens=test.max_tokens, temperature=0.0),
         salt=request_id,  # no prefixes that others cached
     )
@@ -61,7 +59,6 @@ async def run_smoke_test(
         raise InvalidAdapter(error.message) from error
 
     def continuations(made: Completions) -> tuple[Continuation, ...]:
-        decode = encoder.backend.decode
         return tuple(Continuation(tuple(ids), decode(list(ids))) for ids in made.tokens)
 
     return SmokeResult(replica, residency, continuations(without), continuations(with_adapter))

@@ -2,10 +2,11 @@
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import count, takewhile
 from typing import TypeVar
 
+from lorikeet.protocol.messages import TokenIds
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 
@@ -13,11 +14,8 @@ K = TypeVar("K")
 
 BLOCK_TOKENS = 64
 """Tokens that one prefix hash covers."""
-CHARACTERS_PER_TOKEN = 4
-"""Estimated characters per token of English text, since a gateway has no tokenizer."""
 MAX_HASHED_BLOCKS = 64
 """Maximum number of a prompt's blocks that are hashed: 4,096 tokens."""
-MAX_HASHED_CHARACTERS = MAX_HASHED_BLOCKS * BLOCK_TOKENS * CHARACTERS_PER_TOKEN
 _MAX_BLOCKS_KEPT = 1 << 17
 """Maximum number of blocks that a PrefixIndex keeps: 8 million tokens, more than the KV caches of a
 few replicas.
@@ -120,16 +118,16 @@ class AdapterLocations:
             del self._holders[tier][digest]
 
 
-def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashes:
+def prefix_hashes(prompt: TokenIds, *salt: str | None) -> PrefixHashes:
     """Return the chained block hashes of a prompt, valid only in this process.
 
-    prompt: text or token ids.
+    prompt: token ids.
     salt: values that must be equal for two requests to share cached prefixes, e.g. tenant, adapter.
     """
-    size = BLOCK_TOKENS * (CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 1)
-    chain, value = [], hash(salt)
-    for end in range(size, min(len(prompt), MAX_HASHED_BLOCKS * size) + 1, size):
-        value = hash((value, prompt[end - size : end]))
+    chain, value, size = [], hash(salt), BLOCK_TOKENS * prompt.itemsize
+    ids = prompt[: MAX_HASHED_BLOCKS * BLOCK_TOKENS].tobytes()
+    for end in range(size, len(ids) + 1, size):
+        value = hash((value, ids[end - size : end]))
         chain.append(value)
     return tuple(chain)
 

@@ -21,6 +21,7 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.call_encoders import read_encoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.listeners import AdminListener, PublicListener
 from lorikeet.gateway.services import Services, read_base_models
@@ -215,6 +216,7 @@ class Gateway:
                 base_models=read_base_models(settings),
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
                 engines=ServeEngineClient(engines, name),
+                encoders=read_encoders(settings),
                 gateways=settings.gateways,
                 max_open_requests=_most_generations(settings),
                 adapter_memory=adapter_memory,

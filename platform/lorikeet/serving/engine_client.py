@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
     Call,
+    EncodedCall,
     Refusal,
     SmokeResult,
     SmokeTest,
@@ -72,7 +72,9 @@ class ServeEngineClient:
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._subscribe(handle)) for handle in handles.values()}
 
-    async def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    async def stream_answer(
+        self, base_model: str, encoded: EncodedCall
+    ) -> AsyncGenerator[StreamItem, None]:
         """Send a call to a replica and stream its answer.
 
         The call is `Replica.run_call` (replica/replica.py), sent through Serve, which asks
@@ -95,29 +97,29 @@ class ServeEngineClient:
         fleet = _fleet(run_call)
         for attempt in range(_ATTEMPTS):
             # A new id, since a lost replica may still be running the previous attempt.
-            again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
-            begun = False
-            fleet.on_begun(again.request_id)
+            request_id = encoded.call.request_id + (f"-{attempt}" if attempt else "")
+            begun, sent = False, encoded.to_send(request_id)
+            fleet.on_begun(request_id)
             sent_s = time.monotonic()
             try:
-                async with aclosing(self._answer(run_call, fleet, again)) as items:
+                async with aclosing(self._answer(run_call, fleet, sent)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
-                            yield _attempt(fleet, again.request_id, sent_s)
-                        if attempt + 1 < _ATTEMPTS and _another_can_load(fleet, again, item):
+                            yield _attempt(fleet, request_id, sent_s)
+                        if attempt + 1 < _ATTEMPTS and _another_can_load(fleet, sent.call, item):
                             raise Unavailable("the replica could not load the adapter")
                         if not begun and isinstance(item, bytes):
                             begun = True
-                            fleet.on_first_bytes(again.request_id)
+                            fleet.on_first_bytes(request_id)
                         yield item
             except LorikeetError as error:
-                yield _attempt(fleet, again.request_id, sent_s, error.message)
+                yield _attempt(fleet, request_id, sent_s, error.message)
                 if begun or not isinstance(error, Unavailable):
                     raise
             else:
                 return
             finally:
-                fleet.on_ended(again.request_id)
+                fleet.on_ended(request_id)
         raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
@@ -188,7 +190,7 @@ class ServeEngineClient:
         return _fleet(self._handles[base_model]).max_context
 
     async def _answer(
-        self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
+        self, run_call: DeploymentHandle[Any], fleet: Fleet, encoded: EncodedCall
     ) -> AsyncGenerator[StreamItem, None]:
         """Send a call once and stream the answer from its ResponseBuffer.
 
@@ -198,9 +200,9 @@ class ServeEngineClient:
 
         run_call: handle of the replicas' method `run_call`.
         """
-        request_id = call.request_id
+        request_id = encoded.call.request_id
         with self._buffers.opened(request_id) as buffer:
-            sent: Any = run_call.remote(call, self._gateway)
+            sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
             self._tasks.add(awaiting)
             awaiting.add_done_callback(self._tasks.discard)

@@ -3,9 +3,7 @@
 The only module that uses Serve's request router API, which is alpha.
 """
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ray.serve.request_router import (
@@ -15,10 +13,10 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.protocol.messages import Call, SmokeTest, Work
+from lorikeet.protocol.messages import Call, EncodedCall, SmokeTest, Work
 from lorikeet.protocol.status_update import from_stats
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.locations import MAX_HASHED_CHARACTERS, prefix_hashes
+from lorikeet.routing.locations import prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving.fleet_registry import fleet_of
 
@@ -138,50 +136,25 @@ class AdapterAffinityRouter(RequestRouter):
 def call_of(pending: PendingRequest | None) -> Call | None:
     """Return the Call that a pending request carries; None if it carries none."""
     argument = pending.args[0] if pending and pending.args else None
-    return argument if isinstance(argument, Call) else None
+    return argument.call if isinstance(argument, EncodedCall) else None
 
 
 def _request_of(pending: PendingRequest | None) -> RoutingRequest:
     argument = pending.args[0] if pending and pending.args else None
     match argument:
-        case Call():
+        case EncodedCall():
             return routing_request_of(argument)
         case SmokeTest():
             return RoutingRequest(Work(prompt_tokens=1), argument.adapter)
     return _NO_REQUEST
 
 
-def routing_request_of(call: Call) -> RoutingRequest:
+def routing_request_of(encoded: EncodedCall) -> RoutingRequest:
     """Return a call as routing sees it: work, adapter, tenant and hashes of its prompt's prefix.
 
     Hashes the first prompt if there are several. Tenant and adapter are part of the hashes.
     """
+    call = encoded.call
     digest = call.adapter.digest if call.adapter else None
-    chain = prefix_hashes(_beginning(call), call.tenant, digest)
-    return RoutingRequest(call.work, call.adapter, chain, call.tenant)
-
-
-def _beginning(call: Call) -> str | Sequence[int]:
-    """Return the beginning of a call's prompt, which is hashed for routing.
-
-    The rest is left out, since a prompt may have megabytes, and Serve may ask for a ranking many
-    times.
-    """
-    if call.prompts:
-        return call.prompts[0]
-    texts, length = list[str](), 0
-    for text in _texts(call):
-        texts.append(text[:MAX_HASHED_CHARACTERS])
-        length += len(text)
-        if length >= MAX_HASHED_CHARACTERS:
-            break
-    return "\n".join(texts)
-
-
-def _texts(call: Call) -> Iterator[str]:
-    if call.tools:  # first, as in chat templates
-        yield from map(json.dumps, call.tools.tools)
-    for message in call.messages:
-        yield from (message["role"], message["content"])
-        if calls := message.get("tool_calls"):
-            yield json.dumps(calls)
+    chain = prefix_hashes(encoded.prompts[0], call.tenant, digest)
+    return RoutingRequest(encoded.work, call.adapter, chain, call.tenant)

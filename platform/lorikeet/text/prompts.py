@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,6 @@ from lorikeet.answer_stream.harmony import REQUIRED_MARKS
 from lorikeet.answer_stream.reasoning import (
     MISTRAL_TAGS,
     THINK_TAGS,
-    Thinking,
     tags_of,
     thinking_behind,
     thinking_within,
@@ -28,7 +28,7 @@ from lorikeet.errors import (
     InvalidSetting,
     UnsupportedParameter,
 )
-from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
+from lorikeet.protocol.messages import Call, Endpoint, Format, Thinking, TokenIds, ToolUse
 from lorikeet.text.harmony_prompts import (
     EFFORT,
     harmony_messages,
@@ -42,6 +42,7 @@ _TEMPLATE_ERRORS = (
 )
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Variable by which the library spreads one text's encoding over all cores, unless it is false."""
+_INT32 = "i"
 _END_TOKENS = 32  # last tokens of a prompt: enough for two tags at one token a letter
 _UNCHECKED_BYTES = 2
 """Limit, in bytes per token of the context, on texts that are tokenised without a length check.
@@ -120,7 +121,7 @@ class PromptEncoder:
         self.think_tags = tags or THINK_TAGS
         self._thoughts_in_text = tags is MISTRAL_TAGS and self._drops_reasoning()
 
-    def encode(self, call: Call, max_context: int) -> tuple[tuple[int, ...], ...]:
+    def encode(self, call: Call, max_context: int) -> tuple[TokenIds, ...]:
         """Return the token ids of each of a call's prompts. Slow for long prompts.
 
         max_context: longest sequence that the engine takes, tokens. Texts of up to two bytes for
@@ -135,7 +136,9 @@ class PromptEncoder:
             text = self._render_call(call)
             return (self._tokens(text, "messages", max_context, add_special_tokens=False),)
         return tuple(
-            prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt", max_context)
+            self._tokens(prompt, "prompt", max_context)
+            if isinstance(prompt, str)
+            else array(_INT32, prompt)
             for prompt in call.prompts
         )
 
@@ -154,7 +157,7 @@ class PromptEncoder:
         return thinking_behind(said, self.think_tags)
 
     def ignored(self, call: Call) -> tuple[str, ...]:
-        """Return names of fields that this replica ignores in a call.
+        """Return names of fields that have no effect on a call.
 
         The fields are the template_args that the chat template does not use, and the call's
         `left_out`.
@@ -167,7 +170,7 @@ class PromptEncoder:
                 unread.append(EFFORT)  # the model thinks nevertheless
         return (*unread, *call.left_out)
 
-    def encode_turn(self, text: str, max_context: int) -> tuple[int, ...]:
+    def encode_turn(self, text: str, max_context: int) -> TokenIds:
         """Return the token ids of a prompt that has only a user's message, or of the bare text if
         there is no chat template.
 
@@ -181,13 +184,13 @@ class PromptEncoder:
 
     def _tokens(
         self, text: str, param: str, max_context: int, *, add_special_tokens: bool = True
-    ) -> tuple[int, ...]:
+    ) -> TokenIds:
         if len(text.encode(errors="replace")) > _UNCHECKED_BYTES * max_context:
             self._check_length(text, param, max_context)
         parts = text.split(_WITHIN_MARK) if self.syntax is HARMONY else [text]
         # Unlike `encode`, this lets other threads run, and finds no offsets.
         encoded = self.backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
-        return tuple(chain.from_iterable(each.ids for each in encoded))
+        return array(_INT32, chain.from_iterable(each.ids for each in encoded))
 
     def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return JSON values in which the texts of special tokens are split, so that these are

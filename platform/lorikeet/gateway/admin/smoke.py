@@ -93,7 +93,9 @@ async def smoke_test(
             f"no replica serves the base model {base_model!r} of {adapter}: "
             "add it to LORIKEET_BASE_MODELS"
         )
-    test = SmokeTest(request_id, adapter, tuple(prompts), max_tokens)
+    context = services.engines.max_context(base_model)
+    encoded = await services.encoders.encode_turns(base_model, prompts, context)
+    test = SmokeTest(request_id, adapter, encoded, max_tokens)
     try:
         async with asyncio.timeout(services.first_item_timeout_s):
             result = await services.engines.smoke(base_model, test)
@@ -104,12 +106,14 @@ async def smoke_test(
         ) from error
     if isinstance(result, Refusal):
         raise Refused(result)
-    return smoke_report(test, result)
+    return smoke_report(prompts, result)
 
 
-def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
+def smoke_report(prompts: Sequence[str], result: SmokeResult) -> dict[str, Any]:
     """Return the result of a smoke test as JSON: the adapter's answers compared with the base
     model's.
+
+    prompts: user messages of the test.
 
     Member equal_share: fraction of positions at which both answers have the same token; positions
         count up to the longer answer's length.
@@ -135,7 +139,7 @@ def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
                 "equal_share": one.equal_share,
                 "first_difference": one.first_difference,
             }
-            for prompt, (base, adapted), one in zip(test.prompts, pairs, compared, strict=True)
+            for prompt, (base, adapted), one in zip(prompts, pairs, compared, strict=True)
         ],
     }
 

@@ -353,7 +353,6 @@ class CountTokensRequest(PromptRequest):
             endpoint=Endpoint.COUNT_TOKENS,
             max_tokens=0,
             adapter=None,
-            work=call.work._replace(rank=0, adapter_bytes=0),
             template_defaults=self._unasked(),
             left_out=left_out(self.tools),
         )

@@ -4,9 +4,8 @@ Every supported field is a field of a Body class (gateway/body.py). Any other fi
 named, unless its value has no effect (no_ops.py).
 """
 
-import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -29,8 +28,7 @@ from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit
-from lorikeet.protocol.messages import Call, Work
-from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
+from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import (
     MAX_PROMPT_LOGPROBS,
     LogprobsMode,
@@ -39,7 +37,6 @@ from lorikeet_engine.request import (
 )
 
 _INT64 = 2**63 - 1
-_TEMPLATE_TOKENS = 5  # roughly the tokens that chat templates add to each message
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -64,14 +61,6 @@ class CallContext(NamedTuple):
     stores: bool = False
     sampling_defaults: Mapping[str, float] = {}
 
-    def work(self, prompt_tokens: int, sequences: int) -> Work:
-        """Return the amount of work that the request makes for a replica.
-
-        prompt_tokens: length of the prompt in tokens.
-        sequences: number of sequences to generate.
-        """
-        return Work(prompt_tokens, self.model.rank, self.model.image_bytes, sequences)
-
 
 class ApiRequest(Body):
     """Request that generates or counts tokens, of any API."""
@@ -89,7 +78,7 @@ class ApiRequest(Body):
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as the Call that the gateway sends to a replica."""
+        """Return the request as a Call."""
 
     @abstractmethod
     def session(self) -> str | None:
@@ -223,6 +212,8 @@ class GenerateRequest(StructuredFields, SampledRequest):
             "tenant": caller.tenant.name,
             "model": self.model,
             "adapter": context.model.adapter,
+            "adapter_rank": context.model.rank,
+            "adapter_bytes": context.model.image_bytes,
             "is_recorded": context.model.is_recorded,
             "max_tokens": self.output_limit(),
             "min_tokens": self.min_tokens,
@@ -259,27 +250,3 @@ class GenerateRequest(StructuredFields, SampledRequest):
             prompt_logprobs=max(of_prompts, default=None),
             keep_stop_token=echoed is not None or self.return_token_ids,
         )
-
-
-def prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """Return the number of tokens of a prompt, a text or token ids.
-
-    For a text the number is estimated from its length, as a gateway has no tokenizer.
-    """
-    if isinstance(prompt, str):
-        return 1 + len(prompt) // CHARACTERS_PER_TOKEN
-    return len(prompt)
-
-
-def chat_tokens(
-    messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-) -> int:
-    """Estimate the number of prompt tokens of a conversation and the tools that it offers."""
-    size = prompt_tokens(json.dumps(tools)) if tools else 0
-    for message in messages:
-        size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])
-        if calls := message.get("tool_calls"):
-            size += prompt_tokens(json.dumps(calls))
-        if thought := message.get("reasoning_content"):
-            size += prompt_tokens(thought)
-    return size

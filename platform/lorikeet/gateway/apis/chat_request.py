@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest, Tokens, chat_tokens
+from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import (
     MAX_MESSAGES,
     Message,
@@ -30,7 +30,7 @@ from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
-"""Limit on the characters of the JSON text of chat_template_kwargs. Replicas render the chat
+"""Limit on the characters of the JSON text of chat_template_kwargs. Gateways render the chat
 template of short prompts on the event loop that serves all streams, so rendering has to be
 short.
 """
@@ -182,22 +182,20 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
     def to_call(
         self, context: CallContext, format_param: str = "response_format", **others: Any
     ) -> Call:
-        """Return the request as the Call that the gateway sends to a replica.
+        """Return the request as a Call.
 
         format_param: the name that response_format has in the client's API, for errors.
         others: further members of the Call, set by another API's request that was converted to this
             chat request.
         """
-        messages = template_messages(self.messages)
         if self.functions:
             tools = function_use(self.functions, self.function_call)
         else:
             tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         asked = self.response_format and self.response_format.as_format(format_param)
-        size = chat_tokens(messages, tools.tools if tools else ())
         members = self._common(context) | {
             "endpoint": Endpoint.CHAT,
-            "messages": messages,
+            "messages": template_messages(self.messages),
             "format": asked or self.structured_format(),
             "tools": tools,
             "template_args": self.template_args(),
@@ -205,6 +203,5 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
             "generation_prompt": self.generation_prompt(),
             "continue_final": self.continue_final_message,
             "thinking_shown": self.include_reasoning,
-            "work": context.work(size, self.n),
         }
         return Call(**members | others)

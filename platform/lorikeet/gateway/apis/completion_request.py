@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest, prompt_tokens
+from lorikeet.gateway.apis.api_request import CallContext, GenerateRequest
 from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Prompts
 from lorikeet.gateway.apis.no_ops import COMPLETIONS_NO_OPS
 from lorikeet.gateway.body import NoOps, misfit, unsupported
@@ -72,12 +72,11 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as the Call that the gateway sends to a replica."""
+        """Return the request as a Call."""
         return Call(
             endpoint=Endpoint.COMPLETIONS,
             prompts=self.prompt,
             echo=self.echo,
             format=self.structured_format(),
-            work=context.work(sum(map(prompt_tokens, self.prompt)), len(self.prompt) * self.n),
             **self._common(context),
         )

@@ -270,5 +270,4 @@ class InputTokensRequest(ResponsesRequest):
             max_tokens=0,
             adapter=None,
             stream=False,
-            work=call.work._replace(rank=0, adapter_bytes=0),
         )

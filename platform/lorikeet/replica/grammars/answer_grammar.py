@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection
 
 from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking, ThinkTags
+from lorikeet.answer_stream.reasoning import THINK_TAGS, ThinkTags
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Thinking
 from lorikeet.replica.grammars.format_grammar import format_grammar, format_rule
 from lorikeet.replica.grammars.tool_grammar import call_grammar, text_grammar
 

@@ -1,0 +1,103 @@
+"""Encoding of a call: its prompts as token ids, within the context."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lorikeet.answer_stream.reasoning import ThinkTags
+from lorikeet.errors import ContextLengthExceeded, InvalidInput
+from lorikeet.protocol.messages import Call, EncodedCall, Thinking
+from lorikeet.text.prompts import PromptEncoder
+
+_SHORT_CHARACTERS = 1024
+"""Limit on the characters of a call that is encoded in a fraction of a millisecond."""
+_PROMPT_CHARACTERS = 20
+"""Number of characters whose encoding takes as long as what each message or prompt takes beside its
+text.
+"""
+
+
+def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> EncodedCall:
+    """Return a call with the token ids of its prompts. Slow for long prompts.
+
+    max_context: longest sequence that the engine takes, tokens.
+
+    Raises InvalidInput if the prompts cannot be encoded, or leave no room for an answer.
+    """
+    prompts = encoder.encode(call, max_context)
+    if not call.endpoint.counts:
+        check_context(call, prompts, max_context)
+    thinking = encoder.thinking(call, prompts)
+    check_begun_answer(call, thinking, encoder.think_tags)
+    echoed = echoed_texts(call, encoder.backend)
+    return EncodedCall(call, prompts, thinking, echoed, encoder.ignored(call))
+
+
+def is_short(call: Call) -> bool:
+    """Return True if encoding the call takes a fraction of a millisecond."""
+    if call.tools is not None:
+        return False
+    characters = sum(map(_characters, call.messages)) + sum(map(len, call.prompts))
+    prompts = len(call.messages) + len(call.prompts)
+    return characters + _PROMPT_CHARACTERS * prompts <= _SHORT_CHARACTERS
+
+
+def check_context(call: Call, prompts: Sequence[Sequence[int]], max_context: int) -> None:
+    """Raise ContextLengthExceeded if a prompt leaves no room for one token, or if a prompt with
+    max_tokens exceeds the context limit set for the tenant or key.
+
+    prompts: token ids of each prompt.
+    max_context: longest sequence that the engine takes, tokens.
+    """
+    longest, limit = max(map(len, prompts)), call.max_context
+    answer = call.max_tokens or 1
+    if limit is not None and longest + answer > limit:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens for this tenant or key. "
+            f"However, the prompt has {longest} and the answer up to {answer}: "
+            f"shorten the prompt, or ask for fewer tokens",
+            param="max_tokens" if longest < limit else "prompt",
+        )
+    if longest >= max_context:
+        raise ContextLengthExceeded(
+            # OpenAI's words, by which clients such as LiteLLM recognise this error
+            f"This model's maximum context length is {max_context} tokens. However, the prompt "
+            f"has {longest}, and an answer needs one more: shorten the prompt",
+            param="prompt",
+        )
+
+
+def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
+    """Raise InvalidInput if an answer that continues a message must have a format.
+
+    A grammar describes whole answers, and would begin anew behind the message.
+
+    thinking: state of the model's thinking at the end of the prompt.
+    tags: the model's tags of thinking.
+    """
+    if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:
+        return
+    if call.messages[-1]["content"].rpartition(tags.closes)[2].strip():
+        param = call.format.param
+        raise InvalidInput(
+            f"{param}: an answer that continues the assistant's last message cannot be held to a "
+            "format: leave out that message or the format",
+            param=param,
+        )
+
+
+def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the text of each prompt that a call's answer repeats; () without `echo`."""
+    given = call.prompts if call.echo else ()
+    return tuple(
+        each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given
+    )
+
+
+def _characters(message: Mapping[str, Any]) -> float:
+    """Return the number of characters of a message's texts; infinity if it has tool calls."""
+    if message.get("tool_calls"):
+        return math.inf
+    return len(message["content"]) + len(message.get("reasoning_content") or "")
