@@ -9,6 +9,7 @@ activations' dtype, measured in the same run; with FP8 weights the share can exc
 for each work.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -82,15 +83,14 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
 
     sequences, tokens: number of prompts, and tokens of each.
     """
-    c = config.shape
-    mlp = 3 * c.intermediate * (config.experts_per_token or 1) + c.experts  # and the router
-    layers = 0
+    c, layers = config.shape, 0
+    products = [
+        math.prod(c.dims(n)) * (config.experts_per_token if linear.of_experts else 1)
+        for n, linear in enumerate(c.linears)
+    ]
     for layer, window in enumerate(config.windows):
-        heads = c.heads_of(layer)
-        width, keys = c.heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        keys_and_values = keys if c.is_full(layer) else 2 * keys
-        layers += tokens * c.hidden * (2 * width + keys_and_values + mlp)
-        layers += 2 * _pairs(tokens, window) * width
+        layers += tokens * sum(each for n, each in enumerate(products) if c.has(layer, n))
+        layers += 2 * _pairs(tokens, window) * c.heads * c.heads_of(layer).head_dim
     return 2 * sequences * (layers + c.hidden * config.vocab_size)
 
 

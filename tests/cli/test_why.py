@@ -12,9 +12,9 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
-    Call,
     Candidate,
     Cost,
+    EncodedCall,
     FinalUsage,
     Refusal,
     StreamItem,
@@ -33,9 +33,9 @@ WEIGHED = (
 )
 
 
-async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-    yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
-    yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
+async def told(base_model: str, encoded: EncodedCall) -> AsyncGenerator[StreamItem, None]:
+    yield Attempt(encoded.call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
+    yield Attempt(f"{encoded.call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
     yield AnswerHeader(
         "r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1))
     )
@@ -43,8 +43,8 @@ async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield b"{}"
 
 
-async def refused(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-    yield Attempt(call.request_id, "r7", 0.001, WEIGHED)
+async def refused(base_model: str, encoded: EncodedCall) -> AsyncGenerator[StreamItem, None]:
+    yield Attempt(encoded.call.request_id, "r7", 0.001, WEIGHED)
     yield Refusal("overloaded", "no")
 
 

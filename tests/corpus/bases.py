@@ -10,8 +10,18 @@ import torch
 import transformers
 
 from lorikeet.gateway.services import ServedModel
-from lorikeet_engine.adapter_format import BaseShape, read_json
-from tests.engine.conftest import GPT_OSS, HYBRID, MOE, YARN
+from lorikeet_engine.adapter_format import BaseShape, read_config
+from tests.engine.conftest import FAMILIES as DENSE
+from tests.engine.conftest import (
+    GEMMA4_E,
+    GEMMA4_MOE,
+    GPT_OSS,
+    HYBRID,
+    LATENT,
+    MAMBA,
+    MOE,
+    YARN,
+)
 
 HUB_NAME = "acme/Tiny-1.5B-Instruct"
 """Name of the base model in trainers' configs, which the service knows as an alias."""
@@ -42,6 +52,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
 MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": MOE["qwen3_moe"], **GPT_OSS}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma4_text": DENSE["gemma4_text"],
+    **GEMMA4_MOE,
+    **GEMMA4_E,
+    **HYBRID,
+    **MAMBA,
+    **LATENT,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,7 @@ class Base:
     @classmethod
     def save(cls, family: str, folder: Path) -> "Base":
         """Save a random checkpoint whose norms and biases have an effect."""
-        settings = {**_SIZES, **{**FAMILIES, **MIXTURES, **HYBRID}[family]}
+        settings = {**_SIZES, **{**FAMILIES, **MIXTURES, **OTHERS}[family]}
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
@@ -66,7 +84,7 @@ class Base:
 
     @cached_property
     def shape(self) -> BaseShape:
-        return BaseShape.from_config(read_json(self.folder / "config.json"))
+        return BaseShape.from_config(read_config(self.folder))
 
     @property
     def served(self) -> dict[str, ServedModel]:

@@ -17,6 +17,7 @@ from tests.corpus.register import Refusal, register
 from tests.corpus.served import packed_deltas
 
 SERVED = [case for case in hybrid_cases() if not case.says]
+_ENCODERS = (".visual.", "vision_tower.", "audio_tower.", "embed_vision.")
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +55,7 @@ def check_no_mutation_is_silent(draft: Draft, mutations: int | None) -> None:
     """
     name = MLX_WEIGHTS_FILE if (draft.folder / MLX_WEIGHTS_FILE).exists() else WEIGHTS_FILE
     whole = load_file(draft.folder / name)
-    of_text = [n for n in whole if ".visual." not in n and "base_layer" not in n]
+    of_text = [n for n in whole if not any(part in n for part in (*_ENCODERS, "base_layer"))]
     chosen = of_text if mutations is None else Random(draft.seed).sample(of_text, mutations)
     for tensor in chosen:
         kept = {n: t for n, t in whole.items() if n != tensor}

@@ -92,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "seed_oss": {
         "model_type": "seed_oss",

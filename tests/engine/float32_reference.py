@@ -144,6 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "final_logit_softcapping": 20.0,
     },
+    "glm": {"head_dim": 128},
     "glm4": {"head_dim": 96},
     "seed_oss": {"head_dim": 128},
     # All experts of each token: rounding could select other ones of a few than the reference does.

@@ -1,17 +1,21 @@
 """Answers of mixed batches equal transformers' and PEFT's in float32, however steps are cut.
 
-Adapters here are of every kind: linears at ranks 4 to 64, patterns, rsLoRA, lm_head, embeddings,
-trained tokens, and experts in each form that trainers save. The matrix shows families, storages and
-features of requests; here, adapters meet batch modes, tied embeddings and scaled rotary embeddings.
+Adapters here are of every kind: linears at ranks 4 to 64, patterns, rsLoRA, DoRA, biases, lm_head,
+embeddings, trained tokens, and experts in each form that trainers save. The matrix shows families,
+storages and features of requests; here, adapters meet batch modes, tied embeddings and scaled
+rotary embeddings.
 """
 
 import functools
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from loadtest.engine.random_adapters import empty_device
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.models.served_rows import ServedRows
 from tests.engine.conftest import FAMILIES, MOE
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, load_adapters
 from tests.engine.float32_reference import RecordingSampler
@@ -70,8 +74,28 @@ OUTER: dict[str, dict[str, Any]] = {
         "trainable_token_indices": {"lm_head": TRAINED[:9]},
     },
 }
+# DoRA and biases.
+VECTORS: dict[str, dict[str, Any]] = {
+    "dora": {"r": 8, "lora_alpha": 16, "target_modules": ALL, "use_dora": True},
+    "dora_rs": {
+        "r": 4,
+        "lora_alpha": 9,
+        "target_modules": ["k_proj", "o_proj", "down_proj"],
+        "rank_pattern": {"o_proj": 40},
+        "use_rslora": True,
+        "use_dora": True,
+        "bias": "all",
+    },
+    "biases": {
+        "r": 6,
+        "target_modules": ["q_proj", "o_proj", "gate_proj"],
+        "lora_bias": True,
+        "bias": "lora_only",
+    },
+}
 ATTENTION = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-DENSE, EXPERTS = {**LINEARS, **OUTER}, {"attention": ATTENTION, **PARAMETERS}
+DENSE = {**LINEARS, **OUTER, **VECTORS}
+EXPERTS = {"attention": ATTENTION, "dora": ATTENTION | {"use_dora": True}, **PARAMETERS}
 TOKENS = 12
 CHUNK = 13
 # Share of the largest logit. The matrix compares the chosen token alone, this suite all tokens of
@@ -180,3 +204,30 @@ def test_steps_whose_adapters_leave_the_head_alone_have_no_work_for_it(worlds, s
     answers.all()
     assert max(len(batch.segments or ()) for batch in witness.batches) == 2
     assert all(batch.head_segments is None for batch in witness.batches)
+
+
+def test_the_rows_of_the_base_model_are_read_once_for_the_host_and_for_no_file(
+    worlds, start, monkeypatch
+):
+    world, reads, facts = worlds("llama"), list[Any](), ServedRows.facts
+
+    def counted(*arguments: Any) -> Any:
+        reads.append(arguments)
+        return facts(*arguments)
+
+    monkeypatch.setattr(ServedRows, "facts", counted)
+    engine = start(world)
+    tiers, answers, plain = engine._tiers, Answers(engine), world.refs["rank4_qv"]
+    said = []
+    for turn in range(2):  # from its blob, then from the host
+        request = greedy(str(turn), world.prompts["dora"], adapter=world.refs["dora"])
+        answers.submit(request)
+        answers.submit(greedy(f"plain {turn}", [1], adapter=plain))
+        answers.all()
+        said.append(answers.of(request.request_id))
+        assert len(reads) == len(ALL) * engine._runner.model.shape.layers
+        empty_device(tiers)
+    assert said[0] == said[1]
+    while not tiers._disk.has_image(plain.digest):
+        time.sleep(0.01)
+    assert not tiers._disk.has_image(world.refs["dora"].digest)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from lorikeet.catalog.records import Scope
 from lorikeet.gateway.call_encoders import CallEncoders
@@ -94,8 +96,12 @@ def test_an_exception_of_a_tokenizer_reaches_no_client(
         assert "secret" not in failed.text
 
 
-def encoding(encoders: CallEncoders, call: Call) -> Any:
-    return asyncio.create_task(encoders.encode("tiny", call, 4096))
+async def stays() -> Any:
+    await asyncio.Event().wait()
+
+
+def encoding(encoders: CallEncoders, call: Call, receive: Receive = stays) -> Any:
+    return asyncio.create_task(encoders.encode("tiny", call, 4096, receive))
 
 
 def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others() -> None:
@@ -146,6 +152,25 @@ def test_a_short_prompt_does_not_wait_until_long_prompts_are_encoded() -> None:
         assert not any(task.done() for task in waiting)
         held.may_go_on.set()
         assert len(await asyncio.gather(*waiting)) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_long_prompt_whose_client_has_left_is_not_encoded() -> None:
+    held = Held(lambda call: call.prompts == LONG.prompts)
+
+    async def leaves() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def scenario() -> None:
+        encoders = CallEncoders({"tiny": held})
+        waiting = [encoding(encoders, LONG) for _ in range(2)]
+        with pytest.raises(ClientDisconnect):
+            await encoding(encoders, replace(LONG, echo=True), leaves)
+        held.may_go_on.set()
+        await asyncio.gather(*waiting)
+        assert (await encoding(encoders, LONG)).work.prompt_tokens
+        assert not any(call.echo for call in held.held)
 
     asyncio.run(scenario())
 

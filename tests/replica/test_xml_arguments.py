@@ -83,5 +83,5 @@ def test_values_are_held_to_their_schema(demo, schema, right, wrong):
     ],
 )
 def test_a_value_that_cannot_be_held_is_refused_by_its_tool(demo, schema, said):
-    with pytest.raises(InvalidInput, match=f"tool f: .*{said}"):
+    with pytest.raises(InvalidInput, match=rf"tool f: .* at \$\.properties\.a: .*{said}"):
         call_grammar(use_of(schema), QWEN_XML, Vocabulary(demo.backend_tokenizer))

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from starlette.types import Receive
+
 from lorikeet.errors import InvalidInput
+from lorikeet.gateway.client_disconnect import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.protocol.messages import Call, EncodedCall, Refusal, TokenIds
 from lorikeet.settings import Settings
@@ -25,21 +28,25 @@ class CallEncoders:
     def __init__(self, encoders: Mapping[str, PromptEncoder] = {}) -> None:
         self._encoders, self._threads = encoders, TenantThreads()
 
-    async def encode(self, base_model: str, call: Call, max_context: int | None) -> EncodedCall:
+    async def encode(
+        self, base_model: str, call: Call, max_context: int | None, receive: Receive
+    ) -> EncodedCall:
         """Return a call with the token ids of its prompts.
 
         max_context: longest sequence that all replicas of the base model take, tokens; None if
             unknown.
+        receive: source of the ASGI messages of the request, whose body has been read.
 
         Raises Refused, with the name that the called endpoint gives the field at fault, if the
-        prompts cannot be encoded or leave no room for an answer.
+        prompts cannot be encoded or leave no room for an answer; ClientDisconnect if the client
+        leaves before long prompts are encoded.
         """
         encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
         try:
             if is_short(call):
                 return encode_call(call, encoder, context)
-            encode = partial(encode_call, call, encoder, context)
-            return await self._threads.run(call.tenant, encode)
+            encoding = self._threads.run(call.tenant, partial(encode_call, call, encoder, context))
+            return await result_before_disconnect(receive, encoding)
         except InvalidInput as error:
             refusal = Refusal(error.code, error.message, error.param)
             raise Refused(refusal, call.endpoint) from None

@@ -3,8 +3,12 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
+
+T = TypeVar("T")
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
@@ -34,6 +38,23 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
             raise  # the server cancels this request itself
     finally:
         watcher.cancel()
+
+
+async def result_before_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Raises ClientDisconnect, after cancelling `work`, if the client
+    disconnects first.
+
+    receive: see `run_until_disconnect`.
+    """
+    results = list[T]()
+
+    async def run() -> None:
+        results.append(await work)
+
+    await run_until_disconnect(receive, run())
+    if not results:
+        raise ClientDisconnect
+    return results[0]
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -188,7 +188,9 @@ class GenerateEndpoint:
         digest = call.adapter.digest if call.adapter else None
         max_context = self._services.engines.max_context(base_model)
         with self._services.uses.using(digest):
-            encoded = await self._services.encoders.encode(base_model, call, max_context)
+            encoded = await self._services.encoders.encode(
+                base_model, call, max_context, request.receive
+            )
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():

@@ -174,7 +174,7 @@ OFTEN = {
         *("qwen3", "olmo3", "gpt_oss", "nemotron_h_latent", "granitemoehybrid"),
         "glm4_moe_lite",
     ),
-    "nf4_weights": ("qwen2", "glm4"),
+    "nf4_weights": ("qwen2", "glm", "glm4"),
     "packed_awq": ("qwen2", "phi3"),
     "packed_act_order": ("llama",),
     "packed_mxfp4": IN_BLOCKS,

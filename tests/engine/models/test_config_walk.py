@@ -226,7 +226,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(family, parse):
     theta = config_class(family).default_theta
     theta = theta if isinstance(theta, dict) else {"global": theta, "local": theta}
     outside = {
-        "partial_rotary_factor": {"glm4": 0.5}.get(family, 1.0),
+        "partial_rotary_factor": {"glm": 0.5, "glm4": 0.5}.get(family, 1.0),
         **(HYBRIDS if FAMILIES[family].is_hybrid else {}),
         **GLOBAL,
         "rope_local_base_freq": theta["local"],

@@ -153,6 +153,18 @@ def test_steps_are_planned_with_the_inputs_of_all_layers_and_the_wide_mlp(tmp_pa
     assert planned["whole"] - planned["fewer"] == 1000 * 2 * 35 * 128
 
 
+def test_layers_that_read_others_read_them_with_their_scales(tiny_checkpoints, tmp_path):
+    """Of FP8 pages: those of the layer that has stored them."""
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in (1, 2) for part in "kv"]
+    scales = {name: torch.tensor(at + 0.5) for at, name in enumerate(names)}
+    folder = with_tensors(tiny_checkpoints[NAME], tmp_path / "scaled", scales)
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    found = [layer.mixer.kv_scales for layer in model._layers]
+    assert (found[3], found[4]) == (found[2], found[1])
+    assert [found[n].key for n in range(3)] == [1.0, 0.5, 2.5]
+    assert [found[n].value for n in range(3)] == [1.0, 1.5, 3.5]
+
+
 def trained(checkpoint, folder, targets):
     """Save an adapter of PEFT's with random matrices; return its tensors."""
     torch.manual_seed(5)

@@ -13,6 +13,7 @@ from lorikeet_engine.parallel.shard import Shard
 from tests.engine.conftest import (
     EIGHT_HEADS,
     FAMILIES,
+    GEMMA4_E,
     HYBRID,
     LATENT,
     MAMBA,
@@ -34,6 +35,7 @@ CONFIGS = {
     # two groups, so that two of four ranks share each, and add up their parts of its norm
     **{name: config | {"n_groups": 2} for name, config in MAMBA.items()},
     **LATENT,
+    **GEMMA4_E,
 }
 NAMES = list(CONFIGS)
 ROUNDED = dict.fromkeys(("llama", "phi3", "qwen3_5_text"), Quantization.NF4)

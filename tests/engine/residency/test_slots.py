@@ -4,6 +4,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ class Pool(SlotPool):
 
 def arena_of(elements: int, count: int, layers: int) -> DeviceArena:
     table = torch.zeros(count, layers, 7, 3, dtype=torch.int64)
-    return DeviceArena(LoraWeights(torch.zeros(elements), table), torch.device("cpu"))
+    vectors = torch.full(table.shape[:3], -1)
+    return DeviceArena(LoraWeights(torch.zeros(elements), table, vectors), torch.device("cpu"))
 
 
 def pool_of(elements: int = TOTAL, count: int = 7, layers: int = LAYERS) -> Pool:
@@ -113,6 +115,45 @@ def check(pool: Pool, live: dict[int, torch.Tensor]) -> None:
     spans.sort()
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
     assert pool.used_elements == sum(image.numel() for image in live.values())
+
+
+def with_vectors(layout: PackedLayout, layer: int) -> PackedLayout:
+    """Let the last 16 elements of a layer be the vectors of its third linear."""
+    vectors = torch.full(layout.rows.shape[:2], -1)
+    vectors[layer, 2] = [*layout.layers[1:], layout.elements][layer] - 16
+    return replace(layout, vectors=vectors)
+
+
+def test_vectors_are_found_wherever_their_image_is_placed_or_moved():
+    pool = pool_of()
+    layout = with_vectors(layout_of(32, 64, *[32] * (LAYERS - 2)), layer=1)
+    first, _ = fill(pool, whole(64), seed=1)
+    slot, image = fill(pool, layout, seed=2)
+    want = image[80:96]
+
+    def found() -> torch.Tensor:
+        places = pool.weights.vectors
+        assert (places[first] == -1).all()
+        assert (places[slot] >= 0).sum() == 1
+        at = int(places[slot, 1, 2])
+        return pool.weights.arena[at : at + 16]
+
+    assert torch.equal(found(), want)
+    pool.free(first)
+    begin = int(pool.weights.vectors[slot, 1, 2])
+    first, _ = fill(pool, whole(pool.elements - layout.elements), seed=3)
+    assert int(pool.weights.vectors[slot, 1, 2]) < begin, "the image has moved"
+    assert torch.equal(found(), want)
+
+
+def test_a_slot_forgets_the_vectors_of_an_evicted_image():
+    pool = pool_of(count=1)
+    slot, _ = fill(pool, with_vectors(layout_of(*[32] * LAYERS), layer=0), seed=1)
+    assert (pool.weights.vectors[slot] >= 0).any()
+    pool.free(slot)
+    assert (pool.weights.vectors == -1).all()
+    assert fill(pool, layout_of(*[32] * LAYERS), seed=2)[0] == slot
+    assert (pool.weights.vectors == -1).all()
 
 
 # The free list.

@@ -372,6 +372,8 @@ _LIKE_GEMMA4: Mapping[str, Any] = {
     "value_norm": True,
     "layer_scalars": True,
 }
+_GLM = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
+_GLM_LINEARS = (_Q, _K, _V, _O, _GATE_UP, _DOWN)
 _OLMO_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _DEEPSEEK_EXPERTS = ExpertKeys(
     ("n_routed_experts",),
@@ -576,10 +578,11 @@ FAMILIES: Mapping[str, Family] = {
         **_LIKE_GEMMA4,
     ),
     "gemma4_unified_text": Family("Gemma 4 12B", _GEMMA4_LINEARS, _GEMMA4_UNIFIED, **_LIKE_GEMMA4),
+    "glm": Family("GLM 4 9B Chat", _GLM_LINEARS, _GLM, o_bias=None, interleaved_rope=True),
     "glm4": Family(
         "GLM 4",
-        (_Q, _K, _V, _O, _GATE_UP, _DOWN),
-        {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
+        _GLM_LINEARS,
+        _GLM,
         o_bias=None,
         norms=LayerNorms(
             "input_layernorm",

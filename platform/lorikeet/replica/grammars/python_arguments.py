@@ -12,8 +12,10 @@ from lorikeet.replica.grammars.argument_rules import (
     alternatives,
     check_length,
     invalid,
+    placed,
     self_contained,
 )
+from lorikeet.replica.grammars.held_schema import json_path
 
 _WORD = regex.compile(r"\w+")
 """Argument names that are written bare before the =; other names are written as JSON strings."""
@@ -71,7 +73,8 @@ def _pairs(
         first, more = f"{rule}_first_{at}: {pair}", f'{rule}_more_{at}: ", " {pair}'
         if key not in asked.required:
             first, more = f"{first} | {rule}_first_{at + 1}", f"{more} | {rule}_more_{at + 1}"
-        held = json.dumps({**self_contained(value, schema), **guidance})
+        with placed(json_path(("properties", key))):
+            held = json.dumps({**self_contained(value, schema), **guidance})
         check_length(length := length + len(held), most_length)
         rules += [first, more, f"{rule}_value_{at}: %json {held}"]
     return [*rules, f'{rule}_first_{at + 1}: ""', f'{rule}_more_{at + 1}: ""']

@@ -14,10 +14,12 @@ from lorikeet.replica.grammars.argument_rules import (
     alternatives,
     check_length,
     invalid,
+    placed,
     self_contained,
 )
 from lorikeet.replica.grammars.bare_texts import ANY_TEXT, BareTexts
 from lorikeet.replica.grammars.format_grammar import escape_slashes
+from lorikeet.replica.grammars.held_schema import json_path
 
 _NAME = regex.compile(r"[^<>\n]{1,256}")
 _BRACKETED = frozenset({"array", "object"})
@@ -75,18 +77,21 @@ def _parameters(
         ]
     rules, named, length = list[str](), list[str](), 0
     for at, (key, value) in enumerate(asked.properties.items()):
+        place = json_path(("properties", key))
         if not _NAME.fullmatch(key):
             raise invalid(f"{json.dumps(key)}: want a name without <, > and line ends")
         name = f"{rule}_value_{at}"
         pair = f"{written.begin(json.dumps(key))} {name}"
         named.append(pair if key in asked.required else f"({pair})?")
         types, ways = schema_types(value, schema), list[str]()
-        if "string" in types and (text := BareTexts(schema, types).of(value)):
+        with placed(place):
+            text = BareTexts(schema, types).of(value) if "string" in types else None
+            whole = self_contained(value, schema)
+        if text:
             ways.append(f"{name}_text")
             rules += written.text(ways[0], text)
         if others := types & _BRACKETED if "string" in types else types:
             ways.append(f"{name}_json {written.end}")
-            whole = self_contained(value, schema)
             own = {key: part for key, part in whole.items() if key != "$defs"}
             shared = {"$defs": whole["$defs"]} if "$defs" in whole else {}
             held = {"allOf": [own, {"type": sorted(others)}], **shared}
@@ -94,7 +99,8 @@ def _parameters(
             check_length(length := length + len(json.dumps(held)), most_length)
             rules.append(f"{name}_json: %json {json.dumps(held)}")
         if not ways:
-            raise invalid(f"no value fits the schema of {key}")
+            with placed(place):
+                raise invalid("no value fits its schema")
         rules.append(f"{name}: {' | '.join(ways)}")
     return [f"{rule}: {' '.join(named)}", *rules]
 
