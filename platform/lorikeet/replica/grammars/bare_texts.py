@@ -87,7 +87,7 @@ class BareTexts:
         parts = [self._of_types(kinds)]
         for keyword, value in schema.items():
             match keyword, value:
-                case (("not" | "if" | "$dynamicRef" | "$recursiveRef"), _):
+                case (("not" | "if" | "oneOf" | "$dynamicRef" | "$recursiveRef"), _):
                     raise invalid(
                         f"{keyword} on a text cannot be held in this model's syntax: write what is "
                         "allowed as anyOf, enum or pattern"
@@ -108,7 +108,7 @@ class BareTexts:
                     parts.append(self.of(referred(value, self._whole), depth + 1))
                 case "allOf", list():
                     parts += (self.of(part, depth + 1) for part in value)
-                case (("anyOf" | "oneOf"), list()):
+                case "anyOf", list():
                     found = [self.of(part, depth + 1) for part in value]
                     parts.append(_either(text for text in found if text is not None))
         if None in parts:
