@@ -140,6 +140,25 @@ def widened(blob: bytes) -> bytes:
     return with_tensors(blob, widen)
 
 
+def with_vectors(kind: str, value: float = 1.0, more: int = 0) -> Callable[[bytes], bytes]:
+    """Give each linear a vector of a kind, with `more` elements than its outputs."""
+
+    def add(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "lora_B" in name]:
+            vector = np.full(len(tensors[name]) + more, value, np.float32)
+            tensors[name.replace("lora_B.weight", kind)] = vector
+
+    return lambda blob: with_tensors(blob, add)
+
+
+@pytest.mark.parametrize("kind", ["lora_magnitude_vector", "lora_B.bias"])
+def test_a_blob_with_dora_or_biases_becomes_a_version(
+    gateway: Gateway, blob: bytes, kind: str
+) -> None:
+    answer = gateway.upload("acme/new", with_vectors(kind)(blob))
+    assert answer.status_code == 201, answer.text
+
+
 BAD_BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda _: b"", "not a safetensors file"),
     "pickle": (lambda _: b"\x80\x04\x95" + b"cos\nsystem\n" * 20, "not a safetensors file"),
@@ -159,6 +178,12 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "nan": (poisoned(float("nan")), "q_proj.lora_A holds NaN or Inf"),
     "inf": (poisoned(float("-inf")), "q_proj.lora_A holds NaN or Inf"),
+    "nan in a magnitude": (
+        with_vectors("lora_magnitude_vector", float("nan")),
+        "lora_magnitude_vector holds NaN or Inf",
+    ),
+    "too many magnitudes": (with_vectors("lora_magnitude_vector", more=1), "has 8 outputs"),
+    "a bias that the base model lacks": (with_vectors("bias"), "the base model has none there"),
     "half missing": (dropped, "lora_A"),
     "unknown module": (renamed("self_attn.q_proj", "router"), "router"),
     "unknown tensor": (renamed("lora_A", "lora_C"), "lora_C"),

@@ -14,7 +14,7 @@ from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.base_rows import RowFacts
 
-_ELEMENTS_AT_ONCE = 1 << 23  # 32 MiB in float32; two more tensors of its size are alive
+_ELEMENTS_AT_ONCE = 1 << 22  # 16 MiB in float32; up to four more tensors of its size are alive
 
 
 class ServedRows:

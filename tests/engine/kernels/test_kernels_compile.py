@@ -141,9 +141,11 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
         expand(shrunk, empty(tokens, sum(group.d_outs)))
         expand(shrunk, empty(tokens, sum(group.d_outs)), add=True)
-        expand(shrunk, empty(tokens, sum(group.d_outs)), add=True, vectors=True)
+        with_vectors = replace(shrunk, has_vectors=True)
+        expand(with_vectors, empty(tokens, sum(group.d_outs)), add=True)
         if group is GATE_UP and listed.act_expands:
             expand_act_and_mul(empty(tokens, 2 * 14336), shrunk)
+            expand_act_and_mul(empty(tokens, 2 * 14336), with_vectors)
     weights, listed = lora(tokens, segments, rank)
     ids, y = empty(tokens, dtype=torch.int64), empty(tokens, 4096)
     gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)

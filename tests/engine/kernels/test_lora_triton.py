@@ -480,7 +480,7 @@ def test_vectors_scale_the_product_with_its_delta_and_add_a_bias(
     product = torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind)
     y = product.clone()
     shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
-    expand(shrunk, y, add=True, vectors=True)
+    expand(replace(shrunk, has_vectors=True), y, add=True)
     held = step.delta().nan_to_num() + product.float().cpu()
     want = held + gain * held + bias
     eps = torch.finfo(kind[1]).eps
@@ -497,7 +497,7 @@ def test_the_reference_applies_vectors_as_the_kernels_do(kind: Kind) -> None:
     product = torch.randn(len(step.x), sum(WIDE.d_outs)).to(*kind)
     y, want = product.clone(), product.cpu()
     shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, WIDE)
-    expand(shrunk, y, add=True, vectors=True)
+    expand(replace(shrunk, has_vectors=True), y, add=True)
     weights, places = step.weights, step.weights.vectors
     assert places is not None
     on_cpu = LoraWeights(weights.arena.cpu(), weights.table.cpu(), places.cpu())
@@ -511,6 +511,25 @@ def test_the_reference_applies_vectors_as_the_kernels_do(kind: Kind) -> None:
     reference.add_lora(want, step.x.cpu(), on_cpu, segments, LAYER, WIDE)
     off = torch.finfo(kind[1]).eps * 8
     torch.testing.assert_close(y.cpu(), want, rtol=off, atol=off * 40)
+
+
+@both_kinds
+def test_the_activation_of_a_prefill_applies_vectors(kind: Kind) -> None:
+    runs = [(slot, PREFILL_TOKENS // 2) for slot in range(3)]
+    step = make_step(kind, GATE_UP, [12, 0, 40], runs, base_tokens=40)
+    step, (gain, bias) = with_vectors(step, {(2, 4), (0, 5)})
+    step.x[-40:] = 1.0
+    product = torch.randn(len(step.x), 2 * 130).to(*kind)
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
+    sums = product.float().cpu() + step.delta().nan_to_num()
+    gates, values = (sums + gain * sums + bias).chunk(2, dim=1)
+    got = expand_act_and_mul(product, replace(shrunk, has_vectors=True)).float().cpu()
+    eps = torch.finfo(kind[1]).eps
+    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
+    gates_off, values_off = (eps * (1 + gain.abs()) * sizes + 1e-5).chunk(2, dim=1)
+    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
+    want = F.silu(gates) * values
+    assert ((got - want).abs() <= slack + eps * want.abs() + 1e-5).all()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
@@ -527,7 +546,7 @@ def test_a_product_with_vectors_in_and_out_of_a_graph(
 
     def run() -> torch.Tensor:
         lora = begin_step(step.weights, segments, len(step.x))
-        y, delta = linear_with_lora_before_act(step.x, weight, None, lora, LAYER, WIDE)
+        y, delta = linear_with_lora(step.x, weight, None, lora, LAYER, WIDE)
         assert delta is None
         return y
 

@@ -1,7 +1,5 @@
 """LoRA's second product in Triton: B·v, from rank to hidden width."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -10,24 +8,22 @@ from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
-from lorikeet_engine.kernels.lora.types import LoraWeights, UnexpandedDelta, check_rows
+from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
 PARTS_AT_ONCE = 4  # of v, whose loads are issued before the first is used
 
 
-def expand(
-    shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False, vectors: bool = False
-) -> None:
+def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -> None:
     """Compute delta[t, columns of s] = B(t, s)·Σ_p v[t, p, s], for the adapter of each token t.
 
     A slice s is one of the fused linears of the group, such as q in qkv; p is a part of d_in.
 
-    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`
+    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`; with
+      vectors, which need `add`, the sum s becomes (1 + gain) · s + bias
     B(t, s) [d_out, rank], with LoRA's scaling inside
     delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; zeros in slices
       where the adapter has rank 0
     add: whether to add to delta, which then holds a product, instead of overwriting it
-    vectors: whether to apply vectors, too, to the sum (LoraWeights.vectors): needs `add`
 
     Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
     Raises ShapeError.
@@ -38,10 +34,10 @@ def expand(
         raise ShapeError(f"delta has {len(delta)} rows, v {len(v)}: want as many")
     if v.numel() == 0 or len(tiles) == 0:
         return
-    assert add or not vectors, "vectors scale a product"
+    assert add or not shrunk.has_vectors, "vectors scale a product"
     config, stride = tiles.config.expand, tiles.rank_stride
     # with vectors, the launch before this one on the stream is the product's, not shrink's
-    early = launches_early(tiles, v.device) and not vectors
+    early = launches_early(tiles, v.device) and not shrunk.has_vectors
     few = tiles.regime == Regime.FEW
     span = config.columns * (1 if few else config.blocks)
     grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
@@ -50,7 +46,7 @@ def expand(
         v, delta, weights.arena, weights.table, tiles.rows,
         shrunk.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
-        *_vector_operands(weights, vectors=vectors),
+        *shrunk.vector_operands(),
         widths=group.d_outs,
         add=add,
         after_shrink=early,
@@ -62,15 +58,6 @@ def expand(
         **({} if few else _dense_shapes(tiles, v)),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-
-
-def _vector_operands(weights: LoraWeights, *, vectors: bool) -> tuple[Any, Any, Any]:
-    """Return the table of vectors and its strides of slots and layers; None without vectors."""
-    if not vectors:
-        return None, None, None
-    assert weights.vectors is not None, "vectors without a table of them"
-    places = weights.vectors
-    return places, places.stride(0), places.stride(1)
 
 
 def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
@@ -193,7 +180,7 @@ def _expand_few(
         first_total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
         second_total += tl.load(out + delta_stride, mask=there, other=0.0).to(tl.float32)
     if vectors is not None:
-        gain, bias = _vectors_at(arena, gains, width, column, inside)
+        gain, bias = vectors_at(arena, gains, width, column, inside)
         first_total += gain * first_total + bias
         second_total += gain * second_total + bias
     tl.store(out, first_total.to(delta.dtype.element_ty), mask=inside)
@@ -201,7 +188,7 @@ def _expand_few(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _vectors_at(
+def vectors_at(
     arena: tl.tensor, begin: tl.tensor, width: tl.tensor, column: tl.tensor, inside: tl.tensor
 ) -> tl.tuple:
     """Load some elements of a linear's gain and bias → two vectors [columns] float32.
@@ -331,7 +318,7 @@ def _expand(
         if add:
             total += tl.load(out, mask=kept, other=0.0).to(tl.float32)
         if vectors is not None:
-            gain, bias = _vectors_at(arena, gains, width, column, inside)
+            gain, bias = vectors_at(arena, gains, width, column, inside)
             total += gain[None, :] * total + bias[None, :]
         tl.store(out, total.to(delta.dtype.element_ty), mask=kept)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, sum_parts
+from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, sum_parts, vectors_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
@@ -21,7 +21,7 @@ def expand_act_and_mul(
     """Compute silu(g + B_g·v_g) · (u + B_u·v_u) of x = [g, u].
 
     x [tokens, 2 · width]: output of gate_up without LoRA
-    shrunk: output of `shrink` for gate_up
+    shrunk: output of `shrink` for gate_up; its vectors, if any, are applied as in `expand`
     gelu: GELU instead of SiLU
     → [tokens, width]
 
@@ -38,7 +38,7 @@ def expand_act_and_mul(
     _expand_act_and_mul[grid](
         x, y, v, weights.arena, weights.table, tiles.rows, shrunk.layer,
         weights.table.stride(0), weights.table.stride(1), x.stride(0), tiles.rank_stride,
-        shrunk.group.linears[0], v.shape[1],
+        shrunk.group.linears[0], v.shape[1], *shrunk.vector_operands(),
         width=width,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.device.type == "cpu",
@@ -78,6 +78,9 @@ def _expand_act_and_mul(
     rank_stride: tl.tensor,
     first_linear: tl.tensor,
     parts: tl.tensor,
+    vectors: tl.tensor,
+    vectors_of_slot: tl.tensor,
+    vectors_of_layer: tl.tensor,
     width: tl.constexpr,
     upcast: tl.constexpr,
     block_tokens: tl.constexpr,
@@ -103,6 +106,10 @@ def _expand_act_and_mul(
     up_rank = tl.load(entry + 5, mask=known, other=0).to(tl.int32)
     gate_b = arena + tl.multiple_of(tl.load(entry + 1, mask=known, other=0), 16)
     up_b = arena + tl.multiple_of(tl.load(entry + 4, mask=known, other=0), 16)
+    if vectors is not None:
+        own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear
+        gate_vectors = tl.load(own, mask=known, other=-1)
+        up_vectors = tl.load(own + 1, mask=known, other=-1)
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     row, real = (start + token).to(tl.int64), token < length
     part_stride = 2 * rank_stride
@@ -128,5 +135,10 @@ def _expand_act_and_mul(
             up_ranks, up_v, up_b + place, real, inside, k, up_rank, width,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
+        if vectors is not None:
+            gain, bias = vectors_at(arena, gate_vectors, width, column, inside)
+            gates += gain[None, :] * gates + bias[None, :]
+            gain, bias = vectors_at(arena, up_vectors, width, column, inside)
+            values += gain[None, :] * values + bias[None, :]
         out = activated(gates, gelu) * values
         tl.store(y + row[:, None] * width + column[None, :], out.to(y.dtype.element_ty), mask=mask)

@@ -13,7 +13,7 @@ product. So cuBLAS is made to leave some free (_sms_for_lora). Our own kernels, 
 token, or of few tokens with FP8 weights, need no such limit: LoRA is launched before them.
 
 In a step whose adapters have vectors (LoraWeights.vectors), which scale the product itself, expand
-runs behind both instead, and writes into y.
+runs behind both instead, and changes y.
 
 A base model's weight is a tensor of floats, FP8 (kernels/fp8), or of 4 bits (kernels/w4a16); LoRA
 always reads x unrounded. Memory that the side stream allocates is safe to use on the main stream:
@@ -156,7 +156,7 @@ def linear_with_lora(
     """
     if step is not None and step.tiles is not None and step.segments.has_vectors:
         y, shrunk = linear_and_lora(x, weight, bias, step, layer, group)
-        _cuda("lora.expand").expand(shrunk, y, add=True, vectors=True)
+        _cuda("lora.expand").expand(shrunk, y, add=True)
         return y, None
     if step is not None and step.tiles is not None:
         rows = rows_of(x)
@@ -205,14 +205,11 @@ def linear_with_lora_before_act(
 
     In a prefill on CUDA, the delta is returned as an UnexpandedDelta, v = A·x, and act_and_mul
     multiplies v by B. That requires that gate and up are two linears; if they are stored as one,
-    the delta is always returned as a LoraDelta. So are steps with vectors as linear_with_lora
-    returns them.
+    the delta is always returned as a LoraDelta.
 
     Arguments: see linear_with_lora.
     """
-    if step is None or step.tiles is None or step.segments.has_vectors:
-        return linear_with_lora(x, weight, bias, step, layer, group)
-    if not step.tiles.act_expands or len(group.linears) != 2:
+    if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
     return linear_and_lora(x, weight, bias, step, layer, group)
 
@@ -245,6 +242,7 @@ def linear_and_lora(
     with torch.cuda.stream(side):
         shrink = _cuda("lora.shrink").shrink
         shrunk: UnexpandedDelta = shrink(rows, step.weights, step.tiles, layer, group)
+        shrunk = replace(shrunk, has_vectors=step.segments.has_vectors)
         if delta is not None:
             _cuda("lora.expand").expand(shrunk, delta)
     if not sms:

@@ -112,6 +112,8 @@ class UnexpandedDelta:
 
     v: output of `shrink` for this layer and group.
     tiles: the step's work list (kernels.lora.tiles.Tiles).
+    has_vectors: whether adapters' vectors (LoraWeights.vectors) are to be applied to the product
+        and its delta.
     """
 
     v: torch.Tensor
@@ -119,6 +121,15 @@ class UnexpandedDelta:
     tiles: Any
     layer: int
     group: LoraGroup
+    has_vectors: bool = False
+
+    def vector_operands(self) -> tuple[Any, Any, Any]:
+        """Return the table of vectors and its strides of slots and layers; None without vectors."""
+        if not self.has_vectors:
+            return None, None, None
+        places = self.weights.vectors
+        assert places is not None, "vectors without a table of them"
+        return places, places.stride(0), places.stride(1)
 
 
 @dataclass(frozen=True, slots=True)
