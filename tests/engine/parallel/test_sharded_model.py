@@ -21,7 +21,7 @@ from tests.engine.conftest import (
     PagedTokens,
     save_all,
 )
-from tests.engine.models.test_models import Run, assert_equal
+from tests.engine.models.test_models import EPS, Run, assert_equal
 from tests.engine.ranks import CPU, run_ranks
 
 # kv heads: two, so that four ranks have each of them twice
@@ -97,7 +97,8 @@ def test_eight_ranks_have_the_logits_of_one_process(tmp_path):
     alone = answers(folders, None)
     leader, *followers = run_ranks(8, answers_of_rank, tmp_path, folders)
     for name in CONFIGS:
-        assert_equal(leader[name], alone[name])
+        # a sum of eight ranks' parts is rounded more often, and delta nets carry that on
+        assert_equal(leader[name], alone[name], 2 * EPS)
         assert all(len(rank[name]) == 0 for rank in followers)
 
 
