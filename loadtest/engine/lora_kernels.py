@@ -94,6 +94,7 @@ class Measured:
 
     base_ms: time of the pass without adapters.
     lora_ms: time that adapters add.
+    floor_ms: least time that lora_ms could be, by the GPU's memory bandwidth.
     roofline: floor_ms as a share of lora_ms.
     """
 

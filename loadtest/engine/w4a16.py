@@ -83,7 +83,7 @@ class Products:
         return _us(lambda weight: F.linear(self._x, weight), self._floats)
 
     def decoded_us(self) -> float:
-        """Return the time of decoding the weight and of cuBLAS, in microseconds."""
+        """Return the microseconds of decoding the weight and then multiplying by it with cuBLAS."""
         return self._checked_us(lambda weight: fused.multiply_decoded(self._x, weight, None))
 
     def chosen_us(self) -> float:

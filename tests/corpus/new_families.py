@@ -164,6 +164,23 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
     (_peft("inputs of layers", target_modules=_INPUTS), (SHARING,)),
     (_peft("inputs of layers, and others", target_modules=[*_INPUTS, *EVERY_LINEAR]), (SHARING,)),
     (_peft("the inputs' projection alone", target_modules=_INPUTS[2:]), (SHARING,)),
+    (_peft("inputs of one layer", target_modules=_INPUTS, layers_to_transform=[1]), (SHARING,)),
+    (
+        _peft(
+            "inputs of layers as parameters",
+            target_modules=["q_proj"],
+            target_parameters=[f"{name}.weight" for name in _INPUTS],
+        ),
+        (SHARING,),
+    ),
+    (
+        _peft(
+            "inputs of layers by an expression",
+            target_modules=r"model\.(layers\.\d\.)?per_layer_\w+(gate|projection)",
+            rank_pattern={"per_layer_model_projection": 3},
+        ),
+        (SHARING,),
+    ),
     (
         _peft(
             "gates of inputs left out",

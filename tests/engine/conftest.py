@@ -384,6 +384,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "phi3_window": {"model_type": "phi3", "sliding_window": 24},
+    "exaone4_whole": {  # all layers turn, as none has a window
+        **FAMILIES["exaone4"],
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+    },
     "smollm3_window": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0],

@@ -196,6 +196,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 4,
     },
+    "deepseek_v2": {  # queries without latents
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 4,
+    },
     "gpt_oss": {
         "head_dim": 64,
         "num_attention_heads": 8,
@@ -260,6 +272,14 @@ _TARGETS = {  # changes to ADAPTERS in families whose MLP has other linears, or 
             "rank_pattern": {r"layers\.1\.self_attn\.kv_b_proj": 4},
         },
         "head_and_embeddings": {"target_modules": ["kv_b_proj", "lm_head", "embed_tokens"]},
+    },
+}
+_TARGETS["deepseek_v2"] = _TARGETS["glm4_moe_lite"] | {
+    "rank4_qv": {"target_modules": ["q_proj", "kv_b_proj"]},
+    "rank8_all": {"target_modules": ["q_proj", *_LATENTS[2:]]},
+    "ranks_rs": {
+        "target_modules": ["q_proj", "kv_b_proj"],
+        "rank_pattern": {r"layers\.1\.self_attn\.kv_b_proj": 4},
     },
 }
 

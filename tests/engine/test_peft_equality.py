@@ -104,11 +104,13 @@ TOLERANCE = 2 * EXACT.worst
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
     "in_chunks": {"max_batch_tokens": CHUNK, "max_running": CHUNK},
-    "preempted": {"kv_pages": 9, "max_context": 112},
+    "preempted": {"kv_pages": 7, "max_context": 112},
     "few_adapters": {"max_batch_adapters": 2},
     "churn": {"max_batch_adapters": 2, "adapter_gpu_bytes": 200 << 10},
 }
 TIED = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
+# With windows in all layers, seven pages are enough for all requests.
+WINDOWED = ("mistral", "tied mistral")
 # Every prompt is longer than the original context of a scaled rotary embedding.
 SCALED = ("longrope", "yarn")
 WORLDS = (*FAMILIES, *(f"tied {family}" for family in TIED), *SCALED, *MOE)
@@ -179,7 +181,7 @@ def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(name, mode, worlds,
             assert heads == (0 if name in MOE else 7 if name.startswith("tied ") else 5)
         case "in_chunks":
             assert max(len(batch.token_ids) for batch in batches) == CHUNK
-        case "preempted":
+        case "preempted" if name not in WINDOWED:
             assert engine.status().preemptions > 0
         case "few_adapters":
             assert segments == 2

@@ -49,9 +49,12 @@ HELD = [
     ({"type": "object", "required": ["b"]}, ['{"b": 1}'], ["{}", "b"]),
     ({"type": ["string", "null"]}, ["x", "null", ""], []),
     ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, ["a", "null"], ["c", "None"]),
+    ({"oneOf": [{"enum": ["a", "b"]}, {"type": "integer"}]}, ["a", "1"], ["c", "1.5"]),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}], "type": "string"}, ["a", "b"], ["c"]),
     ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]}, ["ab", "123"], ["abc"]),
     ({"type": ["string", "integer"], "minimum": 3}, ["x"], ["2"]),
     ({"enum": ["a", 1, None, True]}, ["a", "1", "null", "true"], ["2", "b", "false"]),
+    ({"enum": ["1", 2.5, "b"]}, ["2.5", "b"], ["1", "2"]),  # "1" would be read as a number
     ({"type": ["string", "array"], "items": {"type": "integer"}}, ["x", "[1]"], ["[x]", '["a"]']),
     ({}, ["x", "1", "[1, {}]", '{"a": null}', "true"], ["[1", "{a}"]),
     ({"allOf": [{"type": "string"}, {"minLength": 2}], "maxLength": 2}, ["ab"], ["a", "abc"]),
@@ -79,6 +82,7 @@ def test_values_are_held_to_their_schema(demo, schema, right, wrong):
         ({"type": "string", "enum": []}, "no value"),
         ({"type": "string", "const": 1}, "no value"),
         ({"type": "string", "not": {"pattern": "x"}}, "not on a text cannot be held"),
+        ({"oneOf": [{"type": "string", "maxLength": 3}, {"pattern": "b"}]}, "oneOf on a text"),
         ({"type": "string", "if": {"pattern": "x"}, "then": {"maxLength": 3}}, "if on a text"),
     ],
 )

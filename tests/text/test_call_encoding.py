@@ -81,6 +81,7 @@ def test_a_call_is_sent_without_the_texts_of_its_prompts() -> None:
         (replace(CHAT, messages=({"role": "user", "content": "x" * 1100},)), False),
         (replace(CHAT, messages=CHAT.messages * 100), False),
         (replace(CHAT, tools=ToolUse((TOOL,))), False),
+        (replace(CHAT, template_args={"times": 1_000_000}), False),
         (replace(CHAT, messages=({**ASSISTANT, "reasoning_content": "x" * 1100},)), False),
         (replace(CHAT, messages=({**ASSISTANT, "tool_calls": [{"id": "x" * 9999}]},)), False),
         (replace(COMPLETION, prompts=("hello", (1, 2, 3))), True),

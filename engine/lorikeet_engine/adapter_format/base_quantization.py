@@ -108,9 +108,9 @@ def _has_kv_scales_alone(config: Mapping[str, Any]) -> bool:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizedLinears:
-    """Parse the config of compressed-tensors: its schemes FP8, FP8_DYNAMIC, FP8_BLOCK, or W4A16.
+    """Parse a config of compressed-tensors, of the schemes FP8, FP8_DYNAMIC, FP8_BLOCK or W4A16.
 
-    Linears that are not quantised are found by their tensors, not by this config.
+    The checkpoint's tensors show later which linears are quantised.
     """
     sparse = _object(config, "sparsity_config").get("format", "dense")
     if sparse != "dense":

@@ -511,7 +511,10 @@ def _place(module: str, shape: BaseShape) -> tuple[int, int]:
     if not shape.has(layer, linear):
         doubt = "was this trained for another?"
         if shape.kv_owner(layer) != layer:
-            doubt = f"transformers before {_WITHOUT_UNUSED} had one there, which answers do not use"
+            doubt = (
+                f"transformers before {_WITHOUT_UNUSED} had one there, which answers do not use: "
+                "remove its matrices if lora_B is 0, else train again with a newer release"
+            )
         raise AdapterRejected(
             f"{module}: layer {layer} of the base model is {shape.kind(layer).words} and has no "
             f"{shape.linears[linear].name}; {doubt}",

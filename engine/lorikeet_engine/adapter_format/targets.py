@@ -16,6 +16,7 @@ from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
     HEAD,
+    LAYER_INPUTS,
     OUTER,
     Family,
     LayerKind,
@@ -265,12 +266,17 @@ def _expected(
 def _outside(modules: Collection[str], place: str, family: Family) -> set[str]:
     """Return the names of modules outside the decoder layers, in a trainer's naming.
 
+    A linear among them has two: that of its parameter, too.
+
     modules: canonical names.
     place: path before "layers." in the trainer's names.
     """
     ends = {module: module.removeprefix("model.") for module in modules}
     ends |= {EMBEDDINGS.module: family.embeddings}
-    return {module if module == HEAD.module else place + ends[module] for module in modules}
+    found = {module if module == HEAD.module else place + ends[module] for module in modules}
+    if LAYER_INPUTS.module in modules:
+        found.add(f"{place}{LAYER_INPUTS.name}.weight")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorikeet_engine.adapter_format.experts.names import GATE, UP, is_of_experts, linear_of, modern
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, FAMILIES, HEAD, OUTER, Linear
+from lorikeet_engine.adapter_format.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    HEAD,
+    LAYER_INPUTS,
+    OUTER,
+    Linear,
+)
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.errors import AdapterRejected
 
@@ -208,9 +215,11 @@ def parts_of(linear: str) -> tuple[str, ...]:
 def is_outer(saved: str, outer: Linear) -> bool:
     """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: one of OUTER.
+    outer: one of OUTER. The linear among them may be named as a parameter, with .weight.
     """
-    match = _SAVED_OUTER.fullmatch(saved)
+    match = _SAVED_OUTER.fullmatch(
+        saved.removesuffix(".weight") if outer is LAYER_INPUTS else saved
+    )
     return match is not None and _OURS.get(match[1], match[1]) == outer.name
 
 
@@ -276,7 +285,8 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     for index, linear in enumerate(linears):
         if match and match[2] == linear.module:
             return int(match[1]), index
-    names = ", ".join(dict.fromkeys(linear.module.partition(".")[2] for linear in linears))
+    paths = (linear.module for linear in linears)
+    names = ", ".join(dict.fromkeys(path.partition(".")[2] or path for path in paths))
     raise AdapterRejected(
         f"module {module} cannot be adapted: want {names} of a decoder layer, {HEAD.name} or "
         f"{EMBEDDINGS.name}",

@@ -311,7 +311,7 @@ class CudaGraphs:
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Return the sizes to capture: the ladder's sizes below `most`, and then `most`.
 
-    If `most` is above the ladder's largest size, the last size is that one instead of `most`.
+    If `most` is above the ladder's largest size, they are all sizes of the ladder.
 
     ladder: numbers of tokens, ascending.
     most: maximum number of tokens of a step.

@@ -64,8 +64,8 @@ class PromptScores:
 
         chunks: the step's chunks in the order of the batch.
         scored: tokens to score, each range in one of the chunks.
-        max_running: maximum number of rows of logits to compute at once. The largest step computes
-            this many rows.
+        max_running: maximum number of sequences of a step, which is as many rows of logits as are
+            computed at once.
         """
         self._chunks, self._piece_rows = chunks, min(_PIECE_ROWS, max_running)
         place = {chunk.sequence: at for at, chunk in enumerate(chunks)}

@@ -125,8 +125,8 @@ def layer_of_piece(piece: torch.Tensor, kv_heads: int, width: int, part: int) ->
     piece [2, pages, page_size, 1, elements]: one piece of all pages.
     kv_heads, width: number and width of the layer's heads.
     part: see KvPlace.
-    → [2, parts, page_size, kv_heads, width], a view. Page p of the piece consists of
-      n = elements / (kv_heads · width) parts, of which the layer's is the one at p · n.
+    → view [2, parts, page_size, kv_heads, width] that begins at the layer's part of page 0. Each
+      page has n = elements / (kv_heads · width) parts, so the layer's part of page p is at p · n.
     """
     parts = piece.view(2, -1, piece.shape[2], kv_heads, width)
     return parts[:, part:]

@@ -336,7 +336,7 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Pack an adapter's blob from the disk to the host."""
+        """Read an adapter's blob from the disk and pack it into the host's memory."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)

@@ -308,7 +308,7 @@ class Tiers:
         """Return the status of adapters on the GPU, and of remembered ones at `tier` or nearer to
         the GPU.
 
-        Remembered adapters are those last requested, pinned or prefetched.
+        A bounded number of adapters is remembered: the latest requested, pinned or prefetched.
         """
         return self._stats.adapters(tier)
 

@@ -119,7 +119,10 @@ def own_order(
 
 
 def _older_first(prefilling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Merge prefilling and waiting sequences, keeping the order within each of the two groups."""
+    """Yield prefilling and waiting sequences, each time the one of both that goes before the other.
+
+    The order within each of the two groups stays.
+    """
     rest = iter(waiting)
     queued = next(rest, None)
     for sequence in prefilling:

@@ -29,9 +29,9 @@ computes the log probabilities of thousands of tokens.
 class AnswerSender:
     """Sender that turns the engine's outputs for one call into items of its answer as they arrive.
 
-    ended: future that is done once the whole answer is sent. If the choices are to be checked, the
-        future is done before the answer's last items, which `end` sends. The future fails if
-        Lorikeet's own code raises an exception.
+    ended: future that is done once the whole answer is sent. Of an answer that is checked against
+        its format at the end, it is done once all but the last items are sent: `end` sends those.
+        The future fails if Lorikeet's own code raises an exception.
 
     Constructor arguments:
     meter: counter of the tenant's billed tokens.

@@ -369,5 +369,5 @@ class HarmonyChoice:
 
 
 def _marks(vocabulary: Vocabulary) -> dict[int, str]:
-    """Return the marks of messages by their token ids."""
+    """Return the special tokens that delimit messages, such as <|start|>, by token id."""
     return {vocabulary.added[mark]: mark for mark in _MARKS if mark in vocabulary.added}

@@ -36,8 +36,11 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
 
 
 def is_short(call: Call) -> bool:
-    """Return True if encoding the call takes a fraction of a millisecond."""
-    if call.tools is not None:
+    """Return True if encoding the call takes a fraction of a millisecond.
+
+    Calls with variables for the chat template are never short: the template may loop over them.
+    """
+    if call.tools is not None or call.template_args:
         return False
     characters = sum(map(_characters, call.messages)) + sum(map(len, call.prompts))
     prompts = len(call.messages) + len(call.prompts)

@@ -220,7 +220,10 @@ async def _tokens_s(
 
 
 def _has_text(line: str) -> bool:
-    """Whether this line of a stream is a piece of text. Raises _Failed for an error event."""
+    """Whether this line of an event stream has text of the answer.
+
+    Raises _Failed for an error event.
+    """
     if not line.startswith("data: {"):
         return False
     event = json.loads(line.removeprefix("data: "))

@@ -30,9 +30,8 @@ from lorikeet.protocol.messages import Call, Endpoint
 
 MAX_TEMPLATE_ARGS = 32
 MAX_TEMPLATE_ARGS_LENGTH = 4096
-"""Limit on the characters of the JSON text of chat_template_kwargs. Gateways render the chat
-template of short prompts on the event loop that serves all streams, so rendering has to be
-short.
+"""Limit on the characters of the JSON text of chat_template_kwargs, which bounds the time of
+rendering.
 """
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")

@@ -259,9 +259,9 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call for a replica. The Call has no adapter.
+        """Return the request as a Call, without its adapter, which no token count depends on.
 
-        Raises InvalidInput in the same cases as ResponsesRequest.to_call.
+        Raises InvalidInput for fields with which a response cannot be created either.
         """
         call = super().to_call(context)
         return replace(

@@ -220,7 +220,7 @@ class PushPipeline:
             self.pushed.add(version)
 
     async def _uses(self, key: Key) -> bool:
-        """Return whether requests on this gateway use a version, or may still name it."""
+        """Return whether requests on this gateway use this version, or new ones can name it."""
         with suppress(PartitionsNotRead):
             self.pushed.applied_to(self._catalog_view.state, key[0])  # forgets an expired version
         return key[2] in self._services.uses or self.pushed.get(key) is not None

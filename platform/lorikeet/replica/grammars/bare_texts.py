@@ -87,7 +87,7 @@ class BareTexts:
         parts = [self._of_types(kinds)]
         for keyword, value in schema.items():
             match keyword, value:
-                case (("not" | "if" | "$dynamicRef" | "$recursiveRef"), _):
+                case (("not" | "if" | "oneOf" | "$dynamicRef" | "$recursiveRef"), _):
                     raise invalid(
                         f"{keyword} on a text cannot be held in this model's syntax: write what is "
                         "allowed as anyOf, enum or pattern"
@@ -108,7 +108,7 @@ class BareTexts:
                     parts.append(self.of(referred(value, self._whole), depth + 1))
                 case "allOf", list():
                     parts += (self.of(part, depth + 1) for part in value)
-                case (("anyOf" | "oneOf"), list()):
+                case "anyOf", list():
                     found = [self.of(part, depth + 1) for part in value]
                     parts.append(_either(text for text in found if text is not None))
         if None in parts:
@@ -126,12 +126,10 @@ class BareTexts:
 
     def _one_of(self, values: list[Any]) -> str | None:
         """Return an expression of those of the given values that are bare texts."""
-        known = {"string", *self._bare}
-        return _either(
-            json.dumps(value if isinstance(value, str) else json.dumps(value))
-            for value in values
-            if type_of(value) in known
-        )
+        known = [value for value in values if type_of(value) in self._bare]
+        texts = _either(json.dumps(value) for value in values if isinstance(value, str))
+        strings = [] if texts is None else [f"({texts}) & {self._string}"]
+        return _either([*strings, *(json.dumps(json.dumps(value)) for value in known)])
 
 
 def _either(ways: Iterable[str]) -> str | None:

@@ -178,7 +178,7 @@ class _Translation:
         self._logic = SchemaLogic(self._target, _MOST_STEPS)
 
     def translated(self) -> dict[str, Any]:
-        """Return the translated root, with the copies that its references need in `$defs`."""
+        """Return the translated schema; `$defs` has the translated schemas that it refers to."""
         schema: dict[str, Any] = self._schema(self.root, "", ())
         copies = dict[str, Any]()
         while len(copies) < len(self.hoisted):  # a copy may need further ones
