@@ -74,7 +74,7 @@ GEMMA4_E_ADAPTERS = ADAPTERS | {
     "head": ADAPTERS["head"]
     | {"target_modules": ["per_layer_model_projection", "up_proj", "lm_head", "embed_tokens"]},
     "rows": ADAPTERS["rows"] | {"target_modules": ["q_proj", "per_layer_input_gate"]},
-    "dora": ADAPTERS["dora"] | {"target_modules": "all-linear"},
+    "dora": ADAPTERS["dora"] | {"lora_alpha": 2, "target_modules": "all-linear"},
     "biases": ADAPTERS["biases"]
     | {"target_modules": ["v_proj", "per_layer_projection", "per_layer_model_projection"]},
 }
