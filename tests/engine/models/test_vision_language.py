@@ -258,6 +258,7 @@ def test_a_key_that_is_left_out_means_what_transformers_says(kind, tmp_path):
         kinds=tuple(map(LayerKind, text.layer_types)) if kinds else (),
         recurrent=RecurrentShape(16, 128, 32, 128, 4) if LayerKind.DELTA_NET in kinds else None,
         full=AttentionHeads(4, 512) if LayerKind.WINDOW in kinds else None,
+        biased=("qkv",) if kind.startswith("qwen2") else (),
     )
     assert config.max_context == text.max_position_embeddings
     assert config.norm_eps == text.rms_norm_eps
