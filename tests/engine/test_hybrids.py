@@ -343,7 +343,8 @@ def check_every_tensor_is_needed(world, name, tmp_path):
 def test_an_adapter_of_another_pattern_of_layers_is_refused_by_name(world, shape, tmp_path):
     other = replace(shape, kinds=(*shape.kinds[:3], shape.kinds[1], shape.kinds[4]))
     assert other.kinds != shape.kinds
-    with pytest.raises(AdapterRejected, match="layer 3 of the base model is attention and has no in_proj"):
+    said = "layer 3 of the base model is attention and has no in_proj"
+    with pytest.raises(AdapterRejected, match=said):
         checked(world.folder / "gates", tmp_path / "blob", other)
     folder = tmp_path / "folder"
     shutil.copytree(world.folder / "gates", folder)
