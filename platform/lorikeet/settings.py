@@ -173,9 +173,10 @@ class Settings(BaseModel):
         "auto",
         validate_default=True,
         description="storage of the linears' weights: auto, as in the checkpoint, but 4 bits as "
-        "floats; packed, 4 bits as in an AWQ, GPTQ, W4A16, NF4 or MXFP4 checkpoint; fp8, rounded, "
-        "half of bfloat16's memory; nf4, rounded to the format on which QLoRA trains adapters, in "
-        "as much memory as floats; a=fp8 for some base models",
+        "floats, except MXFP4 on GPUs of Ampere or newer; packed, 4 bits as in an AWQ, GPTQ, "
+        "W4A16, NF4 or MXFP4 checkpoint; fp8, rounded, half of bfloat16's memory; nf4, rounded to "
+        "the format on which QLoRA trains adapters, in as much memory as floats; a=fp8 for some "
+        "base models",
     )
     kv_dtype: KvDtypes = Field(
         "auto",
