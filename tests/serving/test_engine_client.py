@@ -50,7 +50,7 @@ class Handle:
         stream = FakeStream()
         if encoded is not None:
             assert gateway == GATEWAY
-            self.calls.append((encoded.call, stream))
+            self.calls.append((encoded, stream))
         elif gateway is not None:
             self.responses_opened.append(stream)
         return stream
@@ -58,8 +58,9 @@ class Handle:
     def broadcast(self, *_):
         raise RuntimeError("nobody is there")
 
-    def deliver(self, *items, ended=False, attempt=-1):
-        self.responses_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
+    def deliver(self, *items, log=b"", ended=False, attempt=-1):
+        attempt_id = self.calls[attempt][0].attempt_id
+        self.responses_opened[-1].say([(attempt_id, list(items), log, ended)])
 
 
 def run(scenario):
@@ -212,7 +213,7 @@ def test_a_call_without_a_first_byte_is_sent_again_when_its_replica_falls_silent
         fleet = fleet_of(Handle.app_name, Handle.deployment_name)
         asking = await asked(engines, handle)
         handle.deliver(HEADER)
-        monkeypatch.setattr(fleet, "take_silent", lambda: {"r0": [handle.calls[0][0].request_id]})
+        monkeypatch.setattr(fleet, "take_silent", lambda: {"r0": [handle.calls[0][0].attempt_id]})
         await until(lambda: len(handle.calls) == 2)
         monkeypatch.setattr(fleet, "take_silent", dict)
         handle.deliver(HEADER, USAGE, b"whole", ended=True)
