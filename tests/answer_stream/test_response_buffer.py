@@ -125,3 +125,27 @@ def test_streams_share_a_gateways_delta_rate() -> None:
 
     taken, took_s = asyncio.run(scenario())  # a second, or more on a busy machine
     assert 4 <= taken <= 3 + 4 * took_s
+
+
+def test_parts_of_items_are_taken_with_their_log_once_all_have_come() -> None:
+    async def scenario() -> None:
+        log = bytearray()
+        buffer = ResponseBuffer(lambda: 0.0, log)
+        buffer.put((HEADER, b"a"), b"1")
+        buffer.put((b"first part, ",), None)
+        assert await buffer.take() == [HEADER, b"a"]
+        assert log == b"1"
+        taking = asyncio.create_task(buffer.take())
+        buffer.put((b"second part, ",), None)
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        buffer.put((b"end",), b"2")
+        assert await taking == [b"first part, second part, end"]
+        assert log == b"12"
+        buffer.put((b"cut off",), None)
+        buffer.fail(Unavailable("the replica was lost"))
+        with pytest.raises(Unavailable):
+            await buffer.take()
+        assert log == b"12"
+
+    asyncio.run(scenario())
