@@ -96,7 +96,7 @@ def test_streams_leave_replicas_that_an_update_stops(service, crowd):
         with KnownStreams(url, known, 12) as load:
             assert eventually(lambda: any(r["running"] for r in service.replicas()), within_s=30)
             serve.run(changed(**update))
-            assert eventually(lambda: not before & engine_processes(service).keys(), LEAVE_S)
+            assert eventually(lambda old=before: old.isdisjoint(engine_processes(service)), LEAVE_S)
         print(f"{len(load.seen)} answers, {load.reasons}, pauses {load.pauses_s[-9:]}")
         assert load.wrong == []
         assert set(load.reasons) == {"drained"}
