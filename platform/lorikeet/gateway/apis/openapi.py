@@ -45,6 +45,7 @@ _ERRORS = {
     "503": "The service cannot do this now; Retry-After says when to try again.",
 }
 _ANTHROPIC_ERRORS = {"529": "The service is overloaded; Retry-After says when to try again."}
+_CONFLICT = {"409": "The version exceeds the tenant's limits."}
 _OBJECT = {"schema": {"type": "object"}}
 _JSON = {"application/json": _OBJECT}
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
@@ -158,7 +159,7 @@ def _pushing() -> dict[str, Any]:
     responses = {
         "201": "The version is new.",
         "202": "The version has not reached the state that `wait` names yet.",
-        "409": "The version exceeds the tenant's limits.",
+        **_CONFLICT,
     }
     put = {
         "operationId": "push_version",
@@ -187,7 +188,7 @@ def _vllm() -> dict[str, Any]:
     refused = "Refuse to change the base model's weights"
     posts = dict.fromkeys(NO_OPS, nothing) | dict.fromkeys(REFUSED, refused)
     return {
-        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT),
+        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, _ERRORS | _CONFLICT),
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
