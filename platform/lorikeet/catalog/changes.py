@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
+from lorikeet.parity.figures import Parity
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 SCHEMA = 1
@@ -111,6 +112,7 @@ class VersionRegistered(AdapterChange):
     gpu_bytes: int
     touches: TouchedModules | None = None
     trained_on: str | None = None
+    parity: Parity | None = None
     type: Literal["version_registered"] = "version_registered"
 
 

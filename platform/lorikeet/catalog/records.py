@@ -7,6 +7,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from lorikeet.catalog.names import is_digest
+from lorikeet.parity.figures import Parity
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
@@ -132,6 +133,7 @@ class BlobFacts:
     gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
     touches: linears and tokens that the adapter changes; None if an older release registered it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
+    parity: parity proof with its trainer; None if it came without probes.
     """
 
     digest: str
@@ -141,6 +143,7 @@ class BlobFacts:
     gpu_bytes: int
     touches: TouchedModules | None = field(default=None, kw_only=True)
     trained_on: str | None = field(default=None, kw_only=True)
+    parity: Parity | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
