@@ -24,6 +24,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
+from lorikeet.parity.figures import Cause, Parity, Verdict
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 PARTITION_SCHEMA = 4
@@ -32,7 +33,7 @@ READ_SCHEMAS = (2, 3, 4)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, and lack trained tokens and `trained_on` in schemas 2
-and 3.
+and 3. Earlier releases ignore parity proofs, which follow `trained_on`.
 """
 
 Json = Any
@@ -141,8 +142,21 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    trained_on = [] if v.trained_on is None else [v.trained_on]
-    return [*row, " ".join(linears), *numbers, *trained_on]
+    if v.trained_on is None:
+        return [*row, " ".join(linears), *numbers]
+    parity = [] if v.parity is None else [_parity_row(v.parity)]
+    return [*row, " ".join(linears), *numbers, v.trained_on, *parity]
+
+
+def _parity_row(p: Parity) -> Json:
+    cause = None if p.cause is None else p.cause.value
+    return [p.verdict.value, p.tokens, p.mean, p.max, p.kl, p.base_mean, cause, p.reason]
+
+
+def _parity(row: Json) -> Parity:
+    verdict, tokens, mean, max_, kl, base_mean, cause, reason = row
+    found = None if cause is None else Cause(cause)
+    return Parity(Verdict(verdict), tokens, mean, max_, kl, base_mean, found, reason)
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -170,7 +184,8 @@ def _version(number: int, row: Json) -> VersionRecord:
     touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
     trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
-    return VersionRecord(*once, touches=touches, trained_on=trained_on)
+    parity = _parity(touched[6]) if len(touched) > 6 else None
+    return VersionRecord(*once, touches=touches, trained_on=trained_on, parity=parity)
 
 
 @cache  # versions share the few different sets of linears

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.types import Receive
 
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.client_disconnect import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
-from lorikeet.protocol.messages import Call, EncodedCall, Refusal, TokenIds
+from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, TokenIds
 from lorikeet.settings import Settings
 from lorikeet.text.call_encoding import encode_call, is_short
 from lorikeet.text.prompts import PromptEncoder
@@ -64,6 +65,26 @@ class CallEncoders:
         encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
         return await self._threads.run(
             _NO_TENANT, lambda: tuple(encoder.encode_turn(text, context) for text in texts)
+        )
+
+    async def encode_chats(
+        self,
+        base_model: str,
+        chats: Sequence[Sequence[Mapping[str, Any]]],
+        max_context: int | None,
+    ) -> tuple[TokenIds, ...]:
+        """Return the token ids of chats' prompts.
+
+        chats: messages of each chat, with texts as contents.
+        max_context: see `encode`.
+
+        Raises InvalidInput if the chat template refuses messages.
+        """
+        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        about = ("", Endpoint.CHAT, 0, _NO_TENANT, base_model, None)
+        calls = [Call(*about, messages=tuple(messages)) for messages in chats]
+        return await self._threads.run(
+            _NO_TENANT, lambda: tuple(encoder.encode(call, context)[0] for call in calls)
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+from lorikeet.cli.adapters.parity import print_version_parity
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import Adapter, AsOf, Tenant
 from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
@@ -70,6 +71,9 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         touched.setdefault(show_touched(version), []).append(str(version["version"]))
     for what, versions in touched.items():
         print_line(f"Version {', '.join(versions)} changes {what}")
+    for version in reversed(answer["versions"]):
+        if version["parity"] is not None:
+            print_version_parity(version["version"], version["parity"])
     for version in reversed(answer["versions"]):
         for line in _base_lines(version):
             print_line(f"Version {version['version']} {line}")

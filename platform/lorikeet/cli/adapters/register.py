@@ -8,6 +8,7 @@ import typer
 
 from lorikeet.chat_template import template_digest
 from lorikeet.cli.adapters.list_and_show import show_ranks, show_touched
+from lorikeet.cli.adapters.parity import print_parity, read_probes
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
@@ -45,6 +46,23 @@ Smoke = Annotated[
         "--smoke", help="Generate with it on a replica first; if that fails, do not register."
     ),
 ]
+ProbesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--probes",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Compare a replica's log-probabilities with these, from `lorikeet parity`, first; if "
+        "they differ too much, do not register.",
+    ),
+]
+WarnAbove = Annotated[
+    float | None, typer.Option(help="Mean difference in nats above which --probes warn (0.05).")
+]
+RefuseAbove = Annotated[
+    float | None, typer.Option(help="Mean difference in nats above which they refuse (0.5).")
+]
 Revision = Annotated[str | None, typer.Option(help="The branch, tag or commit of an hf: source.")]
 
 
@@ -56,6 +74,9 @@ def register(
     shared: Shared = None,
     base_model: ForBaseModel = None,
     smoke: Smoke = False,
+    probes: ProbesFile = None,
+    warn_above: WarnAbove = None,
+    refuse_above: RefuseAbove = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,6 +91,7 @@ def register(
         check_source(source, revision)
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
+    proof = {} if probes is None else _proof(probes, warn_above, refuse_above)
     about = {"tenant": adapter.tenant, "base_model": base_model}
     digest, template, vocabulary = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
@@ -80,6 +102,7 @@ def register(
         "shared": shared,
         "base_model": base_model,
         "smoke": smoke,
+        **proof,
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
@@ -117,6 +140,12 @@ def _send(
         return digest, template, vocabulary
 
 
+def _proof(probes: Path, warn_above: float | None, refuse_above: float | None) -> dict[str, Any]:
+    """Return the members of a registration that ask for a parity proof."""
+    read = read_probes(probes).model_dump(mode="json", exclude_defaults=True)
+    return {"probes": read, "warn_above": warn_above, "refuse_above": refuse_above}
+
+
 def _pack(folder: Path, blob: Path) -> str:
     try:
         return write_blob(folder, blob, print_warning)
@@ -137,5 +166,7 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f"changes {show_touched(answer)}\n"
         f"digest {answer['digest']}"
     )
+    if answer["parity"] is not None:
+        print_parity(answer["parity"])
     if "smoke" in answer:
         print_smoke(answer["smoke"])
