@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import httpx
 
 from lorikeet.errors import InvalidInput, LorikeetError, Unavailable
+from lorikeet.parity.peft_probes import peft_probes as peft_probes  # for trainers to import
 from lorikeet.parity.probes import Probes
 from lorikeet_engine.adapter_format import write_blob
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
+from lorikeet.parity.figures import Cause, Parity, Verdict
 from lorikeet_engine.adapter import AdapterRef, TouchedModules
 
 Register = Callable[..., VersionRecord]
@@ -267,18 +269,29 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)
     blob = tmp_path / "blob"
-    kinds = (None, None), (touches, None), (touches, "org/Demo-bnb-4bit")
-    for number, (known, trained_on) in enumerate(kinds):
+    proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, Cause.QUANTIZATION, "in FP8")
+    accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
+    base = "org/Demo-bnb-4bit"
+    kinds = (
+        (None, None, None),
+        (touches, None, None),
+        (touches, base, None),
+        (touches, base, proof),
+        (touches, "", accepted),
+    )
+    for number, (known, trained_on, parity) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known, trained_on=trained_on)
+        facts = replace(facts, parity=parity)
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
-    assert tuple((c.touches, c.trained_on) for c in registered) == kinds
+    assert tuple((c.touches, c.trained_on, c.parity) for c in registered) == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
-    assert tuple((v.touches, v.trained_on) for v in again.adapters["support"].versions) == kinds
+    versions = again.adapters["support"].versions
+    assert tuple((v.touches, v.trained_on, v.parity) for v in versions) == kinds
     assert again == tenant

@@ -1,8 +1,10 @@
 """Parity proofs: sound adapters are accepted, and planted faults found with their cause."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,17 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from demo.fill_catalog import fill_catalog
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.reader import CatalogReader
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidInput
 from lorikeet.parity.figures import Bounds, Cause, Gap, Verdict
 from lorikeet.parity.probes import Probe, Probes
+from lorikeet.protocol.parity import ParityTest
+from lorikeet.replica.replica import Replica
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import write_blob
 from tests.engine.conftest import TinyCheckpoints
 from tests.engine.peft_adapters import save_adapter
 from tests.replica.parity_world import ParityWorld, Trainer
@@ -269,3 +279,35 @@ def test_probes_that_the_model_cannot_score_are_refused(case):
         with pytest.raises(InvalidInput, match="probes: ") as refused:
             case.world.prove(case.adapter, Probes(probes=[Probe(token_ids=ids, logprobs=[-1.0])]))
         assert refused.value.param == "probes"
+
+
+def test_a_replica_proves_parity_of_a_stored_adapter(demo_probes, tmp_path):
+    settings = Settings.from_env(
+        {"LORIKEET_CATALOG": str(tmp_path / "catalog"), "LORIKEET_CACHE_DIR": str(tmp_path / "c")}
+    )
+    fill_catalog(settings, tmp_path)
+    store = open_store(settings.catalog)
+    probes = demo_probes(TRAINED[0], "float32")
+    state = CatalogReader(store).refresh()
+    sound = state.resolve("quillon/reverse", "quillon")
+    wrong = tmp_path / "wrong"
+    shutil.copytree(TRAINED[0], wrong)
+    config = json.loads((wrong / "adapter_config.json").read_text())
+    (wrong / "adapter_config.json").write_text(
+        json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]})
+    )
+    digest = write_blob(wrong, tmp_path / "blob")
+    store.put_file(blob_key(digest), tmp_path / "blob")
+
+    async def prove():
+        replica = Replica("r0", "lorikeet-demo", settings)
+        try:
+            refs = sound, replace(sound, digest=digest)
+            tests = [ParityTest(f"p{i}", ref, probes, Bounds()) for i, ref in enumerate(refs)]
+            return [await replica.parity(test) for test in tests]
+        finally:
+            replica.close()
+
+    accepted, refused = asyncio.run(prove())
+    assert (accepted.verdict, accepted.cause) == (Verdict.ACCEPTED, None)
+    assert (refused.verdict, refused.cause) == (Verdict.REFUSED, Cause.SCALING)
