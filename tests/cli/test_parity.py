@@ -38,11 +38,8 @@ def test_parity_writes_sampled_completions_with_their_scores_and_facts(
     arguments = ("--model", "demo/model", "--out", str(out), "--prompts", str(prompts))
     said = json.loads(lorikeet.do("parity", str(DEMO), *arguments, "--tokens", "6", "--json"))
     made = read_probes(out)
-    assert said == {
-        "file": str(out),
-        "probes": 2,
-        "tokens": sum(len(p.logprobs) for p in made.probes),
-    }
+    tokens = sum(len(probe.logprobs) for probe in made.probes)
+    assert said == {"file": str(out), "probes": 2, "tokens": tokens}
     chat, text = made.probes
     assert chat.prompt_ids == list(demo_encoder().encode_turn("abc", 1024))
     assert (chat.messages, text.messages) == (messages, [])
@@ -59,13 +56,11 @@ def test_register_with_probes_prints_the_figures_and_show_repeats_them(
 ) -> None:
     folder = str(peft_folder(tmp_path / "adapter"))
     lorikeet.engines.proved = WARNED
-    said = lorikeet.run(
-        "register", folder, "acme/support", "--probes", probes, "--warn-above", "0.04"
-    )
+    bound = ("--warn-above", "0.04")
+    said = lorikeet.run("register", folder, "acme/support", "--probes", probes, *bound)
     assert said.exit_code == 0
-    assert [
-        words for line in said.stdout.splitlines() if (words := line.split())[:1] == ["warned"]
-    ] == [["warned", "2", "0.06", "0.5", "0.001", "0.055"]]
+    rows = [line.split() for line in said.stdout.splitlines()]
+    assert ["warned", "2", "0.06", "0.5", "0.001", "0.055"] in rows
     assert "Warning: its weights are rounded to fp8" in said.stderr
     (test,) = lorikeet.engines.proofs
     assert (test.bounds.warn_above, test.probes) == (0.04, read_probes(Path(probes)))
