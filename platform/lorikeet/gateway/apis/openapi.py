@@ -18,19 +18,24 @@ from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
     LOAD,
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    TOKENIZE,
     UNLOAD,
+    DetokenizeRequest,
     LoadRequest,
+    TokenizeRequest,
     UnloadRequest,
 )
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
-    *(MessagesRequest, CountTokensRequest, LoadRequest, UnloadRequest),
+    *(MessagesRequest, CountTokensRequest),
+    *(LoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -190,6 +195,8 @@ def _vllm() -> dict[str, Any]:
     return {
         LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, _ERRORS | _CONFLICT),
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
+        TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
+        DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
     }
