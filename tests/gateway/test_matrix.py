@@ -26,6 +26,7 @@ from lorikeet.gateway.vllm.requests import (
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    SKYRL_LOAD,
     TOKENIZE,
     UNLOAD,
 )
@@ -90,7 +91,7 @@ PUBLISHERS: set[Route] = {
 """Routes for publish keys that name a version. Read-only keys may GET."""
 
 VLLMS: set[Route] = {
-    *(("POST", path) for path in (LOAD, UNLOAD, *NO_OPS, *REFUSED)),
+    *(("POST", path) for path in (LOAD, SKYRL_LOAD, UNLOAD, *NO_OPS, *REFUSED)),
     *(("GET", path) for path in QUESTIONS),
 }
 """vLLM's routes for publish keys. Read-only keys may GET."""
@@ -351,8 +352,9 @@ def test_vllms_endpoints_are_for_publish_keys(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
     before = unchanged.catalog.reader.state.seq
-    bodies = {LOAD: {"lora_name": "support", "lora_path": "/"}, UNLOAD: {"lora_name": "support"}}
-    body = bodies.get(path)
+    named = {"lora_name": "support"}
+    load = named | {"lora_path": "/"}
+    body = {LOAD: load, SKYRL_LOAD: load, UNLOAD: named}.get(path)
     for key in keys.invalid():
         assert error_of(ask(method, path, key, body), 401)["code"] == "invalid_api_key"
     of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
@@ -360,7 +362,7 @@ def test_vllms_endpoints_are_for_publish_keys(
         assert error_of(ask(method, path, key, body), 403)["code"] == "forbidden"
     for key in (keys.reading, keys.others_reading):
         assert ask(method, path, key, body).status_code == (200 if method == "GET" else 403)
-    expected = {LOAD: 400, UNLOAD: 404} | dict.fromkeys(REFUSED, 400)
+    expected = {LOAD: 400, SKYRL_LOAD: 400, UNLOAD: 404} | dict.fromkeys(REFUSED, 400)
     assert ask(method, path, keys.publishing, body).status_code == expected.get(path, 200)
     if body is not None:
         other = ask(method, path, keys.publishing, body | {"lora_name": "nothing"})

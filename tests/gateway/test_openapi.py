@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from lorikeet.catalog.records import Scope
 from lorikeet.gateway.apis.openapi import document
-from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, UNLOAD
+from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, SKYRL_LOAD, UNLOAD
 from tests.gateway.conftest import Gateway, chat
 from tests.gateway.official_types import validate_as, validate_error, validate_models
 
@@ -51,7 +51,7 @@ OPERATIONS = [
 ]
 
 
-PUBLISHED = {LOAD, UNLOAD, *QUESTIONS, *NO_OPS, *REFUSED}
+PUBLISHED = {LOAD, SKYRL_LOAD, UNLOAD, *QUESTIONS, *NO_OPS, *REFUSED}
 """Paths for publish keys."""
 
 

@@ -15,6 +15,7 @@ from lorikeet.gateway.body import Body, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SKYRL_LOAD = "/skyrl/v1/load_lora_adapter"
 QUESTIONS = ("/server_info", "/get_world_size", "/is_paused")
 NO_OPS = ("/pause", "/resume", "/reset_prefix_cache")
 REFUSED = (
@@ -22,7 +23,7 @@ REFUSED = (
     *("/finish_weight_update", "/collective_rpc", "/sleep", "/wake_up"),
 )
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED, TOKENIZE, DETOKENIZE})
+PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED, TOKENIZE, DETOKENIZE, SKYRL_LOAD})
 """Paths outside /v1, which the tenants' listener passes on."""
 
 
@@ -39,6 +40,12 @@ class LoadRequest(Body):
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
+
+
+class SkyrlLoadRequest(LoadRequest):
+    """Body of SkyRL's request to load an adapter, which replaces another of the name by default."""
+
+    load_inplace: bool = True
 
 
 class UnloadRequest(Body):
