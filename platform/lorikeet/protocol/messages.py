@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
@@ -124,6 +125,19 @@ class Work(NamedTuple):
     sequences: int = 1
 
 
+class AnswerMarks(NamedTuple):
+    """Marks in the answers of an adapter whose own chat template may have others than its base
+    model's.
+
+    syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
+        one.
+    tags: tags of thinking, the fields of ThinkTags (answer_stream/reasoning.py).
+    """
+
+    syntax: str | None
+    tags: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Call:
     """One parsed HTTP request.
@@ -161,6 +175,8 @@ class Call:
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
+    defaults: the adapter's own request defaults, for the prompt; None: the base model's.
+    own_stop: the adapter's own strings that end a choice as its end-of-sequence tokens do.
     """
 
     request_id: str
@@ -197,6 +213,8 @@ class Call:
     left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     max_context: int | None = None
+    defaults: RequestDefaults | None = None
+    own_stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +226,7 @@ class EncodedCall:
     thinking: state of the model's thinking at the end of the prompt.
     echoed: text of each prompt, with which the answer begins; () without `echo`.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    marks: marks in the answer if the adapter has its own chat template; None: the base model's.
     """
 
     call: Call
@@ -215,6 +234,7 @@ class EncodedCall:
     thinking: Thinking = Thinking.NEVER
     echoed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    marks: AnswerMarks | None = None
 
     @property
     def work(self) -> Work:
@@ -232,6 +252,7 @@ class EncodedCall:
             prompts=(),
             template_args={},
             template_defaults={},
+            defaults=None,
         )
         return replace(self, call=call)
 
