@@ -112,12 +112,12 @@ class TemplateProcesses:
                 limits = f"{CPU_S:g} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
                 raise TemplateOverrun(f"takes more than {limits}") from None
             raise
-        if "overrun" in reply:
+        if reply["ends"]:
             connection.close()
-            if is_new:
-                raise TemplateOverrun(reply["overrun"])
-            return self._ask(tenant, question)  # earlier renderings may have taken the memory
-        self._put_back(tenant, connection)
+        else:
+            self._put_back(tenant, connection)
+        if "overrun" in reply:
+            raise TemplateOverrun(reply["overrun"])
         if "refusal" in reply:
             raise TemplateRefusal(reply["refusal"])
         return reply
@@ -214,25 +214,29 @@ def _serve(connection: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data + MEMORY_BYTES, data + MEMORY_BYTES))
     for kind in _FORBIDDEN:
         resource.setrlimit(kind, (0, 0))
+    most_kept = _peak_bytes() + MEMORY_BYTES // 2
     connection.send_bytes(b"")
-    while True:
+    ends = False
+    while not ends:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # CPU time; the signal kills this process
-        reply = _reply(message)
+        try:
+            answer = _answer(json.loads(message))
+        except MemoryError:
+            answer = {"overrun": f"takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+        ends = _peak_bytes() > most_kept  # compiled templates take memory from later renderings
+        reply = json.dumps(answer | {"ends": ends}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         with suppress(OSError):  # the gateway has given up
             connection.send_bytes(reply)
 
 
-def _reply(message: bytes) -> bytes:
-    try:
-        return json.dumps(_answer(json.loads(message))).encode()
-    except MemoryError:
-        over = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
-        return json.dumps({"overrun": over}).encode()
+def _peak_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _answer(question: Json) -> Json:

@@ -20,10 +20,7 @@ from lorikeet.request_defaults import (
 
 def _bounded(max_bytes: int) -> AfterValidator:
     def check(text: str | None) -> str | None:
-        try:
-            size = len((text or "").encode())
-        except UnicodeEncodeError:
-            raise ValueError("want Unicode text, without lone surrogates") from None
+        size = len((text or "").encode())
         if size > max_bytes:
             raise ValueError(f"has {size} bytes: want at most {max_bytes}")
         return text
