@@ -244,6 +244,12 @@ class Settings(BaseModel):
         description="s3://bucket/prefix from which lorikeet register may read adapters, several "
         "separated by commas; not set: none",
     )
+    load_from: Annotated[Path | None, BeforeValidator(parse_folder)] = Field(
+        None,
+        description="folder, on a file system that all gateways and trainers share, with a folder "
+        "of each tenant's name, from which its publish keys may load adapters by vLLM's endpoints "
+        "(training.md); not set: these endpoints do not exist",
+    )
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens of one step")
     max_running: int = Field(256, ge=1, description="most sequences of one step")
     max_batch_adapters: int = Field(128, ge=1, description="most distinct adapters of one step")

@@ -89,21 +89,15 @@ class RequestAuthenticator:
         """
         return await self._caller(request, Scope.INFER)
 
-    async def publisher(self, request: Request, name: str) -> Caller:
-        """Return the tenant and key of a request that pushes adapter `name` or asks for a push's
-        state.
+    async def publisher(self, request: Request) -> Caller:
+        """Return the tenant and key of a request that pushes adapters or asks for a push's state.
 
         A read-only key may ask, but not push.
 
         Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
         allow the request, Unavailable if the catalog cannot be read.
         """
-        caller = await self._caller(request, Scope.PUBLISH)
-        key = caller.key
-        if Scope.PUBLISH in key.scopes and not key.may_push(name):
-            allowed = ", ".join(key.adapters)
-            raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
-        return caller
+        return await self._caller(request, Scope.PUBLISH)
 
     async def admin(self, request: Request) -> None:
         """Authenticate a request as an admin's, and set request.state.key to its key.
@@ -187,6 +181,13 @@ class RequestAuthenticator:
         return await self._catalog_view.find(check)
 
 
+def check_may_push(key: KeyRecord, name: str) -> None:
+    """Raise Forbidden if a publish key may not push adapters of this name."""
+    if Scope.PUBLISH in key.scopes and not key.may_push(name):
+        allowed = ", ".join(key.adapters)
+        raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
+
+
 def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None) -> bool:
     record = log.find(ref.tenant, ref.name)
     return record is not None and record.registered(ref.digest, defaults) is not None
@@ -195,15 +196,15 @@ def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None)
 def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
-    On tenants' routes a Basic header is returned as the Bearer header of its password, and
-    x-api-key may replace Authorization. Raises InvalidKey if Authorization and x-api-key have
+    On tenants' routes a Basic header is returned as the Bearer header of its key, and x-api-key may
+    replace Authorization. Raises InvalidKey if Authorization and x-api-key have
     different keys.
     """
     authorization = request.headers.get("authorization")
     if scope is Scope.ADMIN:
         return authorization
     if authorization is not None:
-        authorization = as_bearer(authorization)
+        authorization = as_bearer(authorization, publishing=scope is Scope.PUBLISH)
     api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization

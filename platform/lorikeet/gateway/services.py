@@ -192,6 +192,8 @@ class Services:
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
     uses: adapters that this gateway's requests in flight use.
+    load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
+        load adapters; None: no such endpoints.
     """
 
     catalog: AdapterCatalog
@@ -219,6 +221,7 @@ class Services:
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
+    load_from: Path | None = None
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:

@@ -196,7 +196,7 @@ def prepare_call(encoded: EncodedCall, encoder: PromptEncoder, max_context: int)
         min_tokens=min(call.min_tokens, limit),
     )
     request = Request(
-        call.request_id,
+        encoded.attempt_id,
         prompts,
         sampling,
         call.n,
