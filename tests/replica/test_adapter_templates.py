@@ -56,7 +56,7 @@ def test_prompts_and_syntax_are_those_of_a_base_model_with_the_template(
     answering = demo.with_marks(encoded.marks)
     assert answering.syntax is base.syntax
     assert answering.think_tags == base.think_tags
-    assert encoded.to_send("r").call.defaults is None
+    assert encoded.to_send().call.defaults is None
 
 
 def test_a_replica_holds_forced_calls_to_the_syntax_of_the_template(
