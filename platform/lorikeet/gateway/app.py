@@ -163,6 +163,7 @@ async def _running(
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
+        services.encoders.close()
         if services.traces is not None:
             await services.traces.close()
 

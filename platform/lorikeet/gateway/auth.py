@@ -13,6 +13,7 @@ from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.retry_after import REPAIR_S
 from lorikeet_engine.adapter import AdapterRef
 
@@ -34,6 +35,7 @@ class ResolvedModel(NamedTuple):
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
     trained_on: value of VersionRecord.trained_on; None for a base model.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
+    defaults: the version's own request defaults; None: the base model's.
     """
 
     base_model: str
@@ -43,6 +45,7 @@ class ResolvedModel(NamedTuple):
     created: float = 0.0
     trained_on: str | None = None
     is_recorded: bool = True
+    defaults: RequestDefaults | None = None
 
 
 class Caller(NamedTuple):
@@ -130,10 +133,16 @@ class RequestAuthenticator:
                 state = self._pushed.applied_to(state, owner if named else tenant)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            is_recorded = state is log or _holds(log, ref)
-            sizes = version.max_rank, version.gpu_bytes
-            base_model, trained_on = version.base_model, version.trained_on
-            return ResolvedModel(base_model, ref, *sizes, version.created, trained_on, is_recorded)
+            return ResolvedModel(
+                version.base_model,
+                ref,
+                version.max_rank,
+                version.gpu_bytes,
+                version.created,
+                version.trained_on,
+                state is log or _holds(log, ref, version.defaults),
+                version.defaults,
+            )
 
         found = await self._catalog_view.find(find, (tenant, model))
         if found.base_model not in self._base_models:
@@ -179,9 +188,9 @@ def check_may_push(key: KeyRecord, name: str) -> None:
         raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
 
 
-def _holds(log: CatalogState, ref: AdapterRef) -> bool:
+def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None) -> bool:
     record = log.find(ref.tenant, ref.name)
-    return record is not None and record.with_digest(ref.digest) is not None
+    return record is not None and record.registered(ref.digest, defaults) is not None
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:

@@ -46,7 +46,7 @@ _ERRORS = {
     "404": "The model does not exist, or belongs to another tenant.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "422": "The adapter cannot be served.",
+    "422": "The adapter cannot be served, or the request may be what ends replicas.",
     "429": "A limit or the budget is reached; Retry-After says when to try again.",
     "500": "The service failed.",
     "503": "The service cannot do this now; Retry-After says when to try again.",

@@ -380,7 +380,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.with_digest(version.facts.digest)
+        held = record and record.registered(version.facts.digest, None)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
