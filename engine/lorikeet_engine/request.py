@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -163,7 +163,7 @@ class Request:
     prompts: tuple[tuple[int, ...], ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     salt: str = ""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
 

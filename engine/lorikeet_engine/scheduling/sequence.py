@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
@@ -73,6 +73,10 @@ class AdapterLease(Protocol):
     @property
     def has_vectors(self) -> bool:
         """Whether the adapter has vectors for linears, as DoRA has."""
+
+    @property
+    def composed(self) -> bool:
+        """Whether the slot is a composition's."""
 
     def release(self) -> None:
         """Return the lease, so that the adapter may be evicted; a second call does nothing."""
@@ -231,7 +235,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     @property
-    def adapter(self) -> AdapterRef | None:
+    def adapter(self) -> Adapter | None:
         """Adapter that the sequence runs under; None for the base model alone."""
         return self.request.adapter
 
