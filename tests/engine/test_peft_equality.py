@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from loadtest.engine.random_adapters import empty_device
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.models.served_rows import ServedRows
 from tests.engine.conftest import FAMILIES, MOE
-from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, load_adapters
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    load_adapters,
+    prompt,
+)
 from tests.engine.float32_reference import RecordingSampler
 from tests.engine.matrix.storages import EXACT
 from tests.engine.moe_adapters import PARAMETERS
@@ -201,6 +209,22 @@ def test_every_adapter_changes_the_answer(name, worlds):
     for adapter in world.names[1:]:
         base, adapted = world.logits(adapter, None), world.logits(adapter, adapter)
         assert (adapted - base).abs().max() > base.abs().max() / 100, adapter
+
+
+def test_only_equal_compositions_share_pages(worlds, start):
+    world = worlds("llama")
+    engine = start(world)
+    answers, ids, two = Answers(engine), prompt(4 * PAGE + 1), world.refs["two"]
+    assert isinstance(two, Composition)
+    turned = Composition(two.members[::-1], two.weights[::-1])
+    whole = [two.members[0], *(Composition((ref,), (0.6,)) for ref in two.members)]
+    for number, ref in enumerate([None, two, world.refs["other_weights"], *whole, turned]):
+        answers.submit(greedy(str(number), ids, adapter=ref))
+        answers.all()
+        (first, *_) = answers.outputs[str(number), 0]
+        assert first.timings is not None
+        assert first.timings.cached_tokens == (4 * PAGE if ref is turned else 0)
+    assert answers.of("1") == answers.of("6")
 
 
 def test_steps_whose_adapters_leave_the_head_alone_have_no_work_for_it(worlds, start):

@@ -350,7 +350,7 @@ class Tiers:
             for member in ref.members:
                 if error := self._requests.take_failure(member.digest):
                     raise error
-            if self.residency(ref) >= Residency.HOST:
+            if self.residency(ref) is not Residency.REMOTE:  # a download may take long
                 self._compositions.gather(ref)
         return lease
 

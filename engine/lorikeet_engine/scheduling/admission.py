@@ -153,7 +153,8 @@ class Admission:
     def _pass_over(self, sequence: Sequence, ref: Adapter, has_room: bool, admitted: int) -> None:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
         # An adapter that stays on the host mostly waits for GPU memory that leases occupy.
-        if has_room and self._adapters.residency(ref) is not Residency.HOST:
+        tiers = (self._adapters.residency(member) for member in ref.members)
+        if has_room and Residency.HOST not in tiers:
             sequence.overtakes.pause()
             return
         sequence.overtakes.update(admitted)
