@@ -48,7 +48,7 @@ class Composition:
 
     members: tuple[AdapterRef, ...]
     weights: tuple[float, ...]
-    digest: str = field(init=False)
+    digest: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones with weights
