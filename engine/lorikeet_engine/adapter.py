@@ -86,6 +86,11 @@ Adapter = AdapterRef | Composition
 """Adapter of a request: one, or several added up."""
 
 
+def member_digests(digest: str) -> list[str]:
+    """Return the digests of the adapters behind an Adapter's digest."""
+    return [each.rpartition("*")[2] for each in digest.split("+")] if "*" in digest else [digest]
+
+
 @dataclass(frozen=True, slots=True)
 class TouchedModules:
     """Modules of the base model that an adapter changes.

@@ -132,6 +132,7 @@ class AdapterNotComposable(AdapterError):
     """Adapter that cannot be added to others, since it is more than matrices A and B of linears.
 
     adapter: the adapter.
+    param: field of the request that names it.
     """
 
 

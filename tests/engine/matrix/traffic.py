@@ -67,7 +67,7 @@ ADDED = {
     "target_modules": ["v_proj", "o_proj", "kv_b_proj"],
     "use_rslora": True,
 }
-WEIGHTS = {"head": 1.25, "added": -0.75}
+WEIGHTS = {"head": 0.75, "added": -0.5}
 GRAMMAR = "below 250, end under 1"
 TOKENS, TOKENS_ALONE = 30, 8  # of each answer
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": 24, "max_running": 24}

@@ -88,6 +88,7 @@ class Compositions:
                     f"{adapter.ref} cannot be added to other adapters, since it has {obstacle}: "
                     "use it alone",
                     adapter=str(adapter.ref),
+                    param="model",
                 )
         rank = sum(adapter.layout.max_rank for adapter in adapters)
         if rank > self._max_rank:
