@@ -312,7 +312,7 @@ class Engine:
                 if digest not in [member.digest for member in used]:
                     continue
                 runs = sequence.status is SequenceStatus.RUNNING
-                if runs or sequence.output_length or sequence.kv.score_from:
+                if runs or sequence.has_own_output or sequence.kv.score_from:
                     failed[sequence.request.request_id] = error
                 else:
                     sequence.release()
