@@ -45,7 +45,7 @@ def start(folder, settings=None, **options):
     environ = {
         **os.environ,
         "HOME": str(folder),  # Ray keeps its token there
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo' / 'model'}",
         **(settings or {}),
     }
@@ -296,7 +296,7 @@ def refused(folder, settings):
     ended = subprocess.run(
         [sys.executable, "-m", "demo.serve"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **settings},
         capture_output=True,
         text=True,
         timeout=60,
