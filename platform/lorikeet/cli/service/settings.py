@@ -17,10 +17,11 @@ _PAGE = """\
 # Settings
 Every setting is an environment variable, read once when the service starts, and an option of \
 `lorikeet serve`, which goes first: `LORIKEET_MAX_RANK` is `--max-rank`. Base models are its \
-arguments, and an own model has one replica there. An unknown name or a wrong value stops the start, \
-with an error that names the remedy. `lorikeet settings` shows the current values, and `lorikeet \
-doctor` checks that the service can start with them ([own-model.md](own-model.md#doctor)). Sizes are bytes, `512MiB`, `2.5GiB` or `80GB`, as in commands and \
-files.
+arguments, and an own model has one replica there. An unknown name or a wrong value stops the \
+start, with an error that names the remedy. `lorikeet settings` shows the current values, and \
+`lorikeet doctor` checks that the service can start with them \
+([own-model.md](own-model.md#doctor)). Sizes are bytes, `512MiB`, `2.5GiB` or `80GB`, as in \
+commands and files.
 
 | variable | default | meaning |
 |---|---|---|

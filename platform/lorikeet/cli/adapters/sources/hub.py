@@ -21,16 +21,16 @@ def reading_the_hub(where: str, *, quiet: bool) -> Iterator[None]:
     """
     try:
         from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if quiet or not is_shown(sys.stderr):
+            disable_progress_bars()
+        yield
+    except LorikeetError:
+        raise
     except ImportError as error:
         raise LorikeetError(
             "reading from the Hugging Face Hub needs huggingface_hub: pip install huggingface_hub"
         ) from error
-    if quiet or not is_shown(sys.stderr):
-        disable_progress_bars()
-    try:
-        yield
-    except LorikeetError:
-        raise
     except Exception as error:  # huggingface_hub passes on undocumented errors of HTTP libraries
         raise _explained(error, where) from error
 
