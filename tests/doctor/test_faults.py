@@ -461,6 +461,17 @@ def test_too_little_memory_for_floats_of_4_bits_suggests_to_pack_them(
     assert "fp8" not in fault.fix
 
 
+@pytest.mark.parametrize("change", [in_awq, lambda _: None])
+def test_too_little_memory_on_gpus_older_than_ampere_suggests_no_smaller_weights(
+    patient: Patient, change: Callable[[Path], None]
+) -> None:
+    change(patient.model)
+    small = replace(T4, free=GIB)
+    (fault,) = faults(patient.examined("memory", cuda=Cuda((small,) * 2, (13, 0), (13, 0))))
+    assert "smaller model" in fault.fix
+    assert "WEIGHT_DTYPE" not in fault.fix
+
+
 def test_floats_that_are_to_stay_packed_are_found_with_their_fix(patient: Patient) -> None:
     (fault,) = faults(patient.examined("base models", **variable("WEIGHT_DTYPE", "packed")))
     assert "the checkpoint's linears are floats, which cannot stay packed" in fault.message

@@ -20,6 +20,7 @@ from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
+from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, UNLOAD
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, make_peft
 from tests.gateway.test_bad_requests import error_of
 
@@ -76,7 +77,13 @@ PUBLISHERS: set[Route] = {
     ("PUT", "/v1/adapters/{name}/versions/{digest}"),
     ("GET", "/v1/adapters/{name}/versions/{digest}"),
 }
-"""Routes for publish keys. Read-only keys may GET."""
+"""Routes for publish keys that name a version. Read-only keys may GET."""
+
+VLLMS: set[Route] = {
+    *(("POST", path) for path in (LOAD, UNLOAD, *NO_OPS, *REFUSED)),
+    *(("GET", path) for path in QUESTIONS),
+}
+"""vLLM's routes, for publish keys. Read-only keys may GET."""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -261,9 +268,12 @@ def filled(path: str, keys: Keys) -> str:
 
 
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
-    there = routes_of(Services(unchanged.catalog, {}, LIMITS, ReplayEngines()))
+    parts = unchanged.catalog, {}, LIMITS
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    assert there == OPEN | TENANTS.keys() | PUBLISHERS | admins | SCRAPED
+    usual = OPEN | TENANTS.keys() | PUBLISHERS | admins | SCRAPED
+    assert routes_of(Services(*parts, ReplayEngines())) == usual
+    loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder)
+    assert routes_of(loading) == usual | VLLMS
 
 
 def test_every_command_is_in_the_matrix() -> None:
@@ -320,6 +330,28 @@ def test_publish_keys_push_only_the_names_they_allow(
     assert tuple(answer.status_code for answer in answers) == expected
     for key in (keys.reading, keys.others_reading):
         assert ask(method, at, key).status_code == (403 if method == "PUT" else 404)
+    assert unchanged.catalog.reader.state.seq == before
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(VLLMS))
+def test_vllms_endpoints_are_for_publish_keys(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
+) -> None:
+    before = unchanged.catalog.reader.state.seq
+    bodies = {LOAD: {"lora_name": "support", "lora_path": "/"}, UNLOAD: {"lora_name": "support"}}
+    body = bodies.get(path)
+    for key in keys.invalid():
+        assert error_of(ask(method, path, key, body), 401)["code"] == "invalid_api_key"
+    of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
+    for key in of_others:
+        assert error_of(ask(method, path, key, body), 403)["code"] == "forbidden"
+    for key in (keys.reading, keys.others_reading):
+        assert ask(method, path, key, body).status_code == (200 if method == "GET" else 403)
+    expected = {LOAD: 400, UNLOAD: 404} | dict.fromkeys(REFUSED, 400)
+    assert ask(method, path, keys.publishing, body).status_code == expected.get(path, 200)
+    if body is not None:
+        other = ask(method, path, keys.publishing, body | {"lora_name": "nothing"})
+        assert error_of(other, 403)["code"] == "forbidden"
     assert unchanged.catalog.reader.state.seq == before
 
 

@@ -12,6 +12,7 @@ from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.cli.adapters.register import pack, register_source
+from lorikeet.cli.adapters.request_defaults import DefaultsOptions
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.admin_client import AdminClient
 from lorikeet.cli.arguments import AdapterName
@@ -246,6 +247,7 @@ def register_adapters(
                 server,
                 given.source,
                 AdapterName(tenant, given.name),
+                DefaultsOptions(),
                 quiet=True,
                 base_model=adapter.base.name,
                 promote=True,

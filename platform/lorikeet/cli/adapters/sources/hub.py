@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorikeet.cli.adapters.sources.files import adapter_files
+from lorikeet.adapter_files import adapter_files
 from lorikeet.cli.output import is_shown
 from lorikeet.errors import InvalidInput, LorikeetError
 

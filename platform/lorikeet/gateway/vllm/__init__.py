@@ -1,0 +1,7 @@
+"""vLLM's endpoints that trainers call, switched on by LORIKEET_LOAD_FROM (docs/training.md).
+
+requests.py         paths and bodies
+routes.py           loads and unloads adapters, answers questions about the server, refuses updates
+                    of base weights
+shared_adapter.py   copies an adapter out of its tenant's folder of the shared file system
+"""
