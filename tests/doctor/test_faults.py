@@ -203,6 +203,13 @@ PLANTED = {
         "no folder",
         "LORIKEET_CACHE_DIR",
     ),
+    "a folder to load from that is a file": Fault(
+        "shared folder",
+        variable("LOAD_FROM", __file__),
+        WARNING,
+        "LORIKEET_LOAD_FROM=.* is no folder",
+        "mount",
+    ),
     "an FP8 cache on GPUs that have no FP8": Fault(
         "gpus",
         {
@@ -615,6 +622,12 @@ def test_old_and_missing_packages_are_found(
     assert "ray is 2.59.0: want ==2.60.*" in fault.message
     assert "torch is not installed" in fault.message
     assert "pip install" in fault.fix
+
+
+def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
+    (found,) = patient.examined("shared folder", **variable("LOAD_FROM", str(patient.model)))
+    assert faults([found]) == []
+    assert patient.examined("shared folder") == []
 
 
 def test_missing_compilers_are_found(
