@@ -39,6 +39,7 @@ from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.gateway.vllm.routes import VllmEndpoints, vllm_routes
+from lorikeet.gateway.vllm.tokens import token_routes
 from lorikeet.logs import log_unexpected
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
@@ -87,6 +88,7 @@ def create_app(services: Services) -> FastAPI:
         folder = services.load_from
         vllm = VllmEndpoints(services, catalog_view, of_pushes, pipeline, pushes, folder)
         app.router.routes += vllm_routes(vllm).routes
+        app.router.routes += token_routes(services, authenticator, reads).routes
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),

@@ -41,8 +41,10 @@ from lorikeet.gateway.vllm.requests import (
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    SKYRL_LOAD,
     UNLOAD,
     LoadRequest,
+    SkyrlLoadRequest,
     UnloadRequest,
 )
 from lorikeet.gateway.vllm.shared_adapter import SharedAdapter
@@ -60,6 +62,7 @@ def vllm_routes(endpoints: "VllmEndpoints") -> APIRouter:
     """Return the routes of vLLM's endpoints for trainers."""
     router = APIRouter()
     router.add_api_route(LOAD, endpoints.load, methods=["POST"])
+    router.add_api_route(SKYRL_LOAD, endpoints.load_for_skyrl, methods=["POST"])
     router.add_api_route(UNLOAD, endpoints.unload, methods=["POST"])
     answers = (endpoints.server_info, endpoints.world_size, endpoints.is_paused)
     for path, answer in zip(QUESTIONS, answers, strict=True):
@@ -95,25 +98,13 @@ class VllmEndpoints:
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="load")
 
     async def load(self, request: Request) -> Response:
-        """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
-        it.
+        """Load an adapter for vLLM's clients."""
+        name = await self._load(request, LoadRequest)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-        Repeating the request has no further effect (idempotent).
-        """
-        async with self._pushes.admitted(request) as pusher:
-            body = await read_json(request, LoadRequest)
-            name = _named(pusher, body.lora_name)
-            if not body.load_inplace:
-                await self._check_free(pusher, name)
-            push = await self._push(pusher, name, body.lora_path)
-            await self._pushes.wait(request, push, _LOADED)
-            push.note_stages(pusher.trace)
-            if not push.ready.is_set():
-                raise Unavailable(
-                    f"{body.lora_name} is not on every replica yet: send it again",
-                    retry_after_s=STORE_AWAY_S,
-                )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    async def load_for_skyrl(self, request: Request) -> dict[str, str]:
+        """Load an adapter for SkyRL."""
+        return {"status": "ok", "lora_name": await self._load(request, SkyrlLoadRequest)}
 
     async def unload(self, request: Request) -> Response:
         """End the loaded versions of an adapter. Requests that were accepted before are
@@ -181,12 +172,33 @@ class VllmEndpoints:
             }
 
     async def refuse(self, request: Request) -> dict[str, Any]:
-        """Refuse an update of the base model's weights."""
+        """Refuse to change or unload the base model's weights."""
         async with self._asked(request):
             raise UnsupportedParameter(
-                f"{request.scope['route'].path}: the base model's weights are shared by all "
-                f"tenants and cannot change: train a LoRA adapter, and load it by {LOAD}"
+                f"{request.scope['route'].path} is not served, as all tenants share the base "
+                f"model's weights: train a LoRA adapter, and load it by {LOAD}"
             )
+
+    async def _load(self, request: Request, schema: type[LoadRequest]) -> str:
+        """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
+        it. Returns the adapter's name, as the client wrote it.
+
+        Repeating the request has no further effect (idempotent).
+        """
+        async with self._pushes.admitted(request) as pusher:
+            body = await read_json(request, schema)
+            name = _named(pusher, body.lora_name)
+            if not body.load_inplace:
+                await self._check_free(pusher, name)
+            push = await self._push(pusher, name, body.lora_path)
+            await self._pushes.wait(request, push, _LOADED)
+            push.note_stages(pusher.trace)
+            if not push.ready.is_set():
+                raise Unavailable(
+                    f"{body.lora_name} is not on every replica yet: send it again",
+                    retry_after_s=STORE_AWAY_S,
+                )
+        return body.lora_name
 
     @asynccontextmanager
     async def _asked(self, request: Request) -> AsyncGenerator[AdmittedPusher, None]:
