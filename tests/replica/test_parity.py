@@ -174,7 +174,7 @@ def test_sound_adapters_of_usual_families_are_accepted(case, shape, tmp_path):
 def test_sound_adapters_of_further_families_are_accepted(family, tmp_path):
     base = TinyCheckpoints(tmp_path / "models")[family]
     world = ParityWorld(base, tmp_path)
-    for shape in ("whole", "rslora", "dora"):
+    for shape in SHAPES:
         check_sound(world, base, save_adapter(base, tmp_path / shape, 2, **SHAPES[shape]))
 
 

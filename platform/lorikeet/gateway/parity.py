@@ -13,6 +13,7 @@ from lorikeet.parity.figures import REFUSE_ABOVE, WARN_ABOVE, Bounds, Cause, Par
 from lorikeet.parity.probes import Probes
 from lorikeet.protocol.messages import Refusal
 from lorikeet.protocol.parity import ParityTest
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 
 Nats = Annotated[float, Field(gt=0, le=100)]
@@ -41,10 +42,13 @@ async def check_parity(
     request_id: str,
     probes: Probes,
     bounds: Bounds,
+    defaults: RequestDefaults | None = None,
 ) -> Parity:
     """Have a replica prove an adapter's parity with its trainer, and compare the chat template.
 
     A replica must be able to load the adapter; the adapter need not have a version yet.
+
+    defaults: the adapter's own request defaults.
 
     Raises InvalidAdapter if the proof is refused, Unavailable if no replica answers, and Refused
     for probes that the replica cannot score.
@@ -61,7 +65,7 @@ async def check_parity(
     if isinstance(parity, Refusal):
         raise Refused(parity)
     if parity.verdict is Verdict.ACCEPTED:
-        reason = await _other_prompt(services, base_model, probes)
+        reason = await _other_prompt(services, base_model, adapter.tenant, probes, defaults)
         if reason is not None:
             parity = replace(parity, verdict=Verdict.WARNED, cause=Cause.TEMPLATE, reason=reason)
     services.metrics.count_parity(base_model, parity)
@@ -83,24 +87,32 @@ def parity_json(parity: Parity | None) -> dict[str, Any] | None:
     return asdict(parity) | {"verdict": parity.verdict.value, "cause": cause}
 
 
-async def _other_prompt(services: Services, base_model: str, probes: Probes) -> str | None:
+async def _other_prompt(
+    services: Services,
+    base_model: str,
+    tenant: str,
+    probes: Probes,
+    defaults: RequestDefaults | None,
+) -> str | None:
     """Return how the served chat template's prompts differ from the trainer's; None if they are
     equal.
     """
     chats = [probe for probe in probes.probes if probe.messages]
+    if not chats:
+        return None
     context = services.engines.max_context(base_model)
     try:
         made = await services.encoders.encode_chats(
-            base_model, [probe.messages for probe in chats], context
+            base_model, tenant, [probe.messages for probe in chats], context, defaults
         )
     except InvalidInput as error:
-        return f"{base_model}'s chat template refuses the probes' messages: {error.message}"
+        return f"the served chat template refuses the probes' messages: {error.message}"
     for probe, served in zip(chats, made, strict=True):
         if list(served) != probe.prompt_ids:
             equal = [a == b for a, b in zip(served, probe.prompt_ids, strict=False)]
             at = [*equal, False].index(False)
             return (
-                f"{base_model}'s chat template makes other prompts of the probes' messages, from "
-                f"token {at} on: train with that template, or serve the adapter with its own"
+                "the served chat template makes other prompts of the probes' messages, from "
+                f"token {at} on: train with that template, or register it with --use-chat-template"
             )
     return None

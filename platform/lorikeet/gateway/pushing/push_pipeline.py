@@ -248,7 +248,8 @@ class PushPipeline:
         ]
         for push in pushes:
             push.set_lifetime(0.0)
-        while not all(push.ended.is_set() for push in pushes):
+        # A push of the same blob without a lifetime may join one meanwhile, which then stays.
+        while any(push.ends_s is not None and not push.ended.is_set() for push in pushes):
             await asyncio.sleep(_AGAIN_S)
         keys = [each.key for each in self.pushed.of(tenant, name) if each.expires is not None]
         for key in keys:
@@ -380,7 +381,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.with_digest(version.facts.digest)
+        held = record and record.registered(version.facts.digest, None)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:

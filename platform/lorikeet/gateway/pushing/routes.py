@@ -489,11 +489,11 @@ class PushEndpoints:
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
         )
-        version = known.with_digest(digest) if known else None
+        version = known.registered(digest, None) if known else None
         if known is None or version is None:
             return None
         recorded = await view.ask(lambda state: state.find(tenant, name))
-        numbered = recorded.with_digest(digest) if recorded else None
+        numbered = recorded.registered(digest, None) if recorded else None
         ready = await self._pipeline.is_ready((tenant, name, digest), version.base_model)
         pushed = self._pipeline.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
