@@ -21,7 +21,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
-from lorikeet.parity.figures import Cause, Parity, Verdict
+from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, TouchedModules
 
@@ -323,7 +323,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)
     blob = tmp_path / "blob"
-    proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, Cause.QUANTIZATION, "in FP8")
+    proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, GapCause.QUANTIZATION, "in FP8")
     accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
     base = "org/Demo-bnb-4bit"
     kinds = (

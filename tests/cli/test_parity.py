@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.cli.adapters.parity import read_probes, read_prompts
 from lorikeet.errors import InvalidInput
-from lorikeet.parity.figures import Cause, Parity, Verdict
+from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet_engine.adapter_format import write_blob
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
@@ -17,7 +17,14 @@ from tests.gateway.conftest import demo_encoder
 DEMO = Path("demo/adapters/quillon/reverse")
 PROBES = {"probes": [{"token_ids": [5, 6, 7], "logprobs": [-1.0, -2.0]}]}
 WARNED = Parity(
-    Verdict.WARNED, 2, 0.06, 0.5, 1e-3, 0.055, Cause.QUANTIZATION, "its weights are rounded to fp8"
+    Verdict.WARNED,
+    2,
+    0.06,
+    0.5,
+    1e-3,
+    0.055,
+    GapCause.QUANTIZATION,
+    "its weights are rounded to fp8",
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lorikeet.client import Client
 from lorikeet.errors import LorikeetError
-from lorikeet.parity.figures import Bounds, Cause, Parity, Verdict
+from lorikeet.parity.figures import Bounds, GapCause, Parity, Verdict
 from lorikeet.parity.probes import MAX_TOKENS, Probe, Probes, parse_probes
 from lorikeet.protocol.messages import Refusal
 from tests.gateway.conftest import Gateway, demo_encoder, make_blob, make_peft
@@ -20,7 +20,10 @@ from tests.gateway.trainer import Trainer
 
 ACCEPTED = Parity(Verdict.ACCEPTED, 3, 0.01, 0.03, 0.0002, base_mean=0.008)
 WARNED = replace(
-    ACCEPTED, verdict=Verdict.WARNED, cause=Cause.SCALING, reason="scaled by 2 times the file's α"
+    ACCEPTED,
+    verdict=Verdict.WARNED,
+    cause=GapCause.SCALING,
+    reason="scaled by 2 times the file's α",
 )
 REFUSED = replace(WARNED, verdict=Verdict.REFUSED, mean=1.5)
 PROBE = {"token_ids": [5, 6, 7, 8], "logprobs": [-0.5, -1.0, -0.25]}

@@ -19,7 +19,7 @@ from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidInput
-from lorikeet.parity.figures import Bounds, Cause, Gap, Verdict
+from lorikeet.parity.figures import Bounds, Gap, GapCause, Verdict
 from lorikeet.parity.probes import Probe, Probes
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.replica.replica import Replica
@@ -114,17 +114,17 @@ def earlier(name: str, tensor: np.ndarray) -> np.ndarray:
     return tensor + draw.normal(0, 0.1, tensor.shape).astype(np.float32)
 
 
-SERVED: dict[str, tuple[Callable[[Case], Path], Cause]] = {
-    "doubled_alpha": (lambda case: case.copied(lora_alpha=24), Cause.SCALING),
-    "two_thirds_of_alpha": (lambda case: case.copied(lora_alpha=8), Cause.SCALING),
-    "rslora_forgotten": (lambda case: case.copied(use_rslora=True), Cause.SCALING),
-    "transposed_b": (lambda case: case.changed(transposed), Cause.TRANSPOSED),
+SERVED: dict[str, tuple[Callable[[Case], Path], GapCause]] = {
+    "doubled_alpha": (lambda case: case.copied(lora_alpha=24), GapCause.SCALING),
+    "two_thirds_of_alpha": (lambda case: case.copied(lora_alpha=8), GapCause.SCALING),
+    "rslora_forgotten": (lambda case: case.copied(use_rslora=True), GapCause.SCALING),
+    "transposed_b": (lambda case: case.changed(transposed), GapCause.TRANSPOSED),
     "attention_not_saved": (
         lambda case: case.changed(without_attention, target_modules=MLP, rank_pattern={}),
-        Cause.MODULES,
+        GapCause.MODULES,
     ),
-    "untrained": (lambda case: case.changed(of_zeros), Cause.VERSION),
-    "stale": (lambda case: case.changed(earlier), Cause.VERSION),
+    "untrained": (lambda case: case.changed(of_zeros), GapCause.VERSION),
+    "stale": (lambda case: case.changed(earlier), GapCause.VERSION),
 }
 """Faults of the served folder: the folder, and the cause to be found."""
 
@@ -142,14 +142,14 @@ def test_modules_that_the_trainer_does_not_compute_are_named(case, left_out):
     trainer = Trainer(case.base, case.adapter).without(left_out)
     parity = case.world.prove(case.adapter, trainer.probes(case.sequences))
     assert parity.verdict is not Verdict.ACCEPTED
-    assert parity.cause is Cause.MODULES
+    assert parity.cause is GapCause.MODULES
     assert ("without mlp" if left_out is MLP else "without self_attn.o_proj") in parity.reason
 
 
 def test_probes_without_the_adapter_are_named(case):
     trainer = Trainer(case.base, case.adapter).without(ATTENTION + MLP)
     parity = case.world.prove(case.adapter, trainer.probes(case.sequences))
-    assert (parity.verdict, parity.cause) == (Verdict.REFUSED, Cause.NO_ADAPTER)
+    assert (parity.verdict, parity.cause) == (Verdict.REFUSED, GapCause.NO_ADAPTER)
 
 
 def test_another_base_model_is_named(case):
@@ -160,7 +160,7 @@ def test_another_base_model_is_named(case):
         weight.data += 0.2 * weight.data.std() * torch.randn_like(weight) if weight.dim() > 1 else 0
     model.save_pretrained(other)
     parity = case.world.prove(case.adapter, Trainer(other, case.adapter).probes(case.sequences))
-    assert (parity.verdict, parity.cause) == (Verdict.REFUSED, Cause.BASE_MODEL)
+    assert (parity.verdict, parity.cause) == (Verdict.REFUSED, GapCause.BASE_MODEL)
     assert parity.base_mean > 0.5
 
 
@@ -224,7 +224,7 @@ def test_a_strict_bound_warns_of_bfloat16_under_a_trainer_in_float32(
 ):
     probes = demo_probes(adapter, "float32")
     parity = served_in_bfloat16.prove(adapter, probes, Bounds(warn_above=1e-3))
-    assert (parity.verdict, parity.cause) == (Verdict.WARNED, Cause.PRECISION)
+    assert (parity.verdict, parity.cause) == (Verdict.WARNED, GapCause.PRECISION)
     assert "in float32, the replica in bfloat16" in parity.reason
 
 
@@ -232,7 +232,7 @@ def test_a_strict_bound_warns_of_bfloat16_under_a_trainer_in_float32(
 def test_a_base_model_rounded_to_fp8_is_named(demo_probes, adapter, tmp_path):
     world = ParityWorld(DEMO, tmp_path, weight_dtype="fp8")
     parity = world.prove(adapter, demo_probes(adapter, "float32"), Bounds(warn_above=0.02))
-    assert (parity.verdict, parity.cause) == (Verdict.WARNED, Cause.QUANTIZATION)
+    assert (parity.verdict, parity.cause) == (Verdict.WARNED, GapCause.QUANTIZATION)
     assert "rounded to fp8" in parity.reason
 
 
@@ -253,10 +253,10 @@ def test_without_scores_of_the_base_model_the_bounds_alone_decide(case):
     bare = Probes(probes=probes)
     assert case.world.prove(case.adapter, bare).verdict is Verdict.ACCEPTED
     wrong = case.copied(lora_alpha=24)
-    assert case.world.prove(wrong, bare).cause is Cause.SCALING
+    assert case.world.prove(wrong, bare).cause is GapCause.SCALING
     lenient = case.world.prove(wrong, bare, Bounds(9.0, 9.0))
     assert (lenient.verdict, lenient.base_mean) == (Verdict.ACCEPTED, None)
-    assert case.world.prove(case.changed(earlier), bare).cause is Cause.UNKNOWN
+    assert case.world.prove(case.changed(earlier), bare).cause is GapCause.UNKNOWN
 
 
 def test_variants_leave_no_blobs_behind(case):
@@ -310,4 +310,4 @@ def test_a_replica_proves_parity_of_a_stored_adapter(demo_probes, tmp_path):
 
     accepted, refused = asyncio.run(prove())
     assert (accepted.verdict, accepted.cause) == (Verdict.ACCEPTED, None)
-    assert (refused.verdict, refused.cause) == (Verdict.REFUSED, Cause.SCALING)
+    assert (refused.verdict, refused.cause) == (Verdict.REFUSED, GapCause.SCALING)

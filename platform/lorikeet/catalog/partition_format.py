@@ -24,7 +24,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
-from lorikeet.parity.figures import Cause, Parity, Verdict
+from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
@@ -172,7 +172,7 @@ def _parity_row(p: Parity) -> Json:
 
 def _parity(row: Json) -> Parity:
     verdict, tokens, mean, max_, kl, base_mean, cause, reason = row
-    found = None if cause is None else Cause(cause)
+    found = None if cause is None else GapCause(cause)
     return Parity(Verdict(verdict), tokens, mean, max_, kl, base_mean, found, reason)
 
 

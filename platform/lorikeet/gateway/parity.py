@@ -9,7 +9,7 @@ from pydantic import Field
 from lorikeet.errors import InvalidAdapter, InvalidInput, Unavailable
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.gateway.services import Services
-from lorikeet.parity.figures import REFUSE_ABOVE, WARN_ABOVE, Bounds, Cause, Parity, Verdict
+from lorikeet.parity.figures import REFUSE_ABOVE, WARN_ABOVE, Bounds, GapCause, Parity, Verdict
 from lorikeet.parity.probes import Probes
 from lorikeet.protocol.messages import Refusal
 from lorikeet.protocol.parity import ParityTest
@@ -67,7 +67,7 @@ async def check_parity(
     if parity.verdict is Verdict.ACCEPTED:
         reason = await _other_prompt(services, base_model, adapter.tenant, probes, defaults)
         if reason is not None:
-            parity = replace(parity, verdict=Verdict.WARNED, cause=Cause.TEMPLATE, reason=reason)
+            parity = replace(parity, verdict=Verdict.WARNED, cause=GapCause.TEMPLATE, reason=reason)
     services.metrics.count_parity(base_model, parity)
     if parity.verdict is Verdict.REFUSED:
         raise InvalidAdapter(

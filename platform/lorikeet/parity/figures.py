@@ -25,7 +25,7 @@ class Verdict(Enum):
     REFUSED = "refused"
 
 
-class Cause(Enum):
+class GapCause(Enum):
     """Part of the way from trainer to replica that explains a difference of log-probabilities."""
 
     SCALING = "scaling"
@@ -87,7 +87,7 @@ class Parity:
     max: float
     kl: float
     base_mean: float | None = None
-    cause: Cause | None = None
+    cause: GapCause | None = None
     reason: str = ""
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorikeet.errors import InvalidInput, StoreError
-from lorikeet.parity.figures import Cause, Gap, Parity, Verdict, joined, judge, rounding
+from lorikeet.parity.figures import Gap, GapCause, Parity, Verdict, joined, judge, rounding
 from lorikeet.parity.probes import Probe
 from lorikeet.protocol.parity import ParityTest
 from lorikeet_engine.adapter import AdapterRef
@@ -62,7 +62,7 @@ class _Candidate(NamedTuple):
     scores: log-probabilities of the sample's tokens under the hypothesis.
     """
 
-    cause: Cause
+    cause: GapCause
     reason: str
     scores: np.ndarray
 
@@ -140,7 +140,7 @@ class _Proof:
 
     async def _explain(
         self, served: np.ndarray, gap: Gap, base: Gap | None, noise: float
-    ) -> tuple[Cause, str]:
+    ) -> tuple[GapCause, str]:
         """Return the cause of a gap that rounding does not explain, and the cause in words.
 
         served: scores of the sample with the served adapter, whose gap is `gap`.
@@ -152,12 +152,12 @@ class _Proof:
             self._base = await self._scores(self._sample, None)
         facts = self._test.probes
         if self._gap(self._base) <= min(noise, gap.mean / 2):
-            return Cause.NO_ADAPTER, _NO_ADAPTER
-        found = [_Candidate(Cause.NO_ADAPTER, _NO_ADAPTER, self._base)]
+            return GapCause.NO_ADAPTER, _NO_ADAPTER
+        found = [_Candidate(GapCause.NO_ADAPTER, _NO_ADAPTER, self._base)]
         async with self._blob() as blob:
             if blob is not None:
                 if lacking := set(facts.linears or ()) - set(outline(blob).linears):
-                    return Cause.MODULES, (
+                    return GapCause.MODULES, (
                         f"the file has no weights of {', '.join(sorted(lacking))}, which the "
                         "trainer adapted: save the adapter again, with all of its modules"
                     )
@@ -168,33 +168,33 @@ class _Proof:
         if left <= gap.mean / 2 and left <= max(noise, gap.mean / 4):
             return best.cause, best.reason
         if float(np.abs(served - self._base).mean()) <= min(noise, gap.mean / 4):
-            return Cause.VERSION, (
+            return GapCause.VERSION, (
                 "the registered adapter changes nothing, as before the first step of its training: "
                 "register the trained weights"
             )
         if facts.digest == self._test.adapter.digest or (base is None and facts.digest is None):
-            return Cause.UNKNOWN, _UNKNOWN if base is None else _SAME_FILE
-        return Cause.VERSION, (
+            return GapCause.UNKNOWN, _UNKNOWN if base is None else _SAME_FILE
+        return GapCause.VERSION, (
             "the trainer's log-probabilities are those of other weights: register the version that "
             "the probes were made with, or make the probes with this one"
         )
 
-    def _of_base(self, base: Gap) -> tuple[Cause, str]:
+    def _of_base(self, base: Gap) -> tuple[GapCause, str]:
         """Return the cause of a gap that the base model has without the adapter as well."""
         info, trained = self._info, self._test.probes.dtype
         differs = f"the base model alone differs by {base.mean:.2g} nats"
         if base.mean <= _ROUNDED_NATS and info.quantization is not None:
-            return Cause.QUANTIZATION, (
+            return GapCause.QUANTIZATION, (
                 f"{differs}, since its weights are {info.quantization}: serve them as they were "
                 "trained, or state a higher bound"
             )
         if base.mean <= _ROUNDED_NATS:
-            return Cause.PRECISION, (
+            return GapCause.PRECISION, (
                 f"{differs}: the trainer computes in {trained or 'an unknown data type'}, the "
                 f"replica in {info.dtype}: compute both in one data type, or state a higher bound"
             )
         named = self._test.probes.base_model
-        return Cause.BASE_MODEL, (
+        return GapCause.BASE_MODEL, (
             f"{differs}: the trainer used another base model"
             f"{f', {named}' if named else ''}: register with --base-model, or serve that one"
         )
@@ -260,7 +260,7 @@ class _Proof:
 
     async def _candidate(self, blob: Path, variant: Variant) -> _Candidate | None:
         scores = await self._scores_of(blob, variant)
-        kind = Cause(variant.kind.value)
+        kind = GapCause(variant.kind.value)
         return None if scores is None else _Candidate(kind, _reason(variant), scores)
 
     async def _scores_of(self, blob: Path, variant: Variant) -> np.ndarray | None:
