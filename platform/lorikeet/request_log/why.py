@@ -32,6 +32,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         **_base_model(record),
         "adapter": str(record.adapter) if record.adapter else None,
         "digest": record.adapter.digest if record.adapter else None,
+        "invoked": record.invoked,
         "stream": record.stream,
         "outcome": record.outcome,
         "code": record.code,

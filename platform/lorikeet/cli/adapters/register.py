@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.chat_template import template_digest
-from lorikeet.cli.adapters.list_and_show import show_ranks, show_touched
+from lorikeet.cli.adapters.list_and_show import show_invocation, show_ranks, show_touched
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
@@ -134,8 +134,10 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
         f" {show_size(answer['size_bytes'])}, rank {show_ranks(answer)},"
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
-        f"changes {show_touched(answer)}\n"
-        f"digest {answer['digest']}"
+        f"changes {show_touched(answer)}"
     )
+    for line in show_invocation(answer):
+        print_line(line)
+    print_line(f"digest {answer['digest']}")
     if "smoke" in answer:
         print_smoke(answer["smoke"])
