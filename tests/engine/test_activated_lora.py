@@ -141,17 +141,14 @@ def test_the_base_model_and_other_adapters_begin_with_the_pages_before_an_invoca
 
 
 def test_equal_tokens_behind_different_invocations_share_no_page(world, start):
-    """The longer prompt ends with an invocation, which its first pages do not show."""
-    answers, short = start(world), invoked_at(5)
-    answers.submit(greedy("long", [*short, *INVOCATION], adapter=world.refs["one"]))
-    assert ask(answers, world, "one", short) == 0
-    assert ask(answers, world, "one", [*short, *INVOCATION]) == 64
+    first = invoked_at(29, length=50)
+    later = [*first[:32], *INVOCATION[1:], *first[34:]]  # invoked at 31, in the same page
+    assert world.refs["one"].active_from(later) == 31
     answers = start(world)
-    twice = invoked_at(18, 24)  # both in one page
-    answers.submit(greedy("one", twice[:22] + [3] * 40, adapter=world.refs["one"]))
-    answers.submit(greedy("two", twice[:22] + [3] * 40 + [*INVOCATION], adapter=world.refs["one"]))
-    answers.all()
-    assert ask(answers, world, "one", twice) == 16
+    assert ask(answers, world, "one", first) == 0
+    assert ask(answers, world, "one", later) == 16
+    again = [*first, *INVOCATION]  # whose pages are the base model's up to its end
+    assert ask(answers, world, "one", again) == 16
 
 
 def test_tenants_share_no_pages_before_an_invocation(world, start):
@@ -221,13 +218,16 @@ def test_a_hybrid_begins_with_a_state_of_the_base_model(family, tiny_checkpoints
     targets = OF_HYBRIDS if family == "qwen3_5_text" else ["q_proj", "v_proj", "in_proj"]
     world = World(tiny_checkpoints[family], tmp_path / "world", target_modules=targets)
     settings = {"max_batch_tokens": 128, "max_running": 8, "state_bytes": 4 << 20}
-    answers, ids = start(world, **settings), invoked_at(150, length=170)
+    answers, ids = start(world, **settings), invoked_at(150, length=300)
     assert ask(answers, world, "one", ids) == 0
     assert ask(answers, world, "other", ids) == 128, "the last state before the invocation"
     assert ask(answers, world, None, ids) == 128
-    answers = start(world, **settings)
-    assert ask(answers, world, None, ids[:140]) == 0
-    assert ask(answers, world, "one", ids) == 128
+    answers, ids = start(world, **settings), invoked_at(100, length=110)
+    witness = RecordingRunner(answers.engine)
+    assert ask(answers, world, None, ids[:90]) == 0
+    witness.batches.clear()
+    assert ask(answers, world, "one", ids) == 64
+    assert [len(batch.token_ids) for batch in witness.batches[:3]] == [100 - 64, 10, 1]
 
 
 def test_the_scores_of_a_prompt_change_behind_the_invocation(world, start):
