@@ -15,6 +15,15 @@ from hypothesis import strategies as st
 from peft.tuners.lora.variants import calculate_alora_offsets
 
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseShape,
+    read_config,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected
+from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import FAMILIES
 from tests.engine.engine_driver import (
@@ -28,6 +37,7 @@ from tests.engine.engine_driver import (
     prompt,
 )
 from tests.engine.matrix.storages import EXACT
+from tests.engine.moe_adapters import save_numbered
 from tests.engine.peft_adapters import activation, loaded, save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -266,6 +276,40 @@ def test_a_damaged_adapter_takes_only_its_own_pages_from_the_cache(world, start)
     ask(answers, world, "one", ids)
     answers.engine._cache.forget_adapter(world.refs["one"].digest)
     assert ask(answers, world, "one", ids) == 48
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "says"),
+    [
+        ("qwen2", {"target_modules": ["o_proj"], "bias": "all"}, r"q_proj\.bias cannot be"),
+        ("deepseek_v3", {"target_modules": ["kv_b_proj"]}, "kv_b_proj cannot be"),
+        (
+            "llama",
+            {"target_modules": ["o_proj"], "trainable_token_indices": [5]},
+            "embed_tokens cannot be trained by activated LoRA",
+        ),
+        ("llama", {"target_modules": ["o_proj"], "alora_invocation_tokens": [5, 256]}, "token 256"),
+    ],
+)
+def test_what_changes_tokens_before_the_invocation_is_refused_by_name(
+    family, lora, says, tiny_checkpoints, tmp_path
+):
+    checkpoint = tiny_checkpoints[family]
+    save_adapter(checkpoint, tmp_path, **{"alora_invocation_tokens": [5], **lora})
+    write_blob(tmp_path, tmp_path / "blob")
+    shape = BaseShape.from_config(read_config(checkpoint))
+    with pytest.raises(AdapterRejected, match=says):
+        read_spec(tmp_path / "blob", shape, AdapterLimits(64, 1 << 30))
+
+
+def test_an_activated_lora_of_experts_is_refused_by_name(tiny_checkpoints, tmp_path):
+    checkpoint = tiny_checkpoints["qwen3_moe"]
+    save_numbered(checkpoint, folder := tmp_path / "saved", 2)
+    edit_config(folder, alora_invocation_tokens=[5])
+    write_blob(folder, tmp_path / "blob")
+    shape = BaseShape.from_config(read_config(checkpoint))
+    with pytest.raises(AdapterRejected, match=r"experts.*cannot be trained by activated LoRA"):
+        read_spec(tmp_path / "blob", shape, AdapterLimits(64, 1 << 30))
 
 
 @pytest.mark.soak
