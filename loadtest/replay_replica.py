@@ -84,22 +84,22 @@ class ReplayReplica:
         tokens = call.max_tokens or 1
         usage = FinalUsage(prompt_tokens=1, cached_tokens=0, completion_tokens=tokens)
         events = event_stream(call, _WholeAnswer(usage))
-        responses.put(call.request_id, (header, events.delta(0, _TOKEN)))
+        responses.put(encoded.attempt_id, (header, events.delta(0, _TOKEN)))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = tokens - 1
         assert not left or call.endpoint is Endpoint.CHAT
         token = events.delta(0, _TOKEN) if left else b""
-        self._streams[call.request_id] = _Stream(responses, token, left, ended)
+        self._streams[encoded.attempt_id] = _Stream(responses, token, left, ended)
         try:
             if left:
                 await responses.wait_for(ended)
             end = events.delta(0, "", Ending.LENGTH) + events.end(usage)
-            responses.put(call.request_id, (end,), ended=True)
+            responses.put(encoded.attempt_id, (end,), ended=True)
             yield None
         except EngineClosed as error:
             yield refusal_of(error)
         finally:
-            del self._streams[call.request_id]
+            del self._streams[encoded.attempt_id]
 
     async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
         """Yield deltas for a gateway, as a replica streams them."""

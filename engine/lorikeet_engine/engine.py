@@ -311,7 +311,7 @@ class Engine:
                 if sequence.adapter is None or sequence.adapter.digest != digest:
                     continue
                 runs = sequence.status is SequenceStatus.RUNNING
-                if runs or sequence.output_length or sequence.kv.score_from:
+                if runs or sequence.has_own_output or sequence.kv.score_from:
                     failed[sequence.request.request_id] = error
                 else:
                     sequence.release()

@@ -157,6 +157,10 @@ class Request:
 
     salt: mixed into the hashes by which the prefix cache finds pages, so that tenants share
         no pages.
+    made: tokens of each choice that another engine has sampled and that the choice goes on from;
+        None for a choice that has ended there. Empty for a new request. The engine outputs only
+        the tokens that follow, which are those that the other engine would have sampled next:
+        penalties, grammar, limits and draws count the made tokens. Prompts are not scored again.
     """
 
     request_id: str
@@ -166,11 +170,15 @@ class Request:
     adapter: AdapterRef | None = None
     salt: str = ""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
+    made: tuple[tuple[int, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
         _require(len(self.prompts) >= 1, "prompt", self.prompts, "at least one prompt")
         _require(all(self.prompts), "prompt", "[]", "prompts of at least one token")
+        choices, want = len(self.prompts) * self.n, "the tokens of each choice, one not ended"
+        unended = len(self.made) == choices and any(made is not None for made in self.made)
+        _require(not self.made or unended, "made", len(self.made), want)
 
 
 @dataclass(frozen=True, slots=True)

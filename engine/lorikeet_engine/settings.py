@@ -22,11 +22,12 @@ class EngineSettings:
     model: folder of a Hugging Face checkpoint.
     cache_dir: folder of the adapters' disk cache.
     dtype: dtype of the base model.
-    weight_dtype: `auto` leaves the linears' weights as they are, those of 4 bits as floats in
-        dtype. `packed` keeps a checkpoint's weights of 4 bits, which are decoded while they are
-        multiplied. `nf4` rounds weights to NF4's values, on which QLoRA trains adapters, but stores
-        them in dtype. `fp8` rounds them to FP8 and stores them in FP8, which takes half of
-        bfloat16's bytes.
+    weight_dtype: `auto` leaves the linears' weights as they are, but those of 4 bits become floats
+        in dtype. Only experts in MXFP4 stay packed where the GPUs have kernels for them
+        (`stays_packed` in execution/assembly.py). `packed` keeps a checkpoint's weights of 4 bits,
+        which are decoded while they are multiplied. `nf4` rounds weights to NF4's values, on which
+        QLoRA trains adapters, but stores them in dtype. `fp8` rounds them to FP8 and stores them in
+        FP8, which takes half of bfloat16's bytes.
     kv_dtype: dtype of the KV cache: `auto` is the base model's, `fp8` is E4M3, which takes half the
         bytes of 16 bits.
     state_dtype: dtype of the states of delta nets: `float32`, as Qwen's checkpoints say, or
@@ -114,11 +115,6 @@ class EngineSettings:
     def rounding(self) -> Quantization | None:
         """Number format that the linears' weights are rounded to; None for no rounding."""
         return _ROUNDINGS[self.weight_dtype]
-
-    @property
-    def packed(self) -> bool:
-        """Whether weights of 4 bits stay packed."""
-        return self.weight_dtype == "packed"
 
     @property
     def torch_kv_dtype(self) -> torch.dtype:

@@ -255,7 +255,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Requests retried on another replica",
             "reqps",
-            (Curve(rate("lorikeet_request_retries_total", "gateway", ""), "{{gateway}}"),),
+            (
+                Curve(rate("lorikeet_request_retries_total", "gateway", ""), "{{gateway}}"),
+                Curve(rate("lorikeet_request_resumes_total", "reason", ""), "resumed: {{reason}}"),
+            ),
         ),
         Panel(
             "Time of the controller's survey of replicas",

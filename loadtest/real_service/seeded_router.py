@@ -33,7 +33,8 @@ class SeedsChooseReplicas(AdapterAffinityRouter):
         """Return the replica chosen by the request's seed if it is for the one adapter, else the
         product's choice.
         """
-        call = call_of(pending_request)
+        encoded = call_of(pending_request)
+        call = encoded.call if encoded is not None else None
         if call is None or call.adapter is None or call.adapter.name != self._name:
             return await super().choose_replicas(candidate_replicas, pending_request)
         ordered = sorted(candidate_replicas, key=lambda each: each.replica_id.unique_id)

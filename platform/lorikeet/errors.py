@@ -23,6 +23,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── Unavailable           the service cannot do this now; carries retry_after_s
 │   └── Overloaded        too many requests
 ├── GenerationFailed      the engine failed the request
+├── ReplicasLost          the request may be what ends replicas
 └── StoreError            an operation of the object store failed
     ├── StoreRefused      the store answered: access denied, no bucket, or a newer catalog format
     │   └── NoCatalog     the store answered and holds no catalog
@@ -75,6 +76,8 @@ ERRORS: Mapping[str, ErrorKind] = {
     "invalid_adapter": ErrorKind(422, _REQUEST, _REQUEST),
     # 422, since the adapter's weights are at fault: it must not count as a failure of the service.
     "adapter_overflows": ErrorKind(422, _REQUEST, _REQUEST),
+    # 422, since clients repeat requests that failed with 5xx.
+    "replicas_lost": ErrorKind(422, _REQUEST, _REQUEST),
     "upgrade_required": ErrorKind(426, _REQUEST, _REQUEST),
     "rate_limit_exceeded": ErrorKind(429, _RATE, _RATE),
     "insufficient_quota": ErrorKind(429, "insufficient_quota", _RATE),
@@ -293,6 +296,12 @@ class GenerationFailed(LorikeetError):
     """Request that failed in the engine."""
 
     code = "generation_failed"
+
+
+class ReplicasLost(LorikeetError):
+    """Request during which two replicas were lost one after the other."""
+
+    code = "replicas_lost"
 
 
 class StoreError(LorikeetError):

@@ -173,9 +173,10 @@ class Settings(BaseModel):
         "auto",
         validate_default=True,
         description="storage of the linears' weights: auto, as in the checkpoint, but 4 bits as "
-        "floats; packed, 4 bits as in an AWQ, GPTQ, W4A16, NF4 or MXFP4 checkpoint; fp8, rounded, "
-        "half of bfloat16's memory; nf4, rounded to the format on which QLoRA trains adapters, in "
-        "as much memory as floats; a=fp8 for some base models",
+        "floats, except MXFP4 on GPUs of Ampere or newer; packed, 4 bits as in an AWQ, GPTQ, "
+        "W4A16, NF4 or MXFP4 checkpoint; fp8, rounded, half of bfloat16's memory; nf4, rounded to "
+        "the format on which QLoRA trains adapters, in as much memory as floats; a=fp8 for some "
+        "base models",
     )
     kv_dtype: KvDtypes = Field(
         "auto",
@@ -242,6 +243,12 @@ class Settings(BaseModel):
         (),
         description="s3://bucket/prefix from which lorikeet register may read adapters, several "
         "separated by commas; not set: none",
+    )
+    load_from: Annotated[Path | None, BeforeValidator(parse_folder)] = Field(
+        None,
+        description="folder, on a file system that all gateways and trainers share, with a folder "
+        "of each tenant's name, from which its publish keys may load adapters by vLLM's endpoints "
+        "(training.md); not set: these endpoints do not exist",
     )
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens of one step")
     max_running: int = Field(256, ge=1, description="most sequences of one step")

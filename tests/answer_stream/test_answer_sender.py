@@ -45,11 +45,11 @@ class Started:
         self.meter = BilledTokens(call, [[1]])
         answer = Answer(call, [[1]], Vocabulary(tokenizer))
         self.sender = AnswerSender(
-            call, answer, self.meter, self.stream, lambda *what: self.aborted.append(what)
+            call, "r", answer, self.meter, self.stream, lambda *what: self.aborted.append(what)
         )
 
     async def heard(self) -> tuple[list[object], bool]:
-        ((request_id, items, ended),) = await self.stream.take()
+        ((request_id, items, _, ended),) = await self.stream.take()
         assert request_id == "r"
         return list(items), ended
 
@@ -144,7 +144,7 @@ def test_prompt_logprobs_yield_to_the_event_loop_and_keep_their_order(
         call = replace(CALL, stream=False, sampling=sampling, prompt_logprobs=1, prompts=("x",))
         answer = Answer(call, [prompt], Vocabulary(tokenizer))
         meter, stream = BilledTokens(call, [prompt]), ResponseStream()
-        sender = AnswerSender(call, answer, meter, stream, lambda *_: None)
+        sender = AnswerSender(call, "r", answer, meter, stream, lambda *_: None)
         scored = tuple(TokenLogprobs(-float(at), ((B, -0.5),), 2) for at in range(1, 1001))
         sender.begin(HEADER)
         sender.take(PromptLogprobs("r", 0, scored))

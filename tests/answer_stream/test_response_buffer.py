@@ -22,7 +22,11 @@ async def fill(buffer: ResponseBuffer, deltas: list[bytes], step_s: float) -> No
 
 async def take_all(rest_s: float, deltas: list[bytes], step_s: float) -> list[tuple[float, bytes]]:
     """Return each taken delta with its time."""
-    loop, buffer, taken = asyncio.get_running_loop(), ResponseBuffer(lambda: rest_s), []
+    loop, buffer, taken = (
+        asyncio.get_running_loop(),
+        ResponseBuffer(lambda: rest_s, bytearray()),
+        [],
+    )
     filling = loop.create_task(fill(buffer, deltas, step_s))
     while items := await buffer.take():
         (delta,) = items
@@ -51,7 +55,7 @@ def test_infrequent_deltas_are_not_delayed(rest_s: float) -> None:
 
 def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
     async def scenario() -> float:
-        loop, buffer = asyncio.get_running_loop(), ResponseBuffer(lambda: 60.0)
+        loop, buffer = asyncio.get_running_loop(), ResponseBuffer(lambda: 60.0, bytearray())
         began_s = loop.time()
         buffer.put((HEADER,), ended=False)
         assert await buffer.take() == [HEADER]
@@ -68,7 +72,7 @@ def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
 
 def test_items_before_a_failure_are_taken_first() -> None:
     async def scenario() -> None:
-        buffer = ResponseBuffer(lambda: 60.0)
+        buffer = ResponseBuffer(lambda: 60.0, bytearray())
         buffer.put((HEADER, b"a"), ended=False)
         buffer.fail(Unavailable("the replica was lost"))
         assert not buffer.ended
@@ -81,7 +85,7 @@ def test_items_before_a_failure_are_taken_first() -> None:
 
 def test_a_complete_answer_cannot_fail() -> None:
     async def scenario() -> list[StreamItem]:
-        buffer = ResponseBuffer(lambda: 0.0)
+        buffer = ResponseBuffer(lambda: 0.0, bytearray())
         buffer.put((b"a",), ended=True)
         buffer.fail(Unavailable("the call was cancelled"))
         assert buffer.ended
@@ -93,13 +97,12 @@ def test_a_complete_answer_cannot_fail() -> None:
 def test_a_gateway_knows_replicas_with_unfinished_answers() -> None:
     async def scenario() -> None:
         buffers = ResponseBuffers()
-        with buffers.opened("a") as buffer:
-            assert not buffers.awaits("r0")
-            buffers.deliver("r0", [("a", [HEADER], False), ("long gone", [b"x"], True)])
-            assert buffers.awaits("r0")
-            assert not buffers.awaits("r1")
+        with buffers.opened("a", bytearray()) as buffer:
+            assert buffers.awaited() == set()
+            buffers.deliver("r0", [("a", [HEADER], b"", False), ("long gone", [b"x"], b"", True)])
+            assert buffers.awaited() == {"r0"}
             assert await buffer.take() == [HEADER]
-        assert not buffers.awaits("r0")
+        assert buffers.awaited() == set()
 
     asyncio.run(scenario())
 
@@ -109,11 +112,11 @@ def test_streams_share_a_gateways_delta_rate() -> None:
 
     async def scenario() -> tuple[int, float]:
         loop, buffers, taken = asyncio.get_running_loop(), ResponseBuffers(), 0
-        others = [buffers.opened(f"{n}") for n in range(DELTAS_PER_S // 4)]
+        others = [buffers.opened(f"{n}", bytearray()) for n in range(DELTAS_PER_S // 4)]
         for other in others:
             other.__enter__()
         began_s = loop.time()
-        with buffers.opened("mine") as buffer:
+        with buffers.opened("mine", bytearray()) as buffer:
             filling = asyncio.create_task(fill(buffer, [b"x"] * 40, 0.025))
             while await buffer.take():
                 taken += 1
@@ -122,3 +125,27 @@ def test_streams_share_a_gateways_delta_rate() -> None:
 
     taken, took_s = asyncio.run(scenario())  # a second, or more on a busy machine
     assert 4 <= taken <= 3 + 4 * took_s
+
+
+def test_parts_of_items_are_taken_with_their_log_once_all_have_come() -> None:
+    async def scenario() -> None:
+        log = bytearray()
+        buffer = ResponseBuffer(lambda: 0.0, log)
+        buffer.put((HEADER, b"a"), b"1")
+        buffer.put((b"first part, ",), None)
+        assert await buffer.take() == [HEADER, b"a"]
+        assert log == b"1"
+        taking = asyncio.create_task(buffer.take())
+        buffer.put((b"second part, ",), None)
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        buffer.put((b"end",), b"2")
+        assert await taking == [b"first part, second part, end"]
+        assert log == b"12"
+        buffer.put((b"cut off",), None)
+        buffer.fail(Unavailable("the replica was lost"))
+        with pytest.raises(Unavailable):
+            await buffer.take()
+        assert log == b"12"
+
+    asyncio.run(scenario())

@@ -21,19 +21,22 @@ HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 2)
 def test_items_put_before_a_take_form_one_message() -> None:
     async def scenario() -> None:
         stream = ResponseStream()
-        stream.put("a", (HEADER,))
+        stream.put("a", (HEADER,), b"l")
         stream.put("b", (b"1",))
         stream.put("b", (b"2",))
-        stream.put("a", (b"3", USAGE, b"4"), ended=True)
+        stream.put("a", (b"3", USAGE, b"4"), b"m", ended=True)
         message = pickle.loads(pickle.dumps(await stream.take()))
-        assert message == [("a", [HEADER, b"3", USAGE, b"4"], True), ("b", [b"12"], False)]
+        assert message == [
+            ("a", [HEADER, b"3", USAGE, b"4"], b"lm", True),
+            ("b", [b"12"], b"", False),
+        ]
         stream.put("b", (), ended=True)
-        assert await stream.take() == [("b", [], True)]
+        assert await stream.take() == [("b", [], b"", True)]
         taking = asyncio.create_task(stream.take())
         await asyncio.sleep(0.01)
         assert not taking.done()
         stream.put("c", (b"5",))
-        assert await taking == [("c", [b"5"], False)]
+        assert await taking == [("c", [b"5"], b"", False)]
 
     asyncio.run(scenario())
 
@@ -56,18 +59,19 @@ def test_a_large_answer_is_split_and_delays_no_other() -> None:
 
     async def scenario() -> None:
         stream = ResponseStream()
-        stream.put("large", (HEADER, USAGE, body), ended=True)
+        stream.put("large", (HEADER, USAGE, body), b"log", ended=True)
         stream.put("small", (b"1",), ended=True)
         messages = list[list[DeltaGroup]]()
         async with asyncio.timeout(60):
-            while sum(ended for message in messages for _, _, ended in message) < 2:
+            while sum(ended for message in messages for _, _, _, ended in message) < 2:
                 messages.append(await stream.take())
         assert all(len(pickle.dumps(message)) < 2**20 for message in messages)
         groups = [group for message in messages for group in message]
-        assert [request_id for request_id, _, _ in groups[:2]] == ["large", "small"]
-        large = [(items, ended) for request_id, items, ended in groups if request_id == "large"]
-        assert not any(ended for _, ended in large[:-1])
-        items = [item for some, _ in large for item in some]
+        assert [request_id for request_id, _, _, _ in groups[:2]] == ["large", "small"]
+        large = [group[1:] for group in groups if group[0] == "large"]
+        assert all((log, ended) == (None, False) for _, log, ended in large[:-1])
+        assert large[-1][1:] == (b"log", True)
+        items = [item for some, _, _ in large for item in some]
         assert items[:2] == [HEADER, USAGE]
         assert b"".join(item for item in items if isinstance(item, bytes)) == body
 

@@ -136,13 +136,11 @@ def read(parser, text, size):
 
 
 def calls_of(deltas):
-    names, arguments, ids = {}, {}, set()
+    names, arguments = {}, {}
     for delta in deltas:
-        assert bool(delta.name) == bool(delta.id) == (delta.index not in names)
+        assert bool(delta.name) == (delta.index not in names)
         names.setdefault(delta.index, delta.name)
         arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
-        ids |= {delta.id} - {None}
-    assert len(ids) == len(names)
     assert list(names) == list(range(len(names)))
     return [(names[index], json.loads(arguments[index])) for index in names]
 

@@ -1,5 +1,6 @@
 """register, list, show, promote, rollback, retire against a real gateway."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -131,6 +132,84 @@ def test_another_chat_template_than_in_training_gives_a_warning(
         assert "Warning: its folder has another chat template than tiny" in said("acme/other")
         template.unlink()
         assert "Warning" not in said("acme/none")
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def test_register_takes_an_adapters_own_defaults_from_options(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    template, prompt, config = (tmp_path / name for name in ("t.jinja", "p.txt", "g.json"))
+    template.write_text(TEMPLATE)
+    prompt.write_text("Be brief.")
+    found = {"temperature": 0.5, "top_k": None, "eos_token_id": 5, "stop_strings": ["<end>"]}
+    config.write_text(json.dumps(found | {"max_length": 20}))
+    options = ["--chat-template", str(template), "--system-prompt", f"@{prompt}"]
+    options += ["--generation-config", str(config), "--stop", "Bye"]
+    answer = register(lorikeet, tmp_path, *options)
+    assert answer["defaults"] == {
+        "chat_template": TEMPLATE,
+        "system_prompt": "Be brief.",
+        "stop": ["<end>", "Bye"],
+        "stop_token_ids": [5],
+        "sampling": {"temperature": 0.5},
+    }
+    own = (
+        f"has its own chat template ({len(TEMPLATE)} B, SHA-256 "
+        f"{hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]}…), "
+        'system prompt "Be brief.", stop strings ["<end>", "Bye"], stop tokens 5, temperature 0.5'
+    )
+    made = str(tmp_path / "adapter-0")
+    said = lorikeet.do("register", made, "acme/support", *options)
+    assert said.startswith("acme/support already is version 1")
+    assert own in said
+    assert json.loads(lorikeet.do("register", made, "acme/support", "--json"))["version"] == 2
+    shown = lorikeet.do("show", "acme/support")
+    assert f"Version 1 {own}" in shown
+    assert "Version 2 has its own" not in shown
+    assert "defaults=chat_template,system_prompt,stop" in lorikeet.do("log")
+
+
+def test_register_takes_an_adapters_own_defaults_from_its_folder(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    flags = ["--use-chat-template", "--use-generation-config"]
+    for flag, missing in zip(flags, ["no chat template", "generation_config.json"], strict=True):
+        failed = lorikeet.run("register", str(folder), "acme/own", flag)
+        assert failed.exit_code != 0
+        assert missing in " ".join(failed.stderr.split())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "top_p": 0.5}')
+    said = lorikeet.run("register", str(folder), "acme/own", "--json", *flags)
+    assert "Warning" not in said.stderr
+    defaults = json.loads(said.stdout)["defaults"]
+    assert defaults["chat_template"] == TEMPLATE
+    assert (defaults["stop_token_ids"], defaults["sampling"]) == ([5, 6], {"top_p": 0.5})
+    assert json.loads(lorikeet.do("register", str(folder), "acme/own", "--json"))["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--chat-template", "{t}", "--use-chat-template"], "want either --chat-template or"),
+        (["--chat-template", "{t}"], "line 1: no"),
+        (["--chat-template", "missing.jinja"], "missing.jinja is no regular file"),
+        (["--generation-config", "{t}"], "t.jinja: Expecting property name"),
+        (["--system-prompt", "@missing"], "missing is no regular file"),
+    ],
+)
+def test_faulty_defaults_are_refused_and_nothing_is_registered(
+    lorikeet: Lorikeet, tmp_path: Path, options: list[str], problem: str
+) -> None:
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('no') }}")
+    given = [each.format(t=tmp_path / "t.jinja") for each in options]
+    made = str(peft_folder(tmp_path / "peft"))
+    failed = lorikeet.run("register", made, "acme/own", *given)
+    assert failed.exit_code != 0
+    assert problem in " ".join(failed.stderr.replace("│", " ").split())
+    assert lorikeet.catalog.reader.refresh().find("acme", "own") is None
 
 
 def test_another_vocabulary_than_in_training_gives_a_warning(tmp_path: Path) -> None:

@@ -202,6 +202,13 @@ PLANTED = {
         "no folder",
         "LORIKEET_CACHE_DIR",
     ),
+    "a folder to load from that is a file": Fault(
+        "shared folder",
+        variable("LOAD_FROM", __file__),
+        WARNING,
+        "LORIKEET_LOAD_FROM=.* is no folder",
+        "mount",
+    ),
     "an FP8 cache on GPUs that have no FP8": Fault(
         "gpus",
         {
@@ -460,6 +467,17 @@ def test_too_little_memory_for_floats_of_4_bits_suggests_to_pack_them(
     assert "fp8" not in fault.fix
 
 
+@pytest.mark.parametrize("change", [in_awq, lambda _: None])
+def test_too_little_memory_on_gpus_older_than_ampere_suggests_no_smaller_weights(
+    patient: Patient, change: Callable[[Path], None]
+) -> None:
+    change(patient.model)
+    small = replace(T4, free=GIB)
+    (fault,) = faults(patient.examined("memory", cuda=Cuda((small,) * 2, (13, 0), (13, 0))))
+    assert "smaller model" in fault.fix
+    assert "WEIGHT_DTYPE" not in fault.fix
+
+
 def test_floats_that_are_to_stay_packed_are_found_with_their_fix(patient: Patient) -> None:
     (fault,) = faults(patient.examined("base models", **variable("WEIGHT_DTYPE", "packed")))
     assert "the checkpoint's linears are floats, which cannot stay packed" in fault.message
@@ -603,6 +621,12 @@ def test_old_and_missing_packages_are_found(
     assert "ray is 2.59.0: want ==2.60.*" in fault.message
     assert "torch is not installed" in fault.message
     assert "pip install" in fault.fix
+
+
+def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
+    (found,) = patient.examined("shared folder", **variable("LOAD_FROM", str(patient.model)))
+    assert faults([found]) == []
+    assert patient.examined("shared folder") == []
 
 
 def test_missing_compilers_are_found(

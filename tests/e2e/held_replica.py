@@ -18,12 +18,12 @@ class Held:
         self._prefetches = {}
 
     async def run_call(self, encoded, gateway):
-        call = encoded.call
+        request_id = encoded.attempt_id
         stream = await self._response_streams.to(gateway)
-        stream.put(call.request_id, (AnswerHeader(self._name, None, None, self._feed.update()),))
-        if call.request_id.startswith("held"):
+        stream.put(request_id, (AnswerHeader(self._name, None, None, self._feed.update()),))
+        if request_id.startswith("held"):
             await asyncio.Event().wait()
-        stream.put(call.request_id, (b"done",), ended=True)
+        stream.put(request_id, (b"done",), ended=True)
         yield None
 
     async def response_stream(self, replica, gateway):

@@ -33,9 +33,7 @@ def load(service, crowd, adapters):
 
 @pytest.mark.parametrize("part", ["replica", pytest.param("engine", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("seconds", [0, pytest.param(BACK_S, marks=pytest.mark.soak)])
-def test_a_killed_replica_loses_only_its_own_streams_and_the_hit_rate_recovers(
-    service, load, part, seconds
-):
+def test_a_killed_replica_loses_no_stream_and_the_hit_rate_recovers(service, load, part, seconds):
     engine, replica = next(iter(engine_processes(service).items()))
     with load:
         load.wait_for(WINDOW)
@@ -47,11 +45,7 @@ def test_a_killed_replica_loses_only_its_own_streams_and_the_hit_rate_recovers(
         while hit_rate(load.sent(killed_s)[-WINDOW:]) < 0.95 * before:
             assert time.monotonic() < killed_s + max(seconds, BACK_S)
             time.sleep(0.2)
-    unfinished = load.unfinished()
-    assert {r.outcome for r in unfinished} <= {Outcome.ENDED}, unfinished
-    assert all("send the request again" in r.error for r in unfinished)
-    assert all(r.sent_s < killed_s for r in unfinished)
-    assert len({r.replica for r in unfinished}) <= 1  # those of the killed replica alone
+    assert load.unfinished() == []
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])

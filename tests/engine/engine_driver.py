@@ -104,7 +104,8 @@ class Answers:
         self.pending: dict[str, int] = {}
 
     def submit(self, request: Request) -> None:
-        self.pending[request.request_id] = choices = len(request.prompts) * request.n
+        choices = len(request.prompts) * request.n
+        self.pending[request.request_id] = choices - request.made.count(None)
         for choice in range(choices):
             self.tokens.pop((request.request_id, choice), None)
             self.outputs.pop((request.request_id, choice), None)

@@ -75,10 +75,11 @@ def gateway(own_gateway: "Gateway") -> "Gateway":
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """Run a gateway like `gateway` that stores responses, shared by tests that change nothing in
-    it.
+    """Run a gateway like `gateway` that stores responses and has vLLM's endpoints, shared by tests
+    that change nothing in it.
     """
-    with serving(tmp_path_factory.mktemp("unchanged"), responses_lifetime_s=3600) as running:
+    folder = tmp_path_factory.mktemp("unchanged")
+    with serving(folder, responses_lifetime_s=3600, load_from=folder / "shared") as running:
         yield running
 
 

@@ -46,7 +46,7 @@ def test_bodies_that_are_being_received_count(pipeline: PushPipeline) -> None:
 def test_a_version_in_the_pipeline_can_be_pushed_again_at_the_limit(pipeline: PushPipeline) -> None:
     async def push() -> None:
         for letter in "ab":
-            pipeline.begin(version(letter), "key", tempfile.TemporaryDirectory())
+            pipeline.begin(version(letter), tempfile.TemporaryDirectory())
         again = version("a").key
         with (
             pipeline.receiving(again),

@@ -80,6 +80,18 @@ def test_a_failure_within_an_answer_bills_the_tokens_until_then():
     assert meter.counts() == UsageCounts(1, 3, 0, 1)
 
 
+def test_an_answer_that_another_replica_may_go_on_with_is_not_billed():
+    for refusal in (Refusal("unavailable", "the engine was closed"), None):
+        meter = BilledTokens(CALL, PROMPTS)
+        meter.on_output(tokens(0, 7, cached=0))
+        meter.on_item(b"data: ...")
+        if refusal is None:
+            meter.failed(is_given_up=True)
+        else:
+            meter.on_item(refusal)
+        assert meter.counts() is None
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     root = tmp_path_factory.mktemp("metering")

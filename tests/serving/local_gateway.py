@@ -27,9 +27,19 @@ class LocalGateway:
 
     async def stream_answer(self, call):
         """Stream an answer's items. Closing the stream cancels the call and waits for its end."""
-        call = encode_call(call, self._replica._encoder, _CONTEXT)
-        with self._buffers.opened(call.call.request_id) as buffer:
-            asking = asyncio.create_task(self._ask(call, buffer))
+        encoded = encode_call(call, self._replica._encoder, _CONTEXT)
+        async with aclosing(self.stream_encoded(encoded)) as items:
+            async for item in items:
+                yield item
+
+    async def stream_encoded(self, encoded, log=None):
+        """Stream an encoded call's items.
+
+        log: to which the log of the items is appended.
+        """
+        log = bytearray() if log is None else log
+        with self._buffers.opened(encoded.attempt_id, log) as buffer:
+            asking = asyncio.create_task(self._ask(encoded, buffer))
             try:
                 while items := await buffer.take():
                     for item in items:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from lorikeet.errors import GenerationFailed
+from lorikeet.answer_stream.output_log import logged
+from lorikeet.errors import GenerationFailed, ReplicasLost, Unavailable
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
@@ -18,14 +19,17 @@ from lorikeet.protocol.messages import (
     Endpoint,
     FinalUsage,
     Refusal,
+    Resumed,
+    ResumeReason,
     Work,
 )
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
+from lorikeet_engine.request import SamplingParams, Tokens
 from tests.serving.fake_stream import FakeStream
 from tests.waiting import until
 
@@ -40,7 +44,7 @@ class Handle:
     app_name, deployment_name = "test", "engine-tiny"
 
     def __init__(self):
-        self.calls, self.responses_opened = [], []
+        self.calls, self.responses_opened, self.opened_at = [], [], []
         self.run_call = self.status_updates = self.response_stream = self
 
     def options(self, **_):
@@ -50,16 +54,18 @@ class Handle:
         stream = FakeStream()
         if encoded is not None:
             assert gateway == GATEWAY
-            self.calls.append((encoded.call, stream))
+            self.calls.append((encoded, stream))
         elif gateway is not None:
             self.responses_opened.append(stream)
+            self.opened_at.append(replica)
         return stream
 
     def broadcast(self, *_):
         raise RuntimeError("nobody is there")
 
-    def deliver(self, *items, ended=False, attempt=-1):
-        self.responses_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
+    def deliver(self, *items, log=b"", ended=False, attempt=-1):
+        attempt_id = self.calls[attempt][0].attempt_id
+        self.responses_opened[-1].say([(attempt_id, list(items), log, ended)])
 
 
 def run(scenario):
@@ -212,7 +218,7 @@ def test_a_call_without_a_first_byte_is_sent_again_when_its_replica_falls_silent
         fleet = fleet_of(Handle.app_name, Handle.deployment_name)
         asking = await asked(engines, handle)
         handle.deliver(HEADER)
-        monkeypatch.setattr(fleet, "take_silent", lambda: {"r0": [handle.calls[0][0].request_id]})
+        monkeypatch.setattr(fleet, "take_silent", lambda: {"r0": [handle.calls[0][0].attempt_id]})
         await until(lambda: len(handle.calls) == 2)
         monkeypatch.setattr(fleet, "take_silent", dict)
         handle.deliver(HEADER, USAGE, b"whole", ended=True)
@@ -293,5 +299,236 @@ def test_a_call_is_refused_when_every_disk_is_full():
         handle.deliver(refusal, ended=True)
         assert (await asking)[-1] == refusal
         assert len(handle.calls) == 1
+
+    run(scenario)
+
+
+def log_of(*tokens):
+    return logged(Tokens("r", 0, tokens))
+
+
+LONG = log_of(*range(engines_module._PROGRESS_TOKENS))
+
+
+def lose_replica(handle):
+    """End the last call and the answer stream as the death of its replica does."""
+    lost = ended_by(grpc.StatusCode.UNAVAILABLE)
+    handle.responses_opened[-1].say(lost)
+    handle.calls[-1][1].say(lost)
+
+
+async def lost(handle, *items, log):
+    """Let a replica add items to the answer and die; wait until another has the call."""
+    calls, streams = len(handle.calls), len(handle.responses_opened)
+    handle.deliver(replace(HEADER, replica=f"r{calls}"), *items, log=log)
+    lose_replica(handle)
+    await until(lambda: len(handle.calls) > calls and len(handle.responses_opened) > streams)
+
+
+def bytes_of(items):
+    return b"".join(item for item in items if isinstance(item, bytes))
+
+
+@pytest.fixture
+def three_replicas(monkeypatch):
+    """List three replicas, r1 to r3, which `run` would replace by r0."""
+    fleet = fleet_of(Handle.app_name, Handle.deployment_name)
+    fleet.set_replicas(["r1", "r2", "r3"])
+    monkeypatch.setattr(fleet, "set_replicas", lambda _: None)
+    monkeypatch.setattr(fleet, "on_accepted", accepting(fleet))
+    yield fleet
+    monkeypatch.undo()
+    fleet.set_replicas([])
+
+
+def accepting(fleet):
+    """Return on_accepted of a fleet that assigns each call to the replica that accepts it."""
+    on_accepted = fleet.on_accepted
+
+    def accept(request_id, replica):
+        fleet.assign(request_id, replica, RoutingRequest(Work(prompt_tokens=1)))
+        on_accepted(request_id, replica)
+
+    return accept
+
+
+def test_an_answer_goes_on_at_another_replica_after_each_of_two_losses(three_replicas):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, b"one ", log=LONG)
+        await lost(handle, b"two ", log=log_of(*range(40)))
+        handle.deliver(replace(HEADER, replica="r3"), b"three", USAGE, b".", ended=True)
+        items = await asking
+        assert bytes_of(items) == b"one two three."
+        assert [i for i in items if isinstance(i, Resumed)] == (
+            [Resumed(ResumeReason.REPLICA_LOST)] * 2
+        )
+        failed = [i.replica for i in items if isinstance(i, Attempt) and i.failure]
+        assert failed == ["r1", "r2"]
+        first, second, third = (sent for sent, _ in handle.calls)
+        assert [sent.attempt_id for sent in (first, second, third)] == ["r", "r-1", "r-2"]
+        assert [sent.call.request_id for sent in (first, second, third)] == ["r"] * 3
+        assert [sent.log for sent in (first, second, third)] == (
+            [b"", LONG, LONG + log_of(*range(40))]
+        )
+        assert [sent.work.prompt_tokens for sent in (first, second, third)] == [2, 34, 74]
+        assert [sent.lost for sent in (first, second, third)] == [(), ("r1",), ("r1", "r2")]
+
+    run(scenario)
+
+
+def test_an_answer_goes_on_at_most_twice(three_replicas):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, b"one ", log=LONG)
+        await lost(handle, b"two ", log=LONG)
+        handle.deliver(replace(HEADER, replica="r3"), b"three ", log=LONG)
+        lose_replica(handle)
+        with pytest.raises(Unavailable, match="send the request again"):
+            await asking
+        assert len(handle.calls) == 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("items", [(), (b"begun ",)])
+def test_a_request_that_loses_two_replicas_without_progress_is_refused(three_replicas, items):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, *items, log=LONG if items else b"")
+        handle.deliver(replace(HEADER, replica="r2"), log=log_of(1))
+        lose_replica(handle)
+        with pytest.raises(ReplicasLost, match="two replicas were lost"):
+            await asking
+        assert len(handle.calls) == 2
+
+    run(scenario)
+
+
+def test_a_replica_that_gives_its_answers_up_is_no_fault_of_theirs(three_replicas):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        for replica in ("r1", "r2"):
+            calls = len(handle.calls)
+            handle.deliver(replace(HEADER, replica=replica), b"a", log=log_of(1))
+            handle.deliver(Refusal("unavailable", "the engine was closed"), ended=True)
+            await until(lambda calls=calls: len(handle.calls) > calls)
+        handle.deliver(replace(HEADER, replica="r3"), USAGE, b".", ended=True)
+        items = await asking
+        assert bytes_of(items) == b"aa."
+        assert [i.reason for i in items if isinstance(i, Resumed)] == (
+            [ResumeReason.ENGINE_CLOSED] * 2
+        )
+
+    run(scenario)
+
+
+def test_a_tenants_resumes_are_limited_by_its_rate_alone(three_replicas, monkeypatch):
+    monkeypatch.setattr(engines_module, "_RESUMES_PER_MIN", 1)
+
+    async def scenario(engines, handle):
+        for number, tenant in enumerate(("acme", "globex")):
+            call = replace(CALL, tenant=tenant, request_id=tenant)
+            asking = asyncio.create_task(answer(engines, call))
+            await until(lambda n=number: len(handle.calls) == 2 * n + 1)
+            await lost(handle, b"a", log=LONG)
+            handle.deliver(replace(HEADER, replica="r2"), USAGE, b".", ended=True)
+            assert bytes_of(await asking) == b"a."
+        asking = asyncio.create_task(answer(engines, CALL))
+        await until(lambda: len(handle.calls) == 5)
+        handle.deliver(replace(HEADER, replica="r1"), b"a", log=LONG)
+        lose_replica(handle)
+        with pytest.raises(Unavailable, match="too many") as raised:
+            await asking
+        assert 0 < raised.value.retry_after_s <= 60
+
+    async def answer(engines, call):
+        return [item async for item in engines.stream_answer(BASE, encoded(call))]
+
+    run(scenario)
+
+
+def test_an_answer_waits_only_for_a_while_for_another_replica(three_replicas, monkeypatch):
+    monkeypatch.setattr(engines_module, "_TAKE_OVER_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, b"a", log=LONG)
+        with pytest.raises(Unavailable, match="took the answer over"):
+            await asking
+        assert all(stream.cancelled for _, stream in handle.calls[1:])
+
+    run(scenario)
+
+
+def test_an_answer_leaves_a_replica_that_is_being_stopped(three_replicas, monkeypatch):
+    monkeypatch.setattr(engines_module, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(engines_module, "_LEAVE_CHECK_S", 0.01)
+    listed = ["r1", "r2", "r3"]
+    monkeypatch.setattr(type(three_replicas), "replicas", property(lambda _: tuple(listed)))
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        stopped = handle.opened_at[-1]
+        handle.deliver(replace(HEADER, replica=stopped), b"one ", log=log_of(1))
+        listed.clear()
+        await asyncio.sleep(0.2)
+        assert len(handle.calls) == 1, "the last replica keeps its answers"
+        opened = len(handle.opened_at)
+        listed[:] = {"r1", "r2", "r3"} - {stopped}
+        await until(lambda: len(handle.calls) == 2)
+        assert handle.calls[1][0].lost == (stopped,)
+        await until(lambda: len(handle.opened_at) > opened)
+        handle.deliver(replace(HEADER, replica=listed[0]), b"two", USAGE, b".", ended=True)
+        items = await asking
+        assert bytes_of(items) == b"one two."
+        assert [i for i in items if isinstance(i, Resumed)] == [Resumed(ResumeReason.DRAINED)]
+        assert not handle.calls[0][1].cancelled, "the replica would bill a cancelled call"
+
+    run(scenario)
+
+
+def test_an_answer_that_may_be_of_damaged_weights_does_not_go_on(three_replicas):
+    call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
+    damaged = Refusal("adapter_load_failed", "damaged")
+
+    async def scenario(engines, handle):
+        three_replicas.on_adapter_found("r2", "d" * 64, Residency.HOST)
+        asking = await asked(engines, handle, call)
+        handle.deliver(replace(HEADER, replica="r1"), b"a", log=LONG)
+        handle.deliver(damaged, ended=True)
+        assert (await asking)[-1] == damaged
+        asking = asyncio.create_task(asked(engines, handle, call))
+        asking = await asking
+        await until(lambda: len(handle.calls) == 2)
+        handle.deliver(replace(HEADER, replica="r1"), log=LONG)  # no bytes yet
+        handle.deliver(damaged, ended=True)
+        await until(lambda: len(handle.calls) == 3)
+        assert handle.calls[2][0].log == b"", "it begins anew"
+        handle.deliver(replace(HEADER, replica="r2"), USAGE, b".", ended=True)
+        assert bytes_of(await asking) == b"."
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn"),
+    [
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "seed": 5}, False),
+        ({"temperature": 0.0}, False),
+    ],
+)
+def test_drawn_tokens_have_one_seed_at_all_replicas(three_replicas, given, drawn):
+    call = replace(CALL, sampling=SamplingParams(**given))
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle, call)
+        await lost(handle, b"a", log=LONG)
+        handle.deliver(replace(HEADER, replica="r2"), USAGE, b".", ended=True)
+        await asking
+        seeds = {sent.call.sampling.seed for sent, _ in handle.calls}
+        assert len(seeds) == 1
+        assert (seeds != {given.get("seed")}) is drawn
 
     run(scenario)

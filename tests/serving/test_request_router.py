@@ -1,10 +1,15 @@
 """Part of a request that the router reads."""
 
 from array import array
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, TokenIds, Work
+from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.locations import BLOCK_TOKENS, MAX_HASHED_BLOCKS
-from lorikeet.serving.request_router import routing_request_of
+from lorikeet.serving.request_router import AdapterAffinityRouter, routing_request_of
 from lorikeet_engine.adapter import AdapterRef
 
 REF = AdapterRef("acme", "support", 1, "d" * 64)
@@ -28,3 +33,28 @@ def test_the_prefix_is_the_first_prompts_beginning() -> None:
     assert len(hashes) == MAX_HASHED_BLOCKS
     assert routing_request_of(encoded(long[:HASHED], long)).prefix_hashes == hashes
     assert routing_request_of(encoded(array("i", [8]) + long)).prefix_hashes != hashes
+
+
+@pytest.mark.parametrize(
+    ("lost", "allowed"),
+    [((), {"r1", "r2", "r3"}), (("r1", "r3"), {"r2"}), (("r1", "r2", "r3"), {"r1", "r2", "r3"})],
+)
+def test_a_call_avoids_replicas_that_were_lost_with_it_if_there_are_others(
+    lost: tuple[str, ...], allowed: set[str]
+) -> None:
+    router = AdapterAffinityRouter.__new__(AdapterAffinityRouter)
+    router._fleet, router._listed, router._by_name = Fleet(), [], {}
+    router._fleet.set_replicas(["r1", "r2", "r3"])
+    router._replica_queue_len_cache = SimpleNamespace(get=lambda _: None)  # type: ignore[assignment]
+    listed = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in ("r1", "r2", "r3")
+    ]
+    call = replace(encoded(array("i", [1] * 30)), attempt=len(lost), lost=lost)
+    pending = SimpleNamespace(args=(call,), kwargs={})
+    router._fleet.on_begun(call.attempt_id)
+    ranks = router._ranked(listed, pending)  # type: ignore[arg-type]
+    assert {each.replica_id.unique_id for rank in ranks for each in rank} == allowed
+    decision = router._fleet.decision(call.attempt_id)
+    assert decision is not None
+    assert decision.replica in allowed
+    assert {candidate.replica for candidate in decision.candidates} <= allowed

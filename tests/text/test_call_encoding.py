@@ -63,8 +63,8 @@ def test_an_echo_repeats_texts_as_sent_and_ids_as_their_text() -> None:
 def test_a_call_is_sent_without_the_texts_of_its_prompts() -> None:
     given = replace(CHAT, template_args={"secret": 1}, template_defaults={"enable_thinking": True})
     encoded = encode_call(given, DEMO, 4096)
-    sent = encoded.to_send("again")
-    assert sent.call.request_id == "again"
+    sent = encoded.to_send()
+    assert sent.call.request_id == given.request_id
     assert sent.prompts == encoded.prompts
     assert (sent.call.messages, sent.call.template_args, sent.call.template_defaults) == (
         (),

@@ -13,6 +13,8 @@ from lorikeet_engine.adapter_format import (
     AdapterLimits,
     BaseShape,
     Quantization,
+    quantized_linears,
+    read_config,
     served_quantization,
 )
 from lorikeet_engine.costs import StepCosts
@@ -29,8 +31,10 @@ from lorikeet_engine.execution.runner_parts import RunnerParts
 from lorikeet_engine.execution.state_buffers import StateBuffers
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
+from lorikeet_engine.kernels import w4a16
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.kernels.moe import mxfp4
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.served_rows import ServedRows
@@ -163,23 +167,51 @@ def load_weights(
     """
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
+        packed = stays_packed(settings, _capability(device))
         model = load(
-            settings.model, device, dtype, context, settings.rounding, group, packed=settings.packed
+            settings.model, device, dtype, context, settings.rounding, group, packed=packed
         )
         if device.type == "cuda":
             torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
     return model
 
 
+def stays_packed(settings: EngineSettings, capability: tuple[int, int] | None) -> bool:
+    """Return whether the base model's weights of 4 bits stay packed on the device.
+
+    With weight_dtype=auto only experts in MXFP4 do, if they are served in bfloat16 on GPUs that can
+    multiply by them, and if each GPU's part has whole blocks. Raises ModelError if config.json
+    cannot be read or names an unsupported model.
+
+    capability: compute capability of the GPUs; None on a CPU.
+    """
+    if settings.weight_dtype != "auto" or capability is None:
+        return settings.weight_dtype == "packed"
+    if settings.torch_dtype != torch.bfloat16 or capability < w4a16.FIRST_WITH_BFLOAT16:
+        return False
+    raw = read_config(settings.model)
+    stored = quantized_linears(raw)
+    if stored is None or stored.format is not Quantization.MXFP4:
+        return False
+    return BaseShape.from_config(raw).intermediate % (mxfp4.BLOCK * settings.tensor_parallel) == 0
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def _info(
     config: ModelConfig, settings: EngineSettings, max_context: int, step_costs: StepCosts
 ) -> EngineInfo:
+    packed = stays_packed(settings, _capability(torch.device(settings.device)))
     return EngineInfo(
         config.vocab_size,
         max_context,
         config.eos_token_ids,
         step_costs,
-        served_quantization(config.quantized_linears, settings.weight_dtype),
+        served_quantization(
+            config.quantized_linears, "packed" if packed else settings.weight_dtype
+        ),
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
         tensor_parallel=settings.tensor_parallel,
     )

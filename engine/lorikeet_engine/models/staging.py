@@ -61,10 +61,14 @@ class Staging:
         most = STAGING_BYTES // (span.width * span.dtype.itemsize)
         for first in range(0, len(rows), most):
             piece = rows[first : first + most]
-            self._copies.append(self._pool.submit(self._copy, span, first, piece))
+            # in a list that the copy empties: a thread keeps its last arguments for a while
+            self._copies.append(self._pool.submit(self._copy, span, first, [piece]))
 
     def finish(self) -> None:
-        """Wait for all copies started so far. Raises ModelError if a file ended early."""
+        """Wait for all copies started so far, after which no thread refers to their memory.
+
+        Raises ModelError if a file ended early.
+        """
         for copy in self._copies:
             copy.result()
         self._copies.clear()
@@ -73,7 +77,8 @@ class Staging:
         """Cancel the copies of all pieces of files that are not yet read, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _copy(self, span: Span, first: int, out: torch.Tensor) -> None:
+    def _copy(self, span: Span, first: int, piece: list[torch.Tensor]) -> None:
+        out = piece.pop()
         row_bytes, columns = span.width * span.dtype.itemsize, span.columns
         buffer = self._buffer()[: len(out) * row_bytes]
         read_bytes(span.file, span.begin + first * row_bytes, buffer)

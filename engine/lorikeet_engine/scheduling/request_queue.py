@@ -34,13 +34,14 @@ class InputProcessor:
         self._arrivals = itertools.count()
 
     def process(self, request: Request) -> list[Sequence]:
-        """Make a sequence of each choice of a request.
+        """Make a sequence of each choice of a request that has not ended on another engine.
 
         A choice's max_tokens is cut to the context that its prompt leaves. May be called on any
         thread, which hashes the prompts; another thread compiles the grammar.
 
-        Raises InvalidRequest for a prompt that fills the context and for token ids out of range,
-        and EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
+        Raises InvalidRequest for a prompt that fills the context, for token ids out of range and
+        for made tokens that leave none to sample, and EngineOverloaded if too many grammars of the
+        tenant are in use or wait to be compiled.
         """
         self._check(request)
         sampling = request.sampling
@@ -48,20 +49,22 @@ class InputProcessor:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         prompts = [(prompt, self._page_keys(request, prompt)) for prompt in request.prompts]
         compiled = self._compiled(sampling.grammar, request.scheduling.tenant)
+        choices = [pair for pair in prompts for _ in range(request.n)]
+        made = request.made or (None,) * len(choices)
         return [
             Sequence(
                 request,
                 choice,
                 arrival=next(self._arrivals),
-                max_tokens=min(sampling.max_tokens, self._info.max_context - len(prompt)),
+                max_tokens=self._max_tokens(request, prompt),
                 stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
                 seed=seed + choice,
                 prompt_keys=keys,
                 compiled=compiled,
+                made=made[choice],
             )
-            for choice, (prompt, keys) in enumerate(
-                pair for pair in prompts for _ in range(request.n)
-            )
+            for choice, (prompt, keys) in enumerate(choices)
+            if not request.made or made[choice] is not None
         ]
 
     def close(self) -> None:
@@ -87,8 +90,19 @@ class InputProcessor:
                     code="context_length_exceeded",
                 )
             self._check_ids("prompt", prompt)
+        for choice, made in enumerate(request.made):
+            self._check_ids("made", made or ())
+            most = self._max_tokens(request, request.prompts[choice // request.n])
+            if made is not None and len(made) >= most:
+                raise InvalidRequest(
+                    f"{len(made)} tokens are made of an answer of at most {most}: raise max_tokens",
+                    param="max_tokens",
+                )
         self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(token for token, _ in request.sampling.logit_bias))
+
+    def _max_tokens(self, request: Request, prompt: tuple[int, ...]) -> int:
+        return min(request.sampling.max_tokens, self._info.max_context - len(prompt))
 
     def _compiled(self, grammar: str | None, tenant: str) -> "Future[Matcher] | None":
         if grammar is None:
@@ -281,9 +295,11 @@ class RequestQueue:
 
 
 def _set_matcher(sequence: Sequence) -> EngineError | None:
-    """Give a sequence its own copy of its compiled grammar, if it has one.
+    """Give a sequence its own copy of its compiled grammar, if it has one, which accepts the
+    output that another engine has made.
 
-    Returns the error if the grammar could not be compiled. Compiling must have ended before.
+    Returns the error if the grammar could not be compiled or does not accept the output. Compiling
+    must have ended before.
     """
     if sequence.compiled is None:
         return None
@@ -292,6 +308,10 @@ def _set_matcher(sequence: Sequence) -> EngineError | None:
         return error
     try:
         sequence.matcher = sequence.compiled.result().copy()
+        for token in sequence.tokens[sequence.prompt_length :]:
+            sequence.matcher.accept(token)
+    except InvalidRequest as error:
+        return error
     except BaseException:  # a panic in Rust is no Exception
         log.exception("grammar_not_copied")
         return InvalidRequest("the grammar cannot be compiled", param="grammar")

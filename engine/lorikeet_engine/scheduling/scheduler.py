@@ -462,11 +462,11 @@ class Scheduler:
         admission.admit(sequence)
         self._admitted += sequence.adapter is not None
         self._tenants.start_waiting(sequence.cost.counter)  # lifts a tenant that skipped its turn
-        if sequence.status is SequenceStatus.PREEMPTED:  # has begun before
-            return
         timings = sequence.timings
+        if timings.begun_s is not None:  # was preempted
+            return
         timings.begun_s = time.monotonic()
-        timings.cached_tokens = sequence.kv.computed
+        timings.cached_tokens = min(sequence.kv.computed, sequence.prompt_length)
         self._counters.sequence_begun(sequence)
         if timings.requested_s is not None and sequence.adapter is not None:
             timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)

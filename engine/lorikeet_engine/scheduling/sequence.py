@@ -31,10 +31,12 @@ class SequenceStatus(Enum):
                      │   ▼
                    PREEMPTED
 
-    WAITING: has not begun. Holds no KV pages.
+    WAITING: has not begun. Holds no KV pages. The first state, except of a sequence that goes on
+        from tokens of another engine.
     RUNNING: takes part in steps. The only state in which a sequence holds KV pages.
     PREEMPTED: waits to run again, and then computes again its tokens whose pages are no longer
-        cached. Holds no KV pages.
+        cached. Holds no KV pages. The first state of a sequence that goes on from tokens of another
+        engine.
     FINISHED: will never run again: complete, aborted or failed. Reached from every other state.
     """
 
@@ -204,7 +206,12 @@ class Sequence:
         seed: int,
         prompt_keys: PageKeys,
         compiled: "Future[Matcher] | None" = None,
+        made: tuple[int, ...] | None = None,
     ) -> None:
+        """Create a sequence that holds nothing yet.
+
+        made: output tokens of another engine, from which the sequence goes on; None for a new one.
+        """
         self.request = request
         self.choice = choice
         self.arrival = arrival
@@ -217,28 +224,33 @@ class Sequence:
         special = sampling.changes_logits or sampling.logprobs is not None
         self.plain_sampling = compiled is None and not special
         self.prompt = request.prompts[choice // request.n]
-        self.tokens: TokenIds = self.prompt
+        self.tokens: TokenIds = [*self.prompt, *made] if made else self.prompt
         self.pending_rows: list[int] = []
         self.forced: tuple[int, ...] = ()
         self.decode_tokens = 1
-        self.prompt_length = self.length = len(self.tokens)
+        self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
         self.active_from = prompt_keys.active_from
-        first_of_prompt = choice % request.n == 0
-        if sampling.prompt_logprobs is not None and first_of_prompt and self.prompt_length > 1:
+        scored = made is None and choice % request.n == 0
+        if sampling.prompt_logprobs is not None and scored and self.prompt_length > 1:
             self.kv.score_from = 0
         self.lease: AdapterLease | None = None
         self.penalty_slot: PenaltySlot | None = None
         self.copy_s = 0.0
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
-        self.status = SequenceStatus.WAITING
+        self.status = SequenceStatus.WAITING if made is None else SequenceStatus.PREEMPTED
 
     @property
     def output_length(self) -> int:
         """Number of tokens sampled or forced so far."""
         return self.length - self.prompt_length
+
+    @property
+    def has_own_output(self) -> bool:
+        """Whether this engine has sampled a token of the output."""
+        return self.timings.first_token_s is not None or bool(self.pending_rows)
 
     @property
     def awaits_adapter(self) -> bool:

@@ -29,4 +29,7 @@ An answer's items are an AnswerHeader, a second AnswerHeader before the first by
 then a RunningUsage, and a FinalUsage before the last bytes. In an answer that fails, a Refusal
 replaces the remaining items. The last DeltaGroup of an answer is marked as its end. An answer whose
 call has ended before that mark came is lost and not repeated.
+
+With the items of a DeltaGroup comes the log of the engine's outputs that they were made of
+(output_log.py). If the replica is lost, another replica gets the log and goes on with the answer.
 """

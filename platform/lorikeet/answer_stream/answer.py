@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 from lorikeet.answer_stream.anthropic_format import (
     AnswerProgress,
@@ -44,6 +45,7 @@ in memory.
 
 A choice with longer tokens than usual ends once its body reaches this limit.
 """
+_CALL_ID_LENGTH = 9  # Mistral's templates want ids of exactly nine letters and digits
 RESPONSE_COPIES = 4
 """Number of times that the last events of a streamed response (Responses API) repeat all its log
 probabilities.
@@ -85,7 +87,7 @@ class Answer:
         self._prompts = prompts
         self._echoes = echoes
         self._events = event_stream(call, self, echoes)
-        stop = StopStrings(call.stop)
+        stop = StopStrings((*call.stop, *call.own_stop))
         in_messages = syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS
         self._choices: list[ChoiceStream | HarmonyChoice] = [
             HarmonyChoice(call, prompt, vocabulary, stop)
@@ -111,6 +113,11 @@ class Answer:
         self._timings: dict[int, EngineTimings] = {}
         self.stopped: list[int] = []
         self.ended = False
+
+    @property
+    def unended(self) -> list[bool]:
+        """Whether each choice goes on."""
+        return [choice.finish is None for choice in self._choices]
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
         """Convert the engine's outputs; return the answer's new items, with consecutive bytes
@@ -170,8 +177,9 @@ class Answer:
         )
 
     def stop_string(self, choice: int) -> str | None:
-        """Return the stop string that ended the choice; None if no stop string did."""
-        return self._choices[choice].stop_string
+        """Return the request's stop string that ended the choice; None if none did."""
+        found = self._choices[choice].stop_string
+        return found if found in self._call.stop else None
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
         """Add a prompt's log probabilities to the answer; return the bytes of all log probabilities
@@ -212,22 +220,23 @@ class Answer:
             self._unfinished -= 1
             if output.finish is None:
                 self.stopped.append(index)
+        calls = [_with_id(self._call, index, part) for part in delta.calls]
         if not self._call.stream or self._checked:
             self._texts[index].append(delta.text)
-            self._calls[index] += delta.calls
+            self._calls[index] += calls
         if not self._call.stream:
             self._thoughts[index].append(delta.reasoning)
             self._logprobs_bytes += self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
-        content = delta.text or delta.calls or delta.logprobs or delta.reasoning or delta.token_ids
+        content = delta.text or calls or delta.logprobs or delta.reasoning or delta.token_ids
         if not (content or choice.finish):
             return b""
         events = self._events.delta(
             index,
             delta.text,
             choice.finish,
-            delta.calls,
+            calls,
             delta.logprobs,
             delta.reasoning,
             delta.token_ids,
@@ -302,6 +311,18 @@ def token_count_body(endpoint: Endpoint, tokens: int) -> bytes:
     """Return the JSON body that answers a request to count tokens."""
     kind = b'"object":"response.input_tokens",' if endpoint is Endpoint.INPUT_TOKENS else b""
     return b'{%s"input_tokens":%d}' % (kind, tokens)
+
+
+def _with_id(call: Call, choice: int, part: ToolCallPart) -> ToolCallPart:
+    """Return a part of a tool call with the call's id if it is the call's first part.
+
+    Ids depend on the request's id and the place in the answer, so that a replica that goes on with
+    an answer repeats them.
+    """
+    if part.name is None:
+        return part
+    place = f"{call.request_id}/{choice}/{part.index}"
+    return replace(part, id=sha256(place.encode()).hexdigest()[:_CALL_ID_LENGTH])
 
 
 def refusal_of(error: EngineError) -> Refusal:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.openai_format import SchemaCheck
+from lorikeet.answer_stream.output_log import logged
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
@@ -34,6 +35,7 @@ class AnswerSender:
         The future fails if Lorikeet's own code raises an exception.
 
     Constructor arguments:
+    request_id: id of the attempt to answer the call.
     meter: counter of the tenant's billed tokens.
     stream: stream to the gateway, into which the items go.
     abort: called for each choice that has ended, for example at a stop string, while the engine
@@ -41,9 +43,17 @@ class AnswerSender:
     """
 
     def __init__(
-        self, call: Call, answer: Answer, meter: BilledTokens, stream: ResponseStream, abort: Abort
+        self,
+        call: Call,
+        request_id: str,
+        answer: Answer,
+        meter: BilledTokens,
+        stream: ResponseStream,
+        abort: Abort,
     ) -> None:
-        self._request_id = call.request_id
+        self._request_id = request_id
+        self._logs = call.sampling.prompt_logprobs is None  # these are in no log
+        self._log = b""  # of outputs since the last items
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
         self._header: AnswerHeader | None = None
         self._waiting = deque[Output]()  # for the header, or for the next callback
@@ -51,6 +61,16 @@ class AnswerSender:
         self._reported_tokens = 0
         self._event_loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
+
+    def replay(self, output: Tokens) -> None:
+        """Take an output of a lost replica before `begin`. Its items are not sent: the client has
+        them.
+        """
+        self._meter.on_output(output)
+        for item in self._answer.take((output,)):
+            self._meter.on_item(item)
+        self._answer.stopped.clear()
+        self._reported_tokens = self._meter.output_tokens
 
     def begin(self, header: AnswerHeader) -> None:
         """Send the answer's first header, then the items from outputs that arrived before this
@@ -97,6 +117,8 @@ class AnswerSender:
 
     def _advance(self, output: Output, header: AnswerHeader) -> None:
         items: list[StreamItem] = []
+        if self._logs and isinstance(output, Tokens):
+            self._log += logged(output)
         load_s = output.timings.load_s if isinstance(output, Tokens) and output.timings else None
         if header.is_first and load_s is not None:
             self._header = replace(header, status=None, load_s=load_s)
@@ -114,7 +136,8 @@ class AnswerSender:
         self._answer.stopped.clear()
         ended = self._answer.ended
         if items or ended:
-            self._stream.put(self._request_id, items, ended=ended)
+            self._stream.put(self._request_id, items, self._log, ended=ended)
+            self._log = b""
         if ended or self._answer.awaits_checks:
             self.ended.set_result(None)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lorikeet.errors import Unavailable
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.request import Output, Tokens
@@ -12,8 +13,9 @@ class BilledTokens:
 
     A finished answer is billed by its FinalUsage. If the client disconnects, or the answer fails
     halfway, the bill has the prompts that reached their first token and the tokens generated until
-    then. A call that was refused, or failed before its first byte, is billed nothing: another
-    replica may repeat it, and tokens are billed once.
+    then. A call that was refused, or failed before its first byte, is billed nothing, nor is a call
+    that the replica gave up: another replica repeats it or goes on with its answer and bills the
+    whole, so tokens are billed once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -48,11 +50,14 @@ class BilledTokens:
         elif isinstance(item, FinalUsage):
             self._usage = item
         elif isinstance(item, Refusal):
-            self.failed()
+            self.failed(is_given_up=item.code == Unavailable.code)
 
-    def failed(self) -> None:
-        """Record that the call failed on its own, and not because its client disconnected."""
-        self._refused = not self._begun
+    def failed(self, *, is_given_up: bool = False) -> None:
+        """Record that the call failed on its own, and not because its client disconnected.
+
+        is_given_up: whether another replica may go on with the answer.
+        """
+        self._refused = is_given_up or not self._begun
 
     def counts(self) -> UsageCounts | None:
         """Return the tokens to bill so far; None if the call is not billed."""

@@ -5,7 +5,7 @@ import json
 import regex
 
 from lorikeet.answer_stream.openai_format import ToolCallPart
-from lorikeet.answer_stream.tool_calls import ParsedDelta, call_id
+from lorikeet.answer_stream.tool_calls import ParsedDelta
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 
 _CLOSES = {"{": "}", "[": "]"}
@@ -55,7 +55,7 @@ class ForcedGemmaParser:
             else:
                 self._held = self._held[head.end() + 1 :]
                 self._open, self._at_key = ["{"], True
-                parts.append(ToolCallPart(self._calls, "", call_id(), head[1]))
+                parts.append(ToolCallPart(self._calls, "", name=head[1]))
                 parts.append(ToolCallPart(self._calls, "{"))
                 self._calls += 1
         return ParsedDelta("", parts)

@@ -7,7 +7,7 @@ import regex
 
 from lorikeet.answer_stream.argument_values import STRING_ALONE, argument_types, argument_value
 from lorikeet.answer_stream.openai_format import ToolCallPart
-from lorikeet.answer_stream.tool_calls import ParsedDelta, call_id
+from lorikeet.answer_stream.tool_calls import ParsedDelta
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.answer_stream.xml_calls import xml_patterns
 from lorikeet.protocol.messages import ToolUse
@@ -117,7 +117,7 @@ class ForcedXmlParser:
 
     def _emit(self, arguments: str) -> None:
         if not self._arguments:
-            self._parts.append(ToolCallPart(self._calls, "", call_id(), self._name))
+            self._parts.append(ToolCallPart(self._calls, "", name=self._name))
         if not arguments:
             return
         if self._parts and self._parts[-1].index == self._calls and not self._parts[-1].name:

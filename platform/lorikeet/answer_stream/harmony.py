@@ -26,7 +26,6 @@ from lorikeet.answer_stream.detokenizer import (
 from lorikeet.answer_stream.logprobs_format import SampledToken
 from lorikeet.answer_stream.openai_format import Ending, ToolCallPart
 from lorikeet.answer_stream.tool_call_bodies import JsonEnd
-from lorikeet.answer_stream.tool_calls import call_id
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.request import TokenLogprobs, Tokens
 
@@ -344,7 +343,7 @@ class HarmonyChoice:
                 return
             self._arguments = JsonEnd()
             self._note_shown()
-            self._new_calls.append(ToolCallPart(self._calls, "", call_id(), self._name))
+            self._new_calls.append(ToolCallPart(self._calls, "", name=self._name))
             self._calls += 1
         elif self._whole_calls == self._calls:
             return

@@ -37,7 +37,7 @@ class ToolCallPart:
 
     index: position of the call in its choice.
     arguments: next part of the arguments' JSON text.
-    id, name: set in the first part of a call only.
+    id, name: set in the first part of a call only. Parsers set the name, Answer sets the id.
     """
 
     index: int

@@ -15,10 +15,12 @@ from itertools import groupby
 from lorikeet.protocol.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
-DeltaGroup = tuple[str, list[StreamItem], bool]
-"""New items of one answer: the request's id, the items, and True at the answer's end.
+DeltaGroup = tuple[str, list[StreamItem], bytes | None, bool]
+"""New items of one answer: the attempt's id, the items, the log of the outputs that they were made
+of (output_log.py), and True at the answer's end.
 
-A tuple, because tuples pickle fast.
+The log is None in all messages but the last of items that need several messages. A tuple, because
+tuples pickle fast.
 """
 
 _MESSAGE_BYTES = 2**18
@@ -44,19 +46,25 @@ class ResponseStream:
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[StreamItem]] = {}
+        self._logs: dict[str, bytes] = {}
         self._ended: set[str] = set()
         self._ready = asyncio.Event()
         self._unfinished = set[asyncio.Future[None]]()
         self.closed = False
 
-    def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
+    def put(
+        self, request_id: str, items: Sequence[StreamItem], log: bytes = b"", *, ended: bool = False
+    ) -> None:
         """Add new items of an answer, split into parts that fit a message.
 
+        log: outputs that the items were made of.
         ended: True if these are the answer's last items.
         """
         waiting = self._waiting.setdefault(request_id, [])
         for item in items:
             waiting += _cut(item) if isinstance(item, bytes) else (item,)
+        if log:
+            self._logs[request_id] = self._logs.get(request_id, b"") + log
         if ended:
             self._ended.add(request_id)
         self._ready.set()
@@ -77,7 +85,8 @@ class ResponseStream:
             if rest := waiting[count:]:
                 self._waiting[request_id] = rest  # after the other answers, which it must not delay
             ended = not rest and request_id in self._ended
-            groups.append((request_id, joined(waiting[:count]), ended))
+            log = None if rest else self._logs.pop(request_id, b"")
+            groups.append((request_id, joined(waiting[:count]), log, ended))
             if ended:
                 self._ended.remove(request_id)
         if not self._waiting:
@@ -162,18 +171,24 @@ class ResponseBuffer:
     """Received items of one call's answer at a gateway. For one event loop.
 
     Joins deltas that come faster than the gateway can send them. The next delta is ready
-    `interval_s` after the previous one was taken. The first and the last delta never wait.
+    `interval_s` after the previous one was taken. The first and the last delta never wait. Items
+    that come in several messages are taken once all have come, so that the log always covers
+    exactly the items taken.
 
     received: number of items received.
     ended: True once all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
+    has_left: True once the answer was moved from its replica to another.
 
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
+    log: to which the log of the received items is appended.
     """
 
-    def __init__(self, interval_s: Callable[[], float]) -> None:
+    def __init__(self, interval_s: Callable[[], float], log: bytearray) -> None:
         self._items: list[StreamItem] = []
+        self._log = log
+        self._parts: list[StreamItem] = []  # of items that have not all come
         self._ready = asyncio.Event()
         self._interval_s = interval_s
         self._taken_s = -math.inf
@@ -182,14 +197,23 @@ class ResponseBuffer:
         self.received = 0
         self.ended = False
         self.replica: str | None = None
+        self.has_left = False
 
-    def put(self, items: Sequence[StreamItem], *, ended: bool) -> None:
+    def put(
+        self, items: Sequence[StreamItem], log: bytes | None = b"", *, ended: bool = False
+    ) -> None:
         """Add new items of the answer; wake `take` once the interval between deltas has passed.
 
+        log: outputs that the items were made of; None: further parts of the items follow.
         ended: True if these are the answer's last items.
         """
-        self._items += items
+        self._parts += items
         self.received += len(items)
+        if log is None:
+            return
+        self._items += self._parts
+        self._parts = []
+        self._log += log
         self.ended = self.ended or ended
         self._wake()
 
@@ -235,9 +259,12 @@ class ResponseBuffers:
         self._open: dict[str, ResponseBuffer] = {}
 
     @contextmanager
-    def opened(self, request_id: str) -> Iterator[ResponseBuffer]:
-        """Open the buffer of a call's answer until the context ends."""
-        buffer = self._open[request_id] = ResponseBuffer(self._interval_s)
+    def opened(self, request_id: str, log: bytearray) -> Iterator[ResponseBuffer]:
+        """Open the buffer of a call's answer until the context ends.
+
+        log: to which the log of the answer's items is appended.
+        """
+        buffer = self._open[request_id] = ResponseBuffer(self._interval_s, log)
         try:
             yield buffer
         finally:
@@ -245,11 +272,11 @@ class ResponseBuffers:
 
     def deliver(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
         """Put a replica's items into the buffers of their calls; drop items of closed calls."""
-        for request_id, items, ended in groups:
+        for request_id, items, log, ended in groups:
             buffer = self._open.get(request_id)
             if buffer is not None:
                 buffer.replica = replica
-                buffer.put(items, ended=ended)
+                buffer.put(items, log, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
         """Fail all answers that a replica has begun and not completed."""
@@ -257,14 +284,22 @@ class ResponseBuffers:
             if buffer.replica == replica:
                 buffer.fail(error)
 
+    def leave(self, replica: str, error: BaseException) -> None:
+        """Fail all answers that a replica has begun and not completed, without an end of their
+        calls: the caller ends the stream from the replica.
+        """
+        for buffer in self._open.values():
+            buffer.has_left = buffer.has_left or buffer.replica == replica
+        self.fail(replica, error)
+
     def fail_call(self, request_id: str, error: BaseException) -> None:
         """Fail the answer of one open call; ignore a call that is closed."""
         if buffer := self._open.get(request_id):
             buffer.fail(error)
 
-    def awaits(self, replica: str) -> bool:
-        """Return True if the replica is answering any open call."""
-        return any(buffer.replica == replica for buffer in self._open.values())
+    def awaited(self) -> set[str]:
+        """Return the replicas that are answering open calls."""
+        return {buffer.replica for buffer in self._open.values() if buffer.replica is not None}
 
     def _interval_s(self) -> float:
         """Return the shortest interval in seconds between an answer's deltas that this gateway can

@@ -4,7 +4,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
-from uuid import uuid4
 
 import regex
 
@@ -13,7 +12,6 @@ from lorikeet.answer_stream.tool_call_bodies import JsonEnd, body_begin, body_en
 from lorikeet.answer_stream.tool_syntax import CallStyle, ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
-_ID_LENGTH = 9  # Mistral's templates want ids of exactly nine letters and digits
 _Call = tuple[str, str]  # function name, JSON of its arguments
 
 
@@ -251,7 +249,7 @@ class ForcedCallParser:
             else:
                 self._held = self._held[head.end() :]
                 self._arguments = JsonEnd()
-                deltas.append(ToolCallPart(self._calls, "", call_id(), head[1]))
+                deltas.append(ToolCallPart(self._calls, "", name=head[1]))
                 self._calls += 1
         return ParsedDelta("", deltas)
 
@@ -276,9 +274,4 @@ class ForcedCallParser:
 
 def whole_call(index: int, name: str, arguments: str) -> list[ToolCallPart]:
     """Return a complete tool call in two parts: the function's name, then its arguments."""
-    return [ToolCallPart(index, "", call_id(), name), ToolCallPart(index, arguments)]
-
-
-def call_id() -> str:
-    """Return a new id for a tool call."""
-    return uuid4().hex[:_ID_LENGTH]
+    return [ToolCallPart(index, "", name=name), ToolCallPart(index, arguments)]

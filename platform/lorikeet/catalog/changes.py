@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
 SCHEMA = 2
@@ -120,6 +121,19 @@ class VersionRegistered(AdapterChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultsSet(AdapterChange):
+    """Setting of a version's own request defaults, in the entry that registers the version.
+
+    Releases that do not know request defaults refuse the entry, instead of serving the version
+    without them.
+    """
+
+    version: int
+    defaults: RequestDefaults
+    type: Literal["defaults_set"] = "defaults_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShared(AdapterChange):
     """Change of an adapter's visibility: to every tenant, or to its own tenant alone."""
 
@@ -218,6 +232,7 @@ class Unpinned:
 
 AnyAdapterChange = (
     VersionRegistered
+    | DefaultsSet
     | AdapterShared
     | AliasMoved
     | AliasRolledBack

@@ -7,6 +7,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from lorikeet.catalog.names import is_digest
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
@@ -155,11 +156,13 @@ class VersionRecord(BlobFacts):
 
     version: number, from 1.
     created: Unix seconds.
+    defaults: defaults of requests for the version; None: the base model's.
     """
 
     version: int
     created: float
     retired: bool = False
+    defaults: RequestDefaults | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +246,11 @@ class AdapterRecord:
         """Return the newest usable version with this blob, or None."""
         found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
         return next(found, None)
+
+    def registered(self, digest: str, defaults: RequestDefaults | None) -> VersionRecord | None:
+        """Return the newest usable version with this blob and these request defaults, or None."""
+        found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
+        return next((v for v in found if v.defaults == defaults), None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
         """Return the aliases, sorted, that point to this version or give a share to it."""

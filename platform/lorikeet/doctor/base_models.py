@@ -35,7 +35,7 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
         if plan is not None and not (isinstance(plan, EngineError) and is_of_base_model(plan)):
-            yield _check_dtype(check, folder, planned.engine_settings(name))
+            yield _check_dtype(check, folder, planned, planned.engine_settings(name))
             if planned.device == "cuda":
                 yield from _check_attention(check, folder, planned.engine_settings(name))
                 if planned.serves_fp8(name):
@@ -101,7 +101,9 @@ def _is_pointer(file: Path) -> bool:
     return file.exists() and file.read_bytes()[: len(_POINTER)] == _POINTER
 
 
-def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Finding:
+def _check_dtype(
+    check: str, folder: Path, planned: PlannedStart, settings: "EngineSettings"
+) -> Finding:
     """Compare the dtype of the stored weights with the dtype in which they are served."""
     served = settings.dtype
     config = read_config(folder)
@@ -110,7 +112,7 @@ def _check_dtype(check: str, folder: Path, settings: "EngineSettings") -> Findin
     linears = f", linears {quantized.format}" if quantized else ""
     if settings.rounding is not None:
         linears += f", linears rounded to {settings.rounding}"
-    if settings.packed:
+    if planned.stays_packed(settings):
         linears += " that stay packed"
     found = f"{folder}: {config['model_type']}, weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):

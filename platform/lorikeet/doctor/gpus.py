@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.machine import Cuda, Version
-from lorikeet.doctor.planned_start import PlannedStart
-
-_FIRST_WITH_FP8: Version = (8, 9)
+from lorikeet.doctor.planned_start import FIRST_WITH_BFLOAT16, FIRST_WITH_FP8, PlannedStart
 
 
 def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
@@ -22,7 +20,7 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
         yield fault
         return
     yield from _check_count(planned)
-    old = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < (8, 0)]
+    old = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < FIRST_WITH_BFLOAT16]
     if old:
         yield warning(
             "gpus",
@@ -32,7 +30,7 @@ def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
     if old and "packed" in planned.settings.weight_dtype.values():
         found = f"{old[0]} is older than Ampere and has no products of 4 bits"
         yield problem("gpus", found, "LORIKEET_WEIGHT_DTYPE=auto")
-    without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < _FIRST_WITH_FP8]
+    without_fp8 = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < FIRST_WITH_FP8]
     if without_fp8:
         found = f"{without_fp8[0]} is older than Ada and Hopper and has no FP8"
         yield from (problem("gpus", found, fix) for fix in _instead_of_fp8(planned))

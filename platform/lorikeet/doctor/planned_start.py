@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lorikeet.addresses import SERVES_PORT
-from lorikeet.doctor.machine import Cuda, Host, find_cuda, this_host
+from lorikeet.doctor.machine import Cuda, Host, Version, find_cuda, this_host
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import Quantization, quantized_linears, read_config
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lorikeet_engine.execution.memory_plan import MemoryPlan
     from lorikeet_engine.settings import EngineSettings
 
+FIRST_WITH_BFLOAT16: Version = (8, 0)  # as fast as float16, and with products of 4 bits: Ampere
+FIRST_WITH_FP8: Version = (8, 9)  # Ada
 _CONTEXT_BYTES = 1 << 29  # the CUDA context of each process that uses a GPU
 
 
@@ -90,6 +92,17 @@ class PlannedStart:
         found = [self.gpu_memory] if self.gpu_memory else [gpu.free for gpu in self.cuda.gpus]
         return max(0, min(found) - _CONTEXT_BYTES) if found else None
 
+    @property
+    def capability(self) -> Version | None:
+        """Least compute capability of the GPUs; None on a CPU.
+
+        With gpu_memory, which plans for other GPUs, returns FIRST_WITH_FP8.
+        """
+        if self.device == "cpu":
+            return None
+        found = [] if self.gpu_memory else [gpu.capability for gpu in self.cuda.gpus]
+        return min(found, default=FIRST_WITH_FP8)
+
     def engine_settings(self, base_model: str) -> "EngineSettings":
         """Make the settings of a base model's engine. Raises SettingsError."""
         from lorikeet.replica.engine_settings import engine_settings  # torch
@@ -119,10 +132,22 @@ class PlannedStart:
         """Return the weight_dtype with which a base model's linears would take less memory; None:
         there is none.
         """
-        stored, served = self.stored_format(base_model), self.settings.weight_dtype[base_model]
-        if stored is not None and stored.has_4_bits:
-            return None if served == "packed" else "packed"
-        return None if self.serves_fp8(base_model) else "fp8"
+        if self.stays_packed(self.engine_settings(base_model)):
+            return None
+        stored, smaller, least = self.stored_format(base_model), "fp8", FIRST_WITH_FP8
+        # where auto leaves MXFP4 as floats on GPUs, they cannot multiply by packed experts
+        packs = self.capability is None or stored is not Quantization.MXFP4
+        if stored is not None and stored.has_4_bits and packs:
+            smaller, least = "packed", FIRST_WITH_BFLOAT16
+        if smaller == "fp8" and self.serves_fp8(base_model):
+            return None
+        return smaller if self.capability is None or self.capability >= least else None
+
+    def stays_packed(self, settings: "EngineSettings") -> bool:
+        """Return whether a base model's weights of 4 bits stay packed. Raises ModelError."""
+        from lorikeet_engine.execution.assembly import stays_packed  # torch
+
+        return stays_packed(settings, self.capability)
 
     @cached_property
     def plans(self) -> Mapping[str, "MemoryPlan | EngineError"]:
@@ -149,7 +174,7 @@ class PlannedStart:
                 settings.max_context,
                 settings.rounding,
                 shard,
-                packed=settings.packed,
+                packed=self.stays_packed(settings),
             )
             return plan_memory(config, weights, settings, self.device_free or 0, shard)
         except EngineError as error:

@@ -1,4 +1,4 @@
-"""Checks of the operating system: the disk cache's folder, ports, shared memory, open files."""
+"""Checks of the operating system: folders, ports, shared memory, open files."""
 
 import os
 import shutil
@@ -40,6 +40,21 @@ def check_cache_folder(planned: PlannedStart) -> Iterator[Finding]:
             "disk cache",
             f"{folder} cannot be written: {there} {_owner(there)}",
             f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
+        )
+
+
+def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the folder that tenants load adapters from, if there is one, can be read."""
+    folder = planned.settings.load_from
+    if folder is None:
+        return
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        yield ok("shared folder", f"{folder} can be read")
+    else:
+        yield warning(
+            "shared folder",
+            f"LORIKEET_LOAD_FROM={folder} is no folder that can be read: every load is refused",
+            "mount the file system of the trainers there, and let this user read it",
         )
 
 

@@ -13,6 +13,7 @@ from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.retry_after import REPAIR_S
 from lorikeet_engine.adapter import AdapterRef
 
@@ -34,6 +35,7 @@ class ResolvedModel(NamedTuple):
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
     trained_on: value of VersionRecord.trained_on; None for a base model.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
+    defaults: the version's own request defaults; None: the base model's.
     """
 
     base_model: str
@@ -43,6 +45,7 @@ class ResolvedModel(NamedTuple):
     created: float = 0.0
     trained_on: str | None = None
     is_recorded: bool = True
+    defaults: RequestDefaults | None = None
 
 
 class Caller(NamedTuple):
@@ -86,21 +89,15 @@ class RequestAuthenticator:
         """
         return await self._caller(request, Scope.INFER)
 
-    async def publisher(self, request: Request, name: str) -> Caller:
-        """Return the tenant and key of a request that pushes adapter `name` or asks for a push's
-        state.
+    async def publisher(self, request: Request) -> Caller:
+        """Return the tenant and key of a request that pushes adapters or asks for a push's state.
 
         A read-only key may ask, but not push.
 
         Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
         allow the request, Unavailable if the catalog cannot be read.
         """
-        caller = await self._caller(request, Scope.PUBLISH)
-        key = caller.key
-        if Scope.PUBLISH in key.scopes and not key.may_push(name):
-            allowed = ", ".join(key.adapters)
-            raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
-        return caller
+        return await self._caller(request, Scope.PUBLISH)
 
     async def admin(self, request: Request) -> None:
         """Authenticate a request as an admin's, and set request.state.key to its key.
@@ -136,10 +133,16 @@ class RequestAuthenticator:
                 state = self._pushed.applied_to(state, owner if named else tenant)
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            is_recorded = state is log or _holds(log, ref)
-            sizes = version.max_rank, version.gpu_bytes
-            base_model, trained_on = version.base_model, version.trained_on
-            return ResolvedModel(base_model, ref, *sizes, version.created, trained_on, is_recorded)
+            return ResolvedModel(
+                version.base_model,
+                ref,
+                version.max_rank,
+                version.gpu_bytes,
+                version.created,
+                version.trained_on,
+                state is log or _holds(log, ref, version.defaults),
+                version.defaults,
+            )
 
         found = await self._catalog_view.find(find, (tenant, model))
         if found.base_model not in self._base_models:
@@ -178,23 +181,30 @@ class RequestAuthenticator:
         return await self._catalog_view.find(check)
 
 
-def _holds(log: CatalogState, ref: AdapterRef) -> bool:
+def check_may_push(key: KeyRecord, name: str) -> None:
+    """Raise Forbidden if a publish key may not push adapters of this name."""
+    if Scope.PUBLISH in key.scopes and not key.may_push(name):
+        allowed = ", ".join(key.adapters)
+        raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
+
+
+def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None) -> bool:
     record = log.find(ref.tenant, ref.name)
-    return record is not None and record.with_digest(ref.digest) is not None
+    return record is not None and record.registered(ref.digest, defaults) is not None
 
 
 def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
-    On tenants' routes a Basic header is returned as the Bearer header of its password, and
-    x-api-key may replace Authorization. Raises InvalidKey if Authorization and x-api-key have
+    On tenants' routes a Basic header is returned as the Bearer header of its key, and x-api-key may
+    replace Authorization. Raises InvalidKey if Authorization and x-api-key have
     different keys.
     """
     authorization = request.headers.get("authorization")
     if scope is Scope.ADMIN:
         return authorization
     if authorization is not None:
-        authorization = as_bearer(authorization)
+        authorization = as_bearer(authorization, publishing=scope is Scope.PUBLISH)
     api_key = request.headers.get("x-api-key")
     if not api_key:
         return authorization

@@ -1,12 +1,20 @@
-"""Keys sent as the password of HTTP's Basic authentication, by clients that take only a URL."""
+"""Keys sent by HTTP's Basic authentication, by clients that take only a URL.
+
+The password is the key of a request. A publish key may be the user's name beside it, so that one
+URL both pushes and generates.
+"""
 
 from base64 import b64decode
 
+_SECRET = "lk_"
 
-def as_bearer(authorization: str) -> str:
-    """Return a Basic `Authorization` header as the Bearer header of its password.
+
+def as_bearer(authorization: str, *, publishing: bool = False) -> str:
+    """Return a Basic `Authorization` header as the Bearer header of its key.
 
     Other headers are returned unchanged, and so are malformed ones.
+
+    publishing: the request is for a publish key, which the user's name may be.
     """
     kind, _, coded = authorization.partition(" ")
     if kind.lower() != "basic":
@@ -15,4 +23,5 @@ def as_bearer(authorization: str) -> str:
         credentials = b64decode(coded.strip(), validate=True).decode()
     except ValueError:
         return authorization
-    return f"Bearer {credentials.partition(':')[2]}"
+    user, _, password = credentials.partition(":")
+    return f"Bearer {user if publishing and user.startswith(_SECRET) else password}"

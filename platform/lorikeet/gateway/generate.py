@@ -180,7 +180,7 @@ class GenerateEndpoint:
         # No await from here until `using` is entered: a version that ends now is kept.
         base_model, served = model.base_model, self._services.base_models[model.base_model]
         stores, now = self._stored.stores(body), int(time.time())
-        defaults = served.sampling_defaults
+        defaults = served.sampling_of(model.defaults)
         body = body.with_sampling_defaults(defaults) if defaults else body
         context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)

@@ -9,7 +9,7 @@ forwards to.
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, nullcontext
 
 import uvicorn
@@ -31,16 +31,18 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on probes and tenants' paths, `/v1/*`, and answers all others with
-    404.
+    """ASGI wrapper that passes on probes and tenants' paths, which are `/v1/*` and `paths`, and
+    answers all others with 404.
 
     max_requests: maximum number of requests at once; None: no limit. Further requests are refused,
         except probes. Must be less than the number that Serve sends this gateway at once, or health
         checks would queue.
     """
 
-    def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, max_requests: int | None = None, paths: Collection[str] = ()
+    ) -> None:
+        self._app, self._paths = app, paths
         self._max_requests, self._requests = max_requests, 0
         self._full = RequestMiddleware(_refuse_full)
         self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -63,7 +65,8 @@ class PublicListener:
             return self._app
         if self._max_requests is not None and self._requests > self._max_requests:
             return self._full
-        return self._app if path.startswith("/v1/") else self._nothing
+        is_tenants = path.startswith("/v1/") or path in self._paths
+        return self._app if is_tenants else self._nothing
 
 
 class AdminListener:

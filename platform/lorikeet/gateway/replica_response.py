@@ -22,6 +22,7 @@ from lorikeet.protocol.messages import (
     Endpoint,
     FinalUsage,
     Refusal,
+    Resumed,
     StreamItem,
 )
 
@@ -33,6 +34,11 @@ BeforeEnd = Callable[[bytes], Awaitable[bytes]]
 The last bytes are a whole JSON body, or the complete events that a stream has after its FinalUsage.
 """
 
+RESUMED_HEADER = "x-lorikeet-resumed"
+"""Header with the reasons why other replicas went on with the answer, in order. In a stream that
+has begun, a comment of server-sent events, which clients skip, takes the header's place.
+"""
+_COMMENT = b":"
 _SILENT = "the replica ended without an answer: send the request again"
 
 
@@ -94,6 +100,7 @@ class ReplicaResponse(Response):
         self._using = using or nullcontext()
         self._ending = False
         self._header: AnswerHeader | None = None
+        self._resumed: list[str] = []
         self._failure_sent = False
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
@@ -181,7 +188,7 @@ class ReplicaResponse(Response):
                     last.append(chunk)
                 else:
                     yield _body(chunk, more=True)
-                    events += chunk.count(EVENT_END)
+                    events += 0 if chunk.startswith(_COMMENT) else chunk.count(EVENT_END)
             if last and self._before_end is not None:
                 last = [await self._before_end(b"".join(last))]
         except LorikeetError as error:
@@ -196,6 +203,8 @@ class ReplicaResponse(Response):
         async for item in items:
             if chunk := self._bytes(item):
                 yield chunk
+            elif isinstance(item, Resumed):
+                yield b"%s %s: %s\n\n" % (_COMMENT, RESUMED_HEADER.encode(), item.reason.encode())
 
     def _bytes(self, item: StreamItem) -> bytes:
         """Pass an item to the observers; return its bytes for the client, b"" if it has none.
@@ -207,11 +216,15 @@ class ReplicaResponse(Response):
             observer.on_item(item)
         if isinstance(item, Refusal):
             raise Refused(item, self._call.endpoint)
+        if isinstance(item, Resumed):
+            self._resumed.append(item.reason)
         return item if isinstance(item, bytes) else b""
 
     def _start(self, content_type: bytes, length: int | None = None) -> Message:
         assert self._header is not None, "a header comes before bytes"
         headers = [(b"content-type", content_type), *_headers(self._header)]
+        if self._resumed:
+            headers.append((RESUMED_HEADER.encode(), ", ".join(self._resumed).encode()))
         if length is None:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:

@@ -18,6 +18,7 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
@@ -151,7 +152,15 @@ class ServedModel:
     quantization: str | None = None
     chat_template: str | None = None
     vocabulary: TokenizerVocabulary | None = None
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+
+    def sampling_of(self, own: RequestDefaults | None) -> Mapping[str, int | float]:
+        """Return the values of sampling fields that a request leaves out, by field: an adapter's,
+        then the base model's.
+
+        own: the adapter's own request defaults.
+        """
+        return self.sampling_defaults if own is None else {**self.sampling_defaults, **own.sampling}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,8 @@ class Services:
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
     uses: adapters that this gateway's requests in flight use.
+    load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
+        load adapters; None: no such endpoints.
     """
 
     catalog: AdapterCatalog
@@ -210,6 +221,7 @@ class Services:
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
+    load_from: Path | None = None
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:

@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 
 from lorikeet.metrics.metric_builders import residency_label
 from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
+from lorikeet.protocol.messages import ResumeReason
 from lorikeet.request_log.record import RequestRecord
 
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
@@ -45,6 +46,11 @@ class GatewayMetrics:
         self._retries = self._counter(
             "lorikeet_request_retries_total", "Attempts that a replica lost and another took over."
         )
+        self._resumes = self._counter(
+            "lorikeet_request_resumes_total",
+            "Answers that another replica went on with, by reason.",
+            "reason",
+        )
         self._not_stored = Counter(
             "lorikeet_responses_not_stored_total",
             "Responses that could not be stored, because the store failed or they were too large.",
@@ -75,6 +81,8 @@ class GatewayMetrics:
         """Create the series of these base models, so that they show 0 from the start."""
         for base_model in base_models:
             self._retries.labels(base_model)
+            for reason in ResumeReason:
+                self._resumes.labels(base_model, reason)
             for outcome in OUTCOMES:
                 self._requests.labels(base_model, outcome)
 
@@ -94,6 +102,8 @@ class GatewayMetrics:
             self._errors.labels(model, request.code).inc()
         if request.retries:
             self._retries.labels(model).inc(request.retries)
+        for reason in request.resumed:
+            self._resumes.labels(model, reason).inc()
         if request.replica is not None:
             self._observe_times(request, model, residency_label(request.residency))
         tokens = None

@@ -8,10 +8,11 @@ pickles slotted dataclasses field by field in Python code, which takes 1.5 times
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
@@ -124,6 +125,19 @@ class Work(NamedTuple):
     sequences: int = 1
 
 
+class AnswerMarks(NamedTuple):
+    """Marks in the answers of an adapter whose own chat template may have others than its base
+    model's.
+
+    syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
+        one.
+    tags: tags of thinking, the fields of ThinkTags (answer_stream/reasoning.py).
+    """
+
+    syntax: str | None
+    tags: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Call:
     """One parsed HTTP request.
@@ -161,6 +175,8 @@ class Call:
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
+    defaults: the adapter's own request defaults, for the prompt; None: the base model's.
+    own_stop: the adapter's own strings that end a choice as its end-of-sequence tokens do.
     """
 
     request_id: str
@@ -197,6 +213,8 @@ class Call:
     left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     max_context: int | None = None
+    defaults: RequestDefaults | None = None
+    own_stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +226,12 @@ class EncodedCall:
     thinking: state of the model's thinking at the end of the prompt.
     echoed: text of each prompt, with which the answer begins; () without `echo`.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    marks: marks in the answer if the adapter has its own chat template; None: the base model's.
+    attempt: number of replicas that were sent the call before.
+    lost: replicas that were lost with the call; it is sent to none of them again.
+    log: outputs of the lost replicas (answer_stream/output_log.py), after which the answer goes on;
+        b"" for a new answer.
+    made_tokens: number of tokens in `log`.
     """
 
     call: Call
@@ -215,23 +239,36 @@ class EncodedCall:
     thinking: Thinking = Thinking.NEVER
     echoed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    marks: AnswerMarks | None = None
+    attempt: int = 0
+    lost: tuple[str, ...] = ()
+    log: bytes = b""
+    made_tokens: int = 0
+
+    @property
+    def attempt_id(self) -> str:
+        """Id of the attempt: the call's id, from the second attempt on with a number.
+
+        Each attempt has its own, since a lost replica may still be running an earlier one.
+        """
+        return self.call.request_id + (f"-{self.attempt}" if self.attempt else "")
 
     @property
     def work(self) -> Work:
         """Amount of work that the call makes for a replica."""
-        call, tokens = self.call, sum(map(len, self.prompts))
+        call, tokens = self.call, sum(map(len, self.prompts)) + self.made_tokens
         sequences = len(self.prompts) * call.n
         return Work(tokens, call.adapter_rank, call.adapter_bytes, sequences)
 
-    def to_send(self, request_id: str) -> "EncodedCall":
-        """Return the call under a request id, without the texts that its prompts were made from."""
+    def to_send(self) -> "EncodedCall":
+        """Return the call without the texts that its prompts were made from."""
         call = replace(
             self.call,
-            request_id=request_id,
             messages=(),
             prompts=(),
             template_args={},
             template_defaults={},
+            defaults=None,
         )
         return replace(self, call=call)
 
@@ -346,7 +383,7 @@ class Candidate(NamedTuple, Generic[R]):
 class Attempt:
     """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
-    request_id: the call's id; if the call was sent again, followed by the attempt's number.
+    request_id: the attempt's id; see EncodedCall.attempt_id.
     replica: name of the replica that took or failed the call; None if no replica took it.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
@@ -360,7 +397,29 @@ class Attempt:
     failure: str | None = None
 
 
-StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | bytes
+class ResumeReason(StrEnum):
+    """Reason why another replica goes on with an answer.
+
+    REPLICA_LOST: the replica's process died or cannot be reached.
+    ENGINE_CLOSED: the replica itself gave the answer up, since its engine is closed or hangs.
+    SILENT: the replica sends no status.
+    DRAINED: the replica is being stopped, and others serve the base model.
+    """
+
+    REPLICA_LOST = "replica_lost"
+    ENGINE_CLOSED = "engine_closed"
+    SILENT = "silent"
+    DRAINED = "drained"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Item that the gateway adds to an answer before another replica goes on with it."""
+
+    reason: ResumeReason
+
+
+StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | Resumed | bytes
 """Item of an answer. Bytes are complete SSE events with `stream`, else one JSON body."""
 
 

@@ -10,7 +10,7 @@ from lorikeet.protocol.messages import Call
 from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.errors import EngineError
+from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.telemetry.status import SlotUse
 
@@ -38,8 +38,8 @@ class Metering:
         meter = BilledTokens(call, prompts)
         try:
             yield meter
-        except EngineError:
-            meter.failed()
+        except EngineError as error:
+            meter.failed(is_given_up=isinstance(error, EngineClosed))
             raise
         finally:
             self._count(call, meter)

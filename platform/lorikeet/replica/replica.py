@@ -5,11 +5,13 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lorikeet.answer_stream.answer import Answer, refusal_of
 from lorikeet.answer_stream.answer_sender import AnswerSender
+from lorikeet.answer_stream.output_log import outputs_of
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -60,6 +62,8 @@ An engine that is only busy is not silent, and accepts the request from its queu
 _DEAD_S = 60.0
 """Seconds without a message from the engine after which the replica is unhealthy."""
 _PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a minute
+_REPLAYED_AT_ONCE = 64
+"""Number of outputs of a lost replica that are converted in one callback of the event loop."""
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
@@ -105,6 +109,9 @@ class Replica:
         items that are missing. Closing this generator aborts an unfinished request and frees its KV
         pages and adapter lease.
 
+        A call with a log goes on with the answer of a lost replica: the items before the log's end,
+        which the client has, are not sent again.
+
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
         call that the engine did not accept or whose answer cannot reach its gateway.
 
@@ -116,19 +123,24 @@ class Replica:
             prepared = await self._requests.build(encoded)
             request = prepared.request
             with self._metering.metered(call, request.prompts) as meter:
-                encoder = self._encoder
+                encoder = self._encoder.with_marks(encoded.marks)
                 known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
                 checked = bool(prepared.checked)
                 answer = Answer(
                     call, request.prompts, *known, checked=checked, tags=encoder.think_tags
                 )
-                sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
-                with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
-                    found = await self._submit(request)
+                request_id, abort = encoded.attempt_id, self._engine.abort
+                sender = AnswerSender(call, request_id, answer, meter, stream, abort)
+                made = await _replay(encoded, answer, sender) if encoded.log else ()
+                with self._outputs.receiving(request_id, sender.take, abort):
+                    found, goes_on = None, any(answer.unended)
+                    if goes_on:
+                        found = await self._submit(_rest_of(request, made) if made else request)
                     digest = call.adapter.digest if call.adapter else None
                     ignored, status = prepared.ignored, self._feed.update()
                     sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
-                    await stream.wait_for(sender.ended)
+                    if goes_on:
+                        await stream.wait_for(sender.ended)
                 if answer.awaits_checks:
                     said = answer.said()
                     sender.end(await self._requests.check(call, prepared.checked, said))
@@ -311,6 +323,35 @@ class Replica:
 
     def _post(self, status: EngineStatus) -> None:  # on the event loop, so after the constructor
         self._feed.post(status)
+
+
+async def _replay(
+    encoded: EncodedCall, answer: Answer, sender: AnswerSender
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Bring an answer to the end of its log; return the tokens of each choice, None for a choice
+    that has ended.
+
+    Other tasks of the event loop run meanwhile: a token takes some 20 µs.
+    """
+    made: list[list[int]] = [[] for _ in answer.unended]
+    for count, output in enumerate(outputs_of(encoded.log, encoded.attempt_id)):
+        sender.replay(output)
+        made[output.choice] += output.token_ids
+        if count % _REPLAYED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return tuple(
+        tuple(tokens) if goes_on else None
+        for tokens, goes_on in zip(made, answer.unended, strict=True)
+    )
+
+
+def _rest_of(request: Request, made: tuple[tuple[int, ...] | None, ...]) -> Request:
+    """Return the request for the rest of an answer, whose client no longer waits for its begin.
+
+    made: tokens of each choice; None for a choice that has ended.
+    """
+    scheduling = replace(request.scheduling, max_queue_s=None, max_load_s=None)
+    return replace(request, scheduling=scheduling, made=made)
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:

@@ -19,6 +19,8 @@ from lorikeet.protocol.messages import (
     Candidate,
     FinalUsage,
     Refusal,
+    Resumed,
+    ResumeReason,
     StreamItem,
     TokenIds,
 )
@@ -82,6 +84,7 @@ class RequestRecord:
         of the adapter's load, from the AnswerHeader.
     running, waiting: numbers of requests on the replica, from the AnswerHeader.
     attempts: attempts of replicas, in order.
+    resumed: reasons why other replicas went on with the answer, in order.
     usage: None unless the answer is complete.
     ended_stages: stages of a push, in order.
     """
@@ -112,6 +115,7 @@ class RequestRecord:
     running: int | None = None
     waiting: int | None = None
     attempts: tuple[AttemptRecord, ...] = ()
+    resumed: tuple[ResumeReason, ...] = ()
     usage: FinalUsage | None = None
     method: str = "POST"
     ended_stages: tuple[EndedStage, ...] = ()
@@ -258,6 +262,8 @@ class RequestTrace:
         match item:
             case Attempt():
                 self._on_attempt(item)
+            case Resumed():
+                record.resumed += (item.reason,)
             case AnswerHeader():
                 if item.is_first:
                     record.accepted_s = self._now_s()

@@ -46,6 +46,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "tokens": None,
         "preemptions": None,
         "retries": record.retries,
+        "resumed": list(record.resumed),
     }
     if (usage := record.usage) is not None:
         explanation["tokens"] = _tokens(usage)

@@ -25,6 +25,7 @@ from lorikeet.gateway.call_encoders import read_encoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.listeners import AdminListener, PublicListener
 from lorikeet.gateway.services import Services, read_base_models
+from lorikeet.gateway.vllm.requests import PATHS as VLLM_PATHS
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
@@ -232,6 +233,7 @@ class Gateway:
                 push_folder=settings.cache_dir / "pushes",
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
+                load_from=settings.load_from,
             )
             self._trim = asyncio.create_task(trim_freed_memory())
             BoundedHttpProtocol.limit_connections(settings.max_connections)
@@ -244,7 +246,8 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = create_app(self._services)
         self._admin_listener.open_with(app)
-        return PublicListener(app, self._most_requests)
+        paths = frozenset() if self._services.load_from is None else VLLM_PATHS
+        return PublicListener(app, self._most_requests, paths)
 
 
 def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:

@@ -2,24 +2,28 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from lorikeet.answer_stream.output_log import tokens_in
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
-from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
+from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
-    Call,
     EncodedCall,
     Refusal,
+    Resumed,
+    ResumeReason,
     SmokeResult,
     SmokeTest,
     StreamItem,
@@ -37,6 +41,7 @@ from lorikeet.serving.replica_calls import (
     streaming_handle,
 )
 from lorikeet.serving.status_subscriber import StatusSubscriber
+from lorikeet.tenancy.token_bucket import TokenBucket
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
 from lorikeet_engine.errors import LoadFault
@@ -44,12 +49,30 @@ from lorikeet_engine.errors import LoadFault
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_RESUMES_PER_MIN = 600
+"""Number of calls of one tenant that a gateway sends again per minute after their replicas were
+lost; as many may come at once.
+"""
+_PROGRESS_TOKENS = 32
+"""Number of tokens that a replica must have added to an answer before the loss of the replica
+counts as no fault of the request.
+"""
+_TAKE_OVER_S = 60.0
+"""Seconds within which another replica must take an answer that has begun."""
+_LEAVE_S = 10.0
+"""Seconds after which an answer leaves a replica that is being stopped."""
+_LEAVE_CHECK_S = 0.5
+"""Seconds between two checks for replicas that are being stopped."""
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
 """Seconds without a new item of an answer, after its call has ended, until it counts as lost."""
 _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 
+_REPLICAS_LOST = (
+    "two replicas were lost one after the other while they answered this request, so it is sent to "
+    "no third: it may be what ends them. Change it, or give the operators its id"
+)
 _CANCEL_S = 1.0
 """Seconds after which the task of a cancelled call is cancelled too, if Serve did not end it."""
 
@@ -69,6 +92,7 @@ class ServeEngineClient:
         self._run_call = {name: streaming_handle(each).run_call for name, each in handles.items()}
         self._gateway = gateway
         self._buffers = ResponseBuffers()
+        self._resumes: dict[str, TokenBucket] = {}  # by tenant
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._subscribe(handle)) for handle in handles.values()}
 
@@ -82,40 +106,59 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
         The call is sent again, up to _ATTEMPTS times in all,
-        - if its replica is lost, or silent (see Fleet.take_silent), before the first byte of the
-          answer: to any other replica;
-        - if its replica cannot load the adapter: to a replica that already has the adapter, or to
-          any replica if the cause was a full disk.
+        - if its replica is lost, is being stopped or gives the answer up, or is silent (see
+          Fleet.take_silent) before the first byte of the answer: to any other replica, with the log
+          of the outputs so far, so that the answer goes on where it was;
+        - if its replica cannot load the adapter, before the first byte: to a replica that already
+          has the adapter, or to any replica if the cause was a full disk. The answer begins anew,
+          since it may have been computed with damaged weights.
 
         Closing this generator cancels the call, and the replica aborts the request. A client's
         disconnect is noticed in gateway/client_disconnect.py.
 
-        Raises Unavailable if no replica answers; GenerationFailed if the replica's code failed, or
-        if the answer or its end was lost on the way from a replica that is alive.
+        Raises Unavailable if no replica answers; ReplicasLost if the request seems to be the
+        reason; GenerationFailed if the replica's code failed, or if the answer or its end was lost
+        on the way from a replica that is alive.
         """
         run_call = self._run_call[base_model]
-        fleet = _fleet(run_call)
+        fleet, sent, log = _fleet(run_call), _seeded(encoded).to_send(), bytearray()
+        begun, lost_without_progress = False, 0
         for attempt in range(_ATTEMPTS):
-            # A new id, since a lost replica may still be running the previous attempt.
-            request_id = encoded.call.request_id + (f"-{attempt}" if attempt else "")
-            begun, sent = False, encoded.to_send(request_id)
+            made_tokens = tokens_in(log)
+            sent = replace(sent, attempt=attempt, log=bytes(log), made_tokens=made_tokens)
+            request_id, is_last = sent.attempt_id, attempt + 1 == _ATTEMPTS
             fleet.on_begun(request_id)
-            sent_s = time.monotonic()
+            sent_s, first_bytes = time.monotonic(), False
             try:
-                async with aclosing(self._answer(run_call, fleet, sent)) as items:
+                async with aclosing(self._answer(run_call, fleet, sent, log, begun=begun)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
                             yield _attempt(fleet, request_id, sent_s)
-                        if attempt + 1 < _ATTEMPTS and _another_can_load(fleet, sent.call, item):
+                        if not (begun or is_last) and _another_can_load(fleet, sent, item):
+                            log.clear()
                             raise Unavailable("the replica could not load the adapter")
-                        if not begun and isinstance(item, bytes):
-                            begun = True
+                        if not first_bytes and isinstance(item, bytes):
+                            begun = first_bytes = True
                             fleet.on_first_bytes(request_id)
                         yield item
+            except Unavailable as error:
+                yield _attempt(fleet, request_id, sent_s, error.message)
+                if begun and (is_last or not log):
+                    raise
+                replica = fleet.accepted_by(request_id)
+                if isinstance(error, _AnswerLost) and replica is not None:
+                    if tokens_in(log) >= made_tokens + _PROGRESS_TOKENS:
+                        lost_without_progress = 0
+                    lost_without_progress += error.reason is ResumeReason.REPLICA_LOST
+                    if lost_without_progress == 2:
+                        raise ReplicasLost(_REPLICAS_LOST) from error
+                    self._count_resume(sent.call.tenant)
+                    sent = replace(sent, lost=(*sent.lost, replica))
+                    if log and not is_last:
+                        yield Resumed(error.reason)
             except LorikeetError as error:
                 yield _attempt(fleet, request_id, sent_s, error.message)
-                if begun or not isinstance(error, Unavailable):
-                    raise
+                raise
             else:
                 return
             finally:
@@ -189,19 +232,50 @@ class ServeEngineClient:
         """
         return _fleet(self._handles[base_model]).max_context
 
+    def _count_resume(self, tenant: str) -> None:
+        """Count a call that is sent again after its replica was lost.
+
+        Raises Unavailable if the tenant had too many within the last minute.
+        """
+        now_s = time.monotonic()
+        if tenant not in self._resumes:
+            full = [name for name, each in self._resumes.items() if not each.full_in_s(now_s)]
+            for name in full:
+                del self._resumes[name]
+            bucket = TokenBucket("resumes", _RESUMES_PER_MIN, 60.0, 1.0, now_s)
+            self._resumes[tenant] = bucket
+        bucket = self._resumes[tenant]
+        if wait_s := bucket.wait_s(1, 1.0, now_s):
+            raise Unavailable(
+                "too many requests of this tenant were lost with their replicas: send the request "
+                "again",
+                retry_after_s=wait_s,
+            )
+        bucket.count(1, now_s)
+
     async def _answer(
-        self, run_call: DeploymentHandle[Any], fleet: Fleet, encoded: EncodedCall
+        self,
+        run_call: DeploymentHandle[Any],
+        fleet: Fleet,
+        encoded: EncodedCall,
+        log: bytearray,
+        *,
+        begun: bool,
     ) -> AsyncGenerator[StreamItem, None]:
         """Send a call once and stream the answer from its ResponseBuffer.
 
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
-        call. Raises Unavailable if the replica is lost or does not take the call, GenerationFailed
-        if the replica's code failed.
+        call. Raises _AnswerLost if the replica is lost or gives the answer up, Unavailable if no
+        replica takes an answer that has begun, GenerationFailed if the replica's code failed.
 
         run_call: handle of the replicas' method `run_call`.
+        log: to which the log of the items is appended.
+        begun: whether the client has bytes of the answer.
         """
-        request_id = encoded.call.request_id
-        with self._buffers.opened(request_id) as buffer:
+        request_id, loop = encoded.attempt_id, asyncio.get_running_loop()
+        late = Unavailable("no replica took the answer over: send the request again")
+        with self._buffers.opened(request_id, log) as buffer:
+            giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late) if begun else None
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
             self._tasks.add(awaiting)
@@ -210,9 +284,11 @@ class ServeEngineClient:
                 while items := await buffer.take():
                     for item in items:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
-                            raise Unavailable(item.message)
+                            raise _AnswerLost(item.message, ResumeReason.ENGINE_CLOSED)
                         if isinstance(item, AnswerHeader) and item.is_first:
                             _update_fleet(fleet, request_id, item)
+                            if giving_up is not None:
+                                giving_up.cancel()
                         yield item
             except RayTaskError as error:
                 raise _translated(error, request_id) from error
@@ -223,12 +299,17 @@ class ServeEngineClient:
                 if is_being_cancelled():
                     raise
                 fleet.on_replica_lost(fleet.accepted_by(request_id))
-                raise Unavailable("the replica cancelled this request") from error
+                reason = ResumeReason.REPLICA_LOST
+                raise _AnswerLost("the replica cancelled this request", reason) from error
             finally:
-                if not buffer.ended:  # a call whose answer has ended is about to end too
+                if giving_up is not None:
+                    giving_up.cancel()
+                # A call whose answer has ended is about to end too, as is a call whose answer has
+                # left its replica: the answer stream from there ends.
+                if not (buffer.ended or buffer.has_left):
                     # Not the task first: grpc.aio keeps memory of a call that its task cancels.
                     sent.cancel()
-                    asyncio.get_running_loop().call_later(_CANCEL_S, awaiting.cancel)
+                    loop.call_later(_CANCEL_S, awaiting.cancel)
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
         """Receive status updates and answers from all replicas of one deployment, until cancelled.
@@ -242,7 +323,7 @@ class ServeEngineClient:
             return cast("DeploymentResponseGenerator[list[DeltaGroup]]", groups)
 
         def still_needed(replica: str) -> bool:
-            return fleet.has_in_flight(replica) or buffers.awaits(replica)
+            return fleet.has_in_flight(replica) or replica in buffers.awaited()
 
         def on_too_large(replica: str) -> None:
             buffers.fail(replica, GenerationFailed("an answer was too large to be sent"))
@@ -255,6 +336,7 @@ class ServeEngineClient:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())
             tasks.create_task(_leave_silent_replicas(fleet, buffers))
+            tasks.create_task(_leave_stopping_replicas(fleet, buffers))
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
@@ -273,7 +355,27 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
                     extra={"replica": replica, "moved_requests": len(request_ids)},
                 )
             for request_id in request_ids:
-                buffers.fail_call(request_id, Unavailable("the replica sends no status"))
+                error = _AnswerLost("the replica sends no status", ResumeReason.SILENT)
+                buffers.fail_call(request_id, error)
+
+
+async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
+    """Move answers from replicas that Serve no longer lists to others, _LEAVE_S after that.
+
+    Serve takes a replica from its list before it stops it, and then waits for the replica's calls.
+    Nothing moves while Serve lists no other replica.
+    """
+    since_s: dict[str, float] = {}
+    while True:
+        await asyncio.sleep(_LEAVE_CHECK_S)
+        listed, now_s = fleet.replicas, time.monotonic()
+        stopping = buffers.awaited().difference(listed)
+        since_s = {replica: since_s.get(replica, now_s) for replica in stopping}
+        for replica in stopping:
+            if listed and now_s - since_s[replica] >= _LEAVE_S:
+                log.info("answers_leave_replica", extra={"replica": replica})
+                error = _AnswerLost("the replica is being stopped", ResumeReason.DRAINED)
+                buffers.leave(replica, error)
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
@@ -311,16 +413,34 @@ def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None =
     return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
 
-def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
+class _AnswerLost(Unavailable):
+    """Replica that will not complete an answer, for a reason that spares other replicas."""
+
+    def __init__(self, message: str, reason: ResumeReason) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _seeded(encoded: EncodedCall) -> EncodedCall:
+    """Return a call with a seed if its tokens are drawn, so that every replica draws the same."""
+    sampling = encoded.call.sampling
+    if sampling.seed is not None or sampling.temperature == 0.0:
+        return encoded
+    sampling = replace(sampling, seed=secrets.randbits(63))
+    return replace(encoded, call=replace(encoded.call, sampling=sampling))
+
+
+def _another_can_load(fleet: Fleet, encoded: EncodedCall, item: StreamItem) -> bool:
     """Return True if `item` refuses the call because its adapter failed to load, and another
     replica can take the call. Also tells the fleet of the failed load.
     """
-    if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
+    adapter = encoded.call.adapter
+    if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or adapter is None:
         return False
-    digest = call.adapter.digest
+    digest = adapter.digest
     if item.fault is LoadFault.ADAPTER:
         return fleet.on_adapter_failed(digest)
-    full = fleet.accepted_by(call.request_id) if item.fault is LoadFault.DISK else None
+    full = fleet.accepted_by(encoded.attempt_id) if item.fault is LoadFault.DISK else None
     return fleet.on_load_failed(digest, full)
 
 
@@ -338,10 +458,14 @@ def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
 
 
 def _translated(error: Exception, request_id: str) -> LorikeetError:
-    """Return the LorikeetError for an error of Ray."""
+    """Return the LorikeetError for an error of Ray.
+
+    Any error of a lost replica becomes an _AnswerLost.
+    """
     if isinstance(error, Unavailable):
         return error
     if isinstance(error, RayTaskError):
         log_unexpected("replica_broke", request_id, error)
         return GenerationFailed("the replica failed this request")
-    return Unavailable(f"the replica was lost ({type(error).__name__}): send the request again")
+    lost = f"the replica was lost ({type(error).__name__}): send the request again"
+    return _AnswerLost(lost, ResumeReason.REPLICA_LOST)

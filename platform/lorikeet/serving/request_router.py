@@ -13,7 +13,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.protocol.messages import Call, EncodedCall, SmokeTest, Work
+from lorikeet.protocol.messages import EncodedCall, SmokeTest, Work
 from lorikeet.protocol.status_update import from_stats
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
 from lorikeet.routing.locations import prefix_hashes
@@ -32,7 +32,9 @@ class AdapterAffinityRouter(RequestRouter):
     `choose_replicas` at each `run_call.remote` of engine_client.py. The ranking comes from
     Fleet.rank_replicas (routing/fleet.py).
 
-    A call with a keyword argument `replica` goes to the replica of that name and to no other.
+    A call with a keyword argument `replica` goes to the replica of that name and to no other. A
+    call that was lost with replicas goes to another if there is one: Serve forgets dead replicas
+    itself, and a call without any choice would hold up those behind it.
     No method raises: Serve would leave the request hanging.
     """
 
@@ -94,7 +96,7 @@ class AdapterAffinityRouter(RequestRouter):
         try:
             call = call_of(pending_request)
             if call is not None:
-                self._fleet.on_accepted(call.request_id, replica_id.unique_id)
+                self._fleet.on_accepted(call.attempt_id, replica_id.unique_id)
         except Exception:
             log.exception("acceptance_not_noted")
 
@@ -109,12 +111,18 @@ class AdapterAffinityRouter(RequestRouter):
         if only is not None:
             return [[by_name[only]]] if only in by_name else []
         request = _request_of(pending)
-        candidates = self._fleet.rank_replicas(request, self._queue_length)
-        best = [candidate.replica for candidate in candidates if candidate.replica in by_name]
         call = call_of(pending)
+        lost = call.lost if call is not None and by_name.keys() - call.lost else ()
+        candidates = self._fleet.rank_replicas(request, self._queue_length)
+        candidates = [candidate for candidate in candidates if candidate.replica not in lost]
+        best = [candidate.replica for candidate in candidates if candidate.replica in by_name]
         if call is not None and best:
-            self._fleet.assign(call.request_id, best[0], request, candidates)
-        others = [name for name in self._fleet.usable if name in by_name and name not in best]
+            self._fleet.assign(call.attempt_id, best[0], request, candidates)
+        others = [
+            name
+            for name in self._fleet.usable
+            if name in by_name and name not in best and name not in lost
+        ]
         ranks = [[name] for name in best] + [others]
         return [[by_name[name] for name in rank] for rank in ranks]
 
@@ -133,10 +141,10 @@ class AdapterAffinityRouter(RequestRouter):
         return None
 
 
-def call_of(pending: PendingRequest | None) -> Call | None:
-    """Return the Call that a pending request carries; None if it carries none."""
+def call_of(pending: PendingRequest | None) -> EncodedCall | None:
+    """Return the call that a pending request carries; None if it carries none."""
     argument = pending.args[0] if pending and pending.args else None
-    return argument.call if isinstance(argument, EncodedCall) else None
+    return argument if isinstance(argument, EncodedCall) else None
 
 
 def _request_of(pending: PendingRequest | None) -> RoutingRequest:

@@ -5,6 +5,8 @@ between two FP8 numbers and the other just above, the rounded inputs differ by a
 once or twice in a test's 20,000 inputs, so most tokens' logits are equal, and all are near.
 """
 
+import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -99,13 +101,18 @@ def test_a_rehearsal_knows_the_bytes_of_fp8_weights(tiny_checkpoints, dtype):
 
 
 def test_no_linear_in_floats_is_held_when_the_next_is_rounded(tiny_checkpoints, monkeypatch):
-    seen, round_it = [], checkpoint.quantize_weight
+    seen, round_it, set_result = [], checkpoint.quantize_weight, Future.set_result
+
+    def slowly(future, result):
+        set_result(future, result)
+        time.sleep(0.005)  # a reading thread that goes on late
 
     def watched(weight):
         assert all(floats.expired() for floats in seen)
         seen.append(StorageWeakRef(weight.untyped_storage()))
         return round_it(weight)
 
+    monkeypatch.setattr(Future, "set_result", slowly)
     monkeypatch.setattr(checkpoint, "quantize_weight", watched)
     load(tiny_checkpoints["llama"], torch.bfloat16)
     assert len(seen) == 2 * 2 * 4  # once on the meta device

@@ -1,6 +1,7 @@
 """Experts in MXFP4 of gpt-oss's checkpoints have exactly the values of the format's definition."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.execution.assembly import assemble
+from lorikeet_engine.execution.assembly import assemble, stays_packed
 from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -195,3 +196,36 @@ def test_an_engine_keeps_experts_packed_if_its_settings_say_so(folders, tmp_path
     layer = made.runner.model._layers[0]
     assert isinstance(layer.mlp.experts.down, Mxfp4Experts)
     assert isinstance(layer.mixer.inputs.weight, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "want"),
+    [
+        ({}, (9, 0), True),
+        ({}, (8, 0), True),
+        ({}, (7, 5), False),
+        ({}, None, False),
+        ({"dtype": "float32"}, (9, 0), False),
+        ({"weight_dtype": "fp8"}, (9, 0), False),
+        ({"weight_dtype": "packed"}, None, True),
+        ({"tensor_parallel": 3}, (9, 0), True),
+        ({"tensor_parallel": 2}, (9, 0), False),  # 48 inputs of each expert's down_proj
+    ],
+)
+def test_experts_stay_packed_by_default_where_gpus_have_kernels_for_them(
+    folders, tmp_path, change, capability, want
+):
+    settings = EngineSettings(
+        folders[0], tmp_path, **{"dtype": "bfloat16", "device": "cuda"} | change
+    )
+    assert stays_packed(settings, capability) is want
+    of_floats = replace(settings, model=folders[1], weight_dtype="auto")
+    assert not stays_packed(of_floats, capability)
+
+
+def test_other_formats_of_4_bits_are_floats_by_default(folders, tmp_path):
+    linears = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    linears["zero_point"] = True
+    folder = edited(folders[0], tmp_path / "m", lambda _: None, quantization_config=linears)
+    settings = EngineSettings(folder, tmp_path, dtype="bfloat16", device="cuda")
+    assert not stays_packed(settings, (9, 0))

@@ -75,7 +75,7 @@ class Mxfp4:
         try:
             return pack(codes, scales)
         except ValueError as error:
-            raise not_packed(weight, error) from error
+            raise not_packed(weight, error, instead="fp8") from error
 
 
 def _stored(

@@ -84,9 +84,12 @@ def not_divided(weight: str, error: ValueError) -> ModelError:
     )
 
 
-def not_packed(weight: str, error: ValueError) -> ModelError:
-    """Return the error for a weight that cannot stay packed."""
+def not_packed(weight: str, error: ValueError, instead: str = "auto") -> ModelError:
+    """Return the error for a weight that cannot stay packed.
+
+    instead: weight_dtype with which the weight can be served.
+    """
     return ModelError(
-        f"weight_dtype=packed: {weight} cannot stay in 4 bits: {error}: want weight_dtype=auto",
+        f"{weight} cannot stay in 4 bits: {error}: want weight_dtype={instead}",
         field="weight_dtype",
     )

@@ -7,7 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.chat_template import template_digest
-from lorikeet.cli.adapters.list_and_show import show_invocation, show_ranks, show_touched
+from lorikeet.cli.adapters.list_and_show import (
+    show_defaults,
+    show_invocation,
+    show_ranks,
+    show_touched,
+)
+from lorikeet.cli.adapters.request_defaults import (
+    ChatTemplate,
+    DefaultsOptions,
+    GenerationConfig,
+    Stop,
+    SystemPrompt,
+    UseChatTemplate,
+    UseGenerationConfig,
+)
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
@@ -16,7 +30,7 @@ from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
+from lorikeet.tokenizer_vocabulary import read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -57,12 +71,19 @@ def register(
     base_model: ForBaseModel = None,
     smoke: Smoke = False,
     revision: Revision = None,
+    chat_template: ChatTemplate = None,
+    use_chat_template: UseChatTemplate = False,
+    system_prompt: SystemPrompt = None,
+    stop: Stop = None,
+    generation_config: GenerationConfig = None,
+    use_generation_config: UseGenerationConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Add an adapter, or a new version of one.
 
     The first version becomes prod at once, later ones with --promote. Registering the same weights
-    again gives the same version. To resume an interrupted upload, repeat the command.
+    with the same chat template, system prompt and other defaults again gives the same version. To
+    resume an interrupted upload, repeat the command.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
@@ -70,12 +91,18 @@ def register(
         check_source(source, revision)
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
+    options = DefaultsOptions(
+        chat_template,
+        use_chat_template,
+        system_prompt,
+        stop,
+        generation_config,
+        use_generation_config,
+    )
+    options.check()
     about = {"tenant": adapter.tenant, "base_model": base_model}
-    digest, template, vocabulary = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
-        "digest": digest,
-        "chat_template": template,
-        "vocabulary": vocabulary and vocabulary._asdict(),
+        **_send(admin(ctx), source, revision, about, options, quiet=as_json),
         "promote": promote,
         "shared": shared,
         "base_model": base_model,
@@ -97,24 +124,28 @@ def _send(
     source: str,
     revision: str | None,
     about: dict[str, str | None],
+    options: DefaultsOptions,
     *,
     quiet: bool,
-) -> tuple[str, str | None, TokenizerVocabulary | None]:
-    """Pack a source into one file and upload it.
-
-    Returns the SHA-256 of the file, that of the adapter's chat template or None, and the vocabulary
-    of its tokenizer or None.
+) -> dict[str, Any]:
+    """Pack a source into one file and upload it; return what the registration says of the source.
 
     source, revision, quiet: as in `open_source`.
     about: tenant and base model, which the server checks before any byte is sent.
+    options: options that set request defaults.
     """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
-            digest, template = _pack(folder, blob), template_digest(folder)
-            vocabulary = read_vocabulary(folder)
+            defaults, digest = options.read(folder), _pack(folder, blob)
+            template, vocabulary = template_digest(folder), read_vocabulary(folder)
         send_blob(server, blob, digest, about, quiet=quiet)
-        return digest, template, vocabulary
+    return {
+        "digest": digest,
+        "chat_template": template,
+        "vocabulary": vocabulary and vocabulary._asdict(),
+        "defaults": defaults,
+    }
 
 
 def _pack(folder: Path, blob: Path) -> str:
@@ -139,5 +170,7 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     for line in show_invocation(answer):
         print_line(line)
     print_line(f"digest {answer['digest']}")
+    if answer["defaults"] is not None:
+        print_line(f"has its own {show_defaults(answer['defaults'])}")
     if "smoke" in answer:
         print_smoke(answer["smoke"])

@@ -82,6 +82,8 @@ def _format_change(change: Mapping[str, Any]) -> str:
         if key not in ("type", "tenant", "name", "options", "touches") and value not in (None, [])
     }
     rest |= change.get("options", {})
+    if "defaults" in rest:
+        rest["defaults"] = ",".join(rest["defaults"])
     if rest.get("expires") is not None:
         rest["expires"] = moment(rest["expires"])
     if "digest" in rest:

@@ -89,6 +89,9 @@ def _summary(found: Json) -> Iterator[str]:
         there = found["replica_status"]
         running, waiting = there["running"], there["waiting"]
         yield f"On {found['replica']}, beside {running} running and {waiting} waiting requests"
+    if found["resumed"]:
+        reasons = ", ".join(found["resumed"])
+        yield f"Its answer went on at another replica: {reasons}"
     if found["residency"]:
         waited = "" if found["load_ms"] is None else f"; it waited {_ms(found['load_ms'])} for it"
         yield f"Its adapter was on tier {found['residency']} when it came{waited}"

@@ -6,6 +6,7 @@ named, unless its value has no effect (no_ops.py).
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -49,7 +50,8 @@ class CallContext(NamedTuple):
     model: base model and adapter that the request names.
     stored_items: items of stored responses that the request refers to.
     stores: whether the answer will be stored.
-    sampling_defaults: see ServedModel.
+    sampling_defaults: values of sampling fields that the request leaves out, by field; first the
+        adapter's own, then the base model's.
     """
 
     request_id: str
@@ -68,7 +70,7 @@ class ApiRequest(Body):
     model: Annotated[str, Field(min_length=1, max_length=256)]
 
     def with_sampling_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """Return the request with a base model's defaults for the fields that it leaves out.
+        """Return the request with defaults for the fields that it leaves out.
 
         defaults: values by field name. Fields that the request's schema lacks are ignored.
         """
@@ -206,6 +208,11 @@ class GenerateRequest(StructuredFields, SampledRequest):
 
     def _common(self, context: CallContext) -> dict[str, Any]:
         caller, options = context.caller, self.stream_options
+        defaults, sampling = context.model.defaults, self._sampling()
+        own_stop: tuple[str, ...] = ()
+        if defaults is not None and not self.ignore_eos:
+            ids = (*sampling.stop_token_ids, *defaults.stop_token_ids)
+            sampling, own_stop = replace(sampling, stop_token_ids=ids), defaults.stop
         return {
             "request_id": context.request_id,
             "created": context.created,
@@ -217,11 +224,13 @@ class GenerateRequest(StructuredFields, SampledRequest):
             "is_recorded": context.model.is_recorded,
             "max_tokens": self.output_limit(),
             "min_tokens": self.min_tokens,
-            "sampling": self._sampling(),
+            "sampling": sampling,
             "prompt_logprobs": self.prompt_logprobs,
             "return_token_ids": self.return_token_ids,
             "tokens_as_ids": self.return_tokens_as_token_ids,
             "stop": self.stop,
+            "defaults": defaults,
+            "own_stop": own_stop,
             "n": self.n,
             "stream": self.stream,
             "include_usage": options.include_usage,

@@ -17,11 +17,27 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
+    LOAD,
+    NO_OPS,
+    QUESTIONS,
+    REFUSED,
+    SKYRL_LOAD,
+    TOKENIZE,
+    UNLOAD,
+    DetokenizeRequest,
+    LoadRequest,
+    SkyrlLoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
     *(MessagesRequest, CountTokensRequest),
+    *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -30,38 +46,45 @@ _ERRORS = {
     "404": "The model does not exist, or belongs to another tenant.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "422": "The adapter cannot be served.",
+    "422": "The adapter cannot be served, or the request may be what ends replicas.",
     "429": "A limit or the budget is reached; Retry-After says when to try again.",
     "500": "The service failed.",
     "503": "The service cannot do this now; Retry-After says when to try again.",
 }
 _ANTHROPIC_ERRORS = {"529": "The service is overloaded; Retry-After says when to try again."}
+_CONFLICT = {"409": "The version exceeds the tenant's limits."}
 _OBJECT = {"schema": {"type": "object"}}
 _JSON = {"application/json": _OBJECT}
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
-def openapi_routes(reads: TenantReads) -> APIRouter:
-    """Return the route GET /v1/openapi.json, for callers with a key."""
+def openapi_routes(reads: TenantReads, *, with_vllm: bool = False) -> APIRouter:
+    """Return the route GET /v1/openapi.json, for callers with a key.
+
+    with_vllm: see `document`.
+    """
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
         async with reads.admitted(request):
-            text = await asyncio.to_thread(_document_json)  # made at the first request
+            text = await asyncio.to_thread(_document_json, with_vllm)  # made at the first request
             return Response(text, media_type="application/json")
 
     return router
 
 
 @cache
-def _document_json() -> bytes:
-    return json.dumps(document(), separators=(",", ":")).encode()
+def _document_json(with_vllm: bool) -> bytes:
+    return json.dumps(document(with_vllm=with_vllm), separators=(",", ":")).encode()
 
 
 @cache
-def document() -> dict[str, Any]:
+def document(*, with_vllm: bool = False) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document. Callers must not change it.
+
+    with_vllm: describe vLLM's endpoints for trainers, too.
 
     Requests have full schemas. Responses are plain objects, in the shapes of OpenAI's and
     Anthropic's clients, whose packages define them.
@@ -93,6 +116,7 @@ def document() -> dict[str, Any]:
                 _query("by", "", "adapter, day, or both with a comma between"),
             ),
             "/v1/openapi.json": _get("get_openapi", "Describe the API"),
+            **(_vllm() if with_vllm else {}),
         },
         "components": {
             "securitySchemes": {
@@ -142,7 +166,7 @@ def _pushing() -> dict[str, Any]:
     responses = {
         "201": "The version is new.",
         "202": "The version has not reached the state that `wait` names yet.",
-        "409": "The version exceeds the tenant's limits.",
+        **_CONFLICT,
     }
     put = {
         "operationId": "push_version",
@@ -163,6 +187,23 @@ def _pushing() -> dict[str, Any]:
         "responses": _responses(_JSON, _ERRORS | responses),
     }
     return get | {"put": put}
+
+
+def _vllm() -> dict[str, Any]:
+    """Return the operations of vLLM's endpoints for trainers."""
+    errors = _ERRORS | _CONFLICT
+    nothing = "Do nothing: requests keep the version of an adapter with which they began"
+    refused = "Refuse to change the base model's weights"
+    posts = dict.fromkeys(NO_OPS, nothing) | dict.fromkeys(REFUSED, refused)
+    return {
+        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, errors),
+        SKYRL_LOAD: _generate("Load an adapter for SkyRL", "SkyrlLoadRequest", _JSON, errors),
+        UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
+        TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
+        DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
+        **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
+        **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
+    }
 
 
 def _generate(

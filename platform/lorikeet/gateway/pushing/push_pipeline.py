@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import PartitionsNotRead
-from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError
+from lorikeet.errors import Conflict, LorikeetError, Overloaded, StoreError, Unavailable
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.body_space import BodySpace
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder, PushFolders
@@ -34,7 +34,7 @@ from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
-_QUESTION, _USES_QUESTION = "pushed", "uses_pushed"
+_QUESTION, _USES_QUESTION, _END_QUESTION = "pushed", "uses_pushed", "end_pushed"
 MOST_OF_TENANT = 16
 """Maximum number of one tenant's pushes in a gateway at once. Each blob lies on the gateway's disk
 and on all hosts.
@@ -55,7 +55,6 @@ class Push:
     """Push of one version, in the pipeline of the gateway that received it.
 
     version: the pushed version; replaced when the same blob is pushed again.
-    actor: id of the key that pushed the version.
     folder: folder of the blob, removed when the push ends.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
@@ -63,9 +62,8 @@ class Push:
     failure: error that ended the push; None if none did.
     """
 
-    def __init__(self, version: PushedVersion, actor: str, folder: PushFolder) -> None:
-        self.version, self.actor = version, actor
-        self.folder = folder
+    def __init__(self, version: PushedVersion, folder: PushFolder) -> None:
+        self.version, self.folder = version, folder
         self.blob = Path(folder.name) / BLOB
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: LorikeetError | None = None
@@ -128,6 +126,7 @@ class PushPipeline:
         self._store_locks = WeakValueDictionary[str, asyncio.Lock]()  # by tenant
         services.peers.register(_QUESTION, self._learn)
         services.peers.register(_USES_QUESTION, self._uses)
+        services.peers.register(_END_QUESTION, self._end)
 
     @contextmanager
     def receiving(self, key: Key) -> Iterator[None]:
@@ -166,19 +165,17 @@ class PushPipeline:
             )
         )
 
-    def begin(self, version: PushedVersion, actor: str, folder: PushFolder) -> Push:
+    def begin(self, version: PushedVersion, folder: PushFolder) -> Push:
         """Start the push of a version whose blob is in `folder`, or join a running push of the same
         blob.
 
         A running push that is joined gets the new alias and the longer lifetime, and is ready again
         once all gateways know these.
-
-        actor: id of the key that pushes the version.
         """
         held = self._pushes.get(version.key)
         if held is None:
             version = replace(version, seq=self._catalog_view.state.seq)
-            held = self._pushes[version.key] = Push(version, actor, folder)
+            held = self._pushes[version.key] = Push(version, folder)
             task = asyncio.create_task(self._carry(held))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -202,6 +199,21 @@ class PushPipeline:
         served = base_model in self._services.base_models
         return served and await self._services.engines.holds(base_model, key[2])
 
+    async def end(self, tenant: str, name: str) -> bool:
+        """End the lifetimes of all versions of an adapter, whichever gateway received them; return
+        whether there were any.
+
+        Requests that were accepted before are answered. Raises Unavailable if a gateway did not
+        reply: it may know the versions for FORGOTTEN_S more seconds.
+        """
+        ended = False
+        for _ in range(2):  # an announcement may have overtaken the first question
+            poll = await self._services.peers.ask(_END_QUESTION, tenant, name)
+            ended = ended or any(poll.answers)
+        if poll.silent != 0:
+            raise Unavailable("a gateway did not reply: send it again", retry_after_s=_KEEP_S)
+        return ended
+
     async def close(self) -> None:
         """Wait up to _CLOSING_S seconds for pushes that are to become durable, then cancel all that
         remain.
@@ -224,6 +236,24 @@ class PushPipeline:
         with suppress(PartitionsNotRead):
             self.pushed.applied_to(self._catalog_view.state, key[0])  # forgets an expired version
         return key[2] in self._services.uses or self.pushed.get(key) is not None
+
+    async def _end(self, tenant: str, name: str) -> bool:
+        """End the lifetimes of an adapter's versions on this gateway; return whether it knew
+        any.
+        """
+        pushes = [
+            push
+            for push in self._pushes.values()
+            if push.version.key[:2] == (tenant, name) and push.version.expires is not None
+        ]
+        for push in pushes:
+            push.set_lifetime(0.0)
+        while not all(push.ended.is_set() for push in pushes):
+            await asyncio.sleep(_AGAIN_S)
+        keys = [each.key for each in self.pushed.of(tenant, name) if each.expires is not None]
+        for key in keys:
+            self.pushed.remove(key)
+        return bool(pushes or keys)
 
     async def _carry(self, push: Push) -> None:
         """Run a push to its end; then remove its blob, and let replicas evict the version once no
@@ -350,7 +380,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.with_digest(version.facts.digest)
+        held = record and record.registered(version.facts.digest, None)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
@@ -385,7 +415,7 @@ class PushPipeline:
             push.version.facts,
             alias=self.pushed.alias_of(push.version),
             since=push.version.seq,
-            actor=push.actor,
+            actor=push.version.actor,
         )
 
 

@@ -41,6 +41,7 @@ class PushedVersion:
         push began; None before the push begins.
     left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
         is None.
+    actor: id of the key that pushed the version.
     """
 
     tenant: str
@@ -52,6 +53,7 @@ class PushedVersion:
     keep: int | None = None
     seq: int | None = None
     left_s: float | None = None
+    actor: str = ""
 
     @property
     def key(self) -> Key:
@@ -156,6 +158,10 @@ class PushedVersions:
     def get(self, key: Key) -> PushedVersion | None:
         """Return the pushed version with this key; None if there is none."""
         return self._held.get(key)
+
+    def of(self, tenant: str, name: str) -> list[PushedVersion]:
+        """Return the pushed versions of an adapter, oldest first."""
+        return [each for each in self._held.values() if each.key[:2] == (tenant, name)]
 
     def alias_of(self, version: PushedVersion) -> str | None:
         """Return the alias that a version may move.

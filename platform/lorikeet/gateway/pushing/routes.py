@@ -20,12 +20,12 @@ from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
-from lorikeet.gateway.auth import Caller, RequestAuthenticator
+from lorikeet.gateway.auth import Caller, RequestAuthenticator, check_may_push
 from lorikeet.gateway.body import bounded_parts, declared_bytes, timed_parts
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.client_disconnect import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
-from lorikeet.gateway.pushing.push_folders import BLOB
+from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder
 from lorikeet.gateway.pushing.push_pipeline import MOST_OF_TENANT, Push, PushPipeline
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
@@ -46,7 +46,7 @@ none: do not wait. ready: all replicas hold the version and all gateways know it
 store has it.
 """
 
-_LONGEST_LIFE_S = 86400
+LONGEST_LIFE_S = 86400
 _LARGE_BYTES = 2**22
 """Smallest size in bytes of blobs that are announced to replicas before they have arrived. An
 announcement of a smaller blob would come too late.
@@ -72,7 +72,7 @@ class PushQuery(BaseModel):
     base_model: str | None = None
     wait: Wait = "ready"
     timeout_s: Annotated[float, Field(ge=0, le=600)] = 60.0
-    lifetime_s: Annotated[float, Field(ge=1, le=_LONGEST_LIFE_S)] | None = None
+    lifetime_s: Annotated[float, Field(ge=1, le=LONGEST_LIFE_S)] | None = None
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
 
     def check(self) -> None:
@@ -123,11 +123,14 @@ class PushRequest(NamedTuple):
 
         facts: facts about the version's blob, from the check of the blob.
         """
-        tenant, now, query = self.pusher.caller.tenant.name, time.time(), self.query
+        (owner, key), now, query = self.pusher.caller, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
-        left_s, keep = query.lifetime_s, query.keep
         return PushedVersion(
-            tenant, self.name, facts, query.alias, now, expires, keep, left_s=left_s
+            *(owner.name, self.name, facts, query.alias, now),
+            expires=expires,
+            keep=query.keep,
+            left_s=query.lifetime_s,
+            actor=key.id,
         )
 
 
@@ -253,7 +256,7 @@ class PushEndpoints:
         name: name of the adapter.
         digest: SHA-256 that the body must have.
         """
-        async with self._admitted(request, name, digest) as pusher:
+        async with self.admitted(request, name, digest) as pusher:
             self._reads.count(pusher.caller.tenant.name)
             check_name(name, "name")
             check_digest(digest)
@@ -263,7 +266,7 @@ class PushEndpoints:
             is_new = await self._progress(*key) is None
             with self._pipeline.receiving(key):
                 push = await self._take(request, push_request)
-            await self._wait(request, push, query)
+            await self.wait(request, push, query)
             push.note_stages(pusher.trace)
             progress = await self._progress(*key)
         late = query.wait == "durable" and not push.ended.is_set()  # its alias has not moved yet
@@ -275,7 +278,7 @@ class PushEndpoints:
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
         """Show the state of a pushed version."""
-        async with self._admitted(request, name, digest) as pusher:
+        async with self.admitted(request, name, digest) as pusher:
             pusher.hold.body_is_here()
             tenant = pusher.caller.tenant.name
             with self._reads.reading(tenant):
@@ -320,19 +323,34 @@ class PushEndpoints:
                     f"the body's digest is {found}, not the one in the address: send it again",
                     param="digest",
                 )
-            async with self._check_locks.setdefault(tenant.name, asyncio.Lock()):
-                facts = await self._registration.validate(
-                    push_request.registration(), blob, found, scan
-                )
-                version = push_request.version(facts)
-                await self._pipeline.check_quota(version)
-                push_request.pusher.trace.end_stage("check")
-                push = self._pipeline.begin(version, push_request.pusher.caller.key.id, folder)
+            push = await self.begin(push_request, folder, scan)
             if push.folder is folder:
                 refused.pop_all()  # from here on the pipeline removes the folder
+        return push
+
+    async def begin(
+        self, push_request: PushRequest, folder: PushFolder, scan: ValueScan | None = None
+    ) -> Push:
+        """Check a blob and begin its push, or join a running push of the same blob.
+
+        folder: folder of the blob, whose digest `push_request` has.
+        scan: scan of the tensors' values, if already made.
+
+        Raises LorikeetError if the blob is refused.
+        """
+        pusher, blob = push_request.pusher, Path(folder.name) / BLOB
+        tenant, key = pusher.caller
+        async with self._check_locks.setdefault(tenant.name, asyncio.Lock()):
+            facts = await self._registration.validate(
+                push_request.registration(), blob, push_request.digest, scan
+            )
+            version = push_request.version(facts)
+            await self._pipeline.check_quota(version)
+            pusher.trace.end_stage("check")
+            push = self._pipeline.begin(version, folder)
         self._count(push.version)
         if version.expires is not None:
-            _note_ephemeral(version, push_request.pusher.caller.key.id, request.state.request_id)
+            _note_ephemeral(version, key.id, pusher.trace.request_id)
         return push
 
     def _count(self, version: PushedVersion) -> None:
@@ -352,7 +370,7 @@ class PushEndpoints:
         if size_bytes >= _LARGE_BYTES and (push_request.query.base_model or len(base_models) == 1):
             await self._services.engines.expect(name, push_request.digest, blob, size_bytes)
 
-    async def _wait(self, request: Request, push: Push, query: PushQuery) -> None:
+    async def wait(self, request: Request, push: Push, query: PushQuery) -> None:
         """Wait until a push has the state that its client asks for, or until its timeout.
 
         Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
@@ -376,12 +394,12 @@ class PushEndpoints:
             self._waiting[tenant] -= 1
 
     @asynccontextmanager
-    async def _admitted(
-        self, request: Request, name: str, digest: str
+    async def admitted(
+        self, request: Request, name: str | None = None, digest: str = ""
     ) -> AsyncGenerator[AdmittedPusher, None]:
         """Check a request's key and limits and record the request; yield its publisher.
 
-        name: name of the adapter, which the key must allow.
+        name: name of the adapter, which the key must allow; None: not yet known.
         digest: SHA-256 of the blob, for the record.
 
         Raises LorikeetError if the key or a limit forbids the request.
@@ -390,9 +408,11 @@ class PushEndpoints:
         request_id = request.state.request_id
         trace = self._request_log.trace(request_id, route, traceparent, request.method)
         with trace.answering():
-            caller = await self._authenticator.publisher(request, name)
+            caller = await self._authenticator.publisher(request)
+            if name is not None:
+                check_may_push(caller.key, name)
+                trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
             trace.set_caller(caller.tenant.name, caller.key.id)
-            trace.set_model(f"{caller.tenant.name}/{name}@{digest}")
             hold = self._rate_limiter.check(caller.tenant, caller.key, takes_tokens=False)
             try:
                 yield AdmittedPusher(caller, hold, trace)
@@ -405,11 +425,11 @@ class PushEndpoints:
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
         )
-        version = known.with_digest(digest) if known else None
+        version = known.registered(digest, None) if known else None
         if known is None or version is None:
             return None
         recorded = await view.ask(lambda state: state.find(tenant, name))
-        numbered = recorded.with_digest(digest) if recorded else None
+        numbered = recorded.registered(digest, None) if recorded else None
         ready = await self._pipeline.is_ready((tenant, name, digest), version.base_model)
         pushed = self._pipeline.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None

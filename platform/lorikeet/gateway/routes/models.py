@@ -61,7 +61,7 @@ def model_routes(
         if (ref := found.adapter) is not None:
             entry = _entry(model, ref.tenant, found.created, found.base_model)
         entry["max_model_len"] = context_of(found.base_model, caller)
-        if defaults := services.base_models[found.base_model].sampling_defaults:
+        if defaults := services.base_models[found.base_model].sampling_of(found.defaults):
             entry["sampling_defaults"] = defaults
         is_anthropics = client_api(request.scope) is ClientApi.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry

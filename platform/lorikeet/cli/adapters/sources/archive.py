@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from lorikeet.cli.adapters.sources.files import KNOWN_FILES, MAX_SOURCE_BYTES, adapter_files
+from lorikeet.adapter_files import KNOWN_FILES, MAX_SOURCE_BYTES, adapter_files
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import CONFIG_FILE
 

@@ -3,8 +3,8 @@
 from itertools import islice
 from pathlib import Path
 
+from lorikeet.adapter_files import adapter_files
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.cli.adapters.sources.files import adapter_files
 from lorikeet.errors import InvalidInput
 from lorikeet.settings import Settings
 

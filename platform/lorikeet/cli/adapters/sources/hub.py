@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lorikeet.cli.adapters.sources.files import adapter_files
+from lorikeet.adapter_files import adapter_files
 from lorikeet.errors import InvalidInput, LorikeetError
 
 PREFIX = "hf:"

@@ -1,0 +1,42 @@
+"""Log of the engine's outputs for one answer, by which another replica goes on with the answer.
+
+A replica sends the log of its outputs with the items that it makes of them; the gateway keeps the
+log unread. If the replica is lost, another replica gets the log, converts the same outputs again
+and drops the items, which the client has, so that the next items follow without a gap. The log has
+the borders between outputs too, since events and their numbers depend on them.
+"""
+
+import pickle
+from collections.abc import Iterator
+from io import BytesIO
+
+from lorikeet_engine.request import EngineTimings, FinishReason, TokenLogprobs, Tokens
+
+
+def logged(output: Tokens) -> bytes:
+    """Return an output's record, about 25 bytes for a token; a log is any number of records."""
+    finish = None if output.finish is None else output.finish.value
+    cached = None if output.timings is None else output.timings.cached_tokens
+    logprobs = [(each.logprob, each.top) for each in output.logprobs]
+    record = (output.choice, output.token_ids, finish, cached, logprobs or None)
+    return pickle.dumps(record, 3)  # later protocols frame each record, in 9 bytes
+
+
+def outputs_of(log: bytes | bytearray, request_id: str) -> Iterator[Tokens]:
+    """Yield the outputs of a log as the outputs of a request. Of timings, cached tokens remain."""
+    records = BytesIO(log)
+    while records.tell() < len(log):
+        choice, token_ids, finish, cached, logprobs = pickle.load(records)
+        yield Tokens(
+            request_id,
+            choice,
+            token_ids,
+            None if finish is None else FinishReason(finish),
+            tuple(TokenLogprobs(logprob, top) for logprob, top in logprobs or ()),
+            None if cached is None else EngineTimings(cached_tokens=cached),
+        )
+
+
+def tokens_in(log: bytes | bytearray) -> int:
+    """Return the number of tokens in a log."""
+    return sum(len(output.token_ids) for output in outputs_of(log, ""))

@@ -1,0 +1,103 @@
+"""Replicas that die or are stopped under streams with known answers: no stream shows it."""
+
+import os
+import random
+import signal
+import time
+from statistics import quantiles
+
+import pytest
+from ray import serve
+
+from tests.e2e.known_streams import Known, KnownStreams, undisturbed
+from tests.e2e.service_processes import complete, engine_processes
+from tests.e2e.test_update import changed
+from tests.waiting import eventually
+
+KILL_EVERY_S = 10.0
+MOST_PAUSE_S = 3.0
+LEAVE_S = 30.0
+WAYS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 6, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"temperature": 0.8, "seed": 7, "n": 2},
+    {"temperature": 0.0, "guided_regex": "([a-z]{3,9} ){60,90}end"},
+)
+
+
+@pytest.fixture(scope="module")
+def known(service, crowd) -> list[Known]:
+    assert complete(service)
+    url = f"{service.url}/v1/completions"
+    targets = [*crowd.adapters(3), crowd.base()]
+    return [
+        undisturbed(
+            url,
+            targets[at % len(targets)],
+            **way,
+            prompt=f"{'a few words ' * (1 + 7 * at)}",
+            max_tokens=250,
+            ignore_eos="guided_regex" not in way,
+        )
+        for at, way in enumerate(WAYS * 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "streams"),
+    [(14.0, 12), pytest.param(600.0, 60, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
+)
+def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, seconds, streams):
+    rng, killed = random.Random(0), 0
+    assert complete(service)
+    with KnownStreams(f"{service.url}/v1/completions", known, streams) as load:
+        assert eventually(lambda: len(load.seen) > streams // 2, within_s=60)
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            processes = engine_processes(service)
+            if len(processes) > 1:  # else nobody is left to go on
+                engine_process, replica = rng.choice(sorted(processes.items()))
+                os.kill(rng.choice((engine_process, replica)), signal.SIGKILL)
+                killed += 1
+            time.sleep(KILL_EVERY_S)
+    pauses_s = load.pauses_s
+    worst_s = quantiles(pauses_s, n=100)[-1] if len(pauses_s) > 1 else pauses_s[0]
+    print(
+        f"{killed} kills, {len(load.seen)} answers, {len(load.reasons)} moved, p99 {worst_s:.2f} s"
+    )
+    print(f"pauses: {[round(pause_s, 2) for pause_s in pauses_s[-20:]]}")
+    assert killed
+    assert load.wrong == []
+    assert "replica_lost" in load.reasons
+    assert worst_s < MOST_PAUSE_S
+    assert complete(service)
+
+
+def test_streams_go_on_when_the_only_replicas_die(service, known):
+    assert complete(service)
+    with KnownStreams(f"{service.url}/v1/completions", known[:1], 2) as load:
+        assert eventually(lambda: len(load.seen) > 1, within_s=60)
+        for process in engine_processes(service):
+            os.kill(process, signal.SIGKILL)
+    assert load.wrong == []
+    assert complete(service)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_streams_leave_replicas_that_an_update_stops(service, crowd):
+    url = f"{service.url}/v1/completions"
+    assert complete(service)
+    long = {"temperature": 1.0, "seed": 9, "prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    known = [undisturbed(url, crowd.base(), **long)]
+    for update in ({"max_ongoing_requests": 500}, {}):
+        before = engine_processes(service).keys()
+        with KnownStreams(url, known, 12) as load:
+            assert eventually(lambda: any(r["running"] for r in service.replicas()), within_s=30)
+            serve.run(changed(**update))
+            assert eventually(lambda old=before: old.isdisjoint(engine_processes(service)), LEAVE_S)
+        print(f"{len(load.seen)} answers, {load.reasons}, pauses {load.pauses_s[-9:]}")
+        assert load.wrong == []
+        assert set(load.reasons) == {"drained"}
+        assert complete(service)
