@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadtest.ports import free_port
-from lorikeet.doctor import environment, software
+from lorikeet.doctor import software
 from lorikeet.doctor.finding import Severity
 from lorikeet.doctor.machine import Cuda
 from lorikeet.gateway.body import MAX_JSON_BYTES
+from lorikeet.ray_variables import LARGEST_MESSAGE
 from lorikeet.replica.request_builder import MOST_LOGPROBS
 from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
@@ -702,9 +703,9 @@ def test_contradictory_settings_are_reported_once(patient: Patient) -> None:
 
 
 def test_rays_largest_message_holds_any_request_and_answer() -> None:
-    assert environment.LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
+    assert LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
     longest_token_bytes = 150  # as JSON
-    assert MOST_LOGPROBS * longest_token_bytes < environment.LARGEST_MESSAGE
+    assert MOST_LOGPROBS * longest_token_bytes < LARGEST_MESSAGE
 
 
 def test_a_bad_setting_still_runs_checks_that_need_no_settings(patient: Patient) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Composition, Residency
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
     BaseShape,
@@ -22,7 +22,7 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.errors import AdapterRejected, InvalidRequest
 from tests.engine.adapter_format.peft_folder import edit_config
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import FAMILIES
@@ -312,6 +312,13 @@ def test_an_activated_lora_of_experts_is_refused_by_name(tiny_checkpoints, tmp_p
         AdapterRejected, match=r"gate_proj cannot be trained by activated LoRA, .* experts"
     ):
         read_spec(tmp_path / "blob", shape, AdapterLimits(64, 1 << 30))
+
+
+@pytest.mark.parametrize("beside", [(), (AdapterRef("acme", "plain", 1, "d2"),)])
+def test_a_composition_with_an_activated_lora_is_refused_by_name(beside):
+    ref = AdapterRef("acme", "check", 1, "d1", (5,))
+    with pytest.raises(InvalidRequest, match="acme/check@1 is an activated LoRA"):
+        Composition((ref, *beside), (1.0,) * (1 + len(beside)))
 
 
 @pytest.mark.soak

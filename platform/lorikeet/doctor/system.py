@@ -89,8 +89,10 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
             fix += ", or set LORIKEET_ADMIN_ADDRESS to another port"
+        elif planned.makes_missing:
+            fix += ", or choose another port with --port or PORT"
         yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
-    ray = [port for port in _RAY if not _free(port)]
+    ray = [port for port in _RAY if not planned.makes_missing and not _free(port)]
     for port in ray:
         yield warning(
             "ports",
@@ -100,7 +102,8 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
             "`serve run`; `ray stop` ends every Ray of this machine",
         )
     if not taken and not ray:
-        yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
+        free = (*wanted, *(() if planned.makes_missing else _RAY))
+        yield ok("ports", f"{', '.join(map(str, free))} are free")
 
 
 def _refusal(host: str) -> str | None:

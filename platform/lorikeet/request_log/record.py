@@ -24,7 +24,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
     TokenIds,
 )
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
@@ -99,7 +99,7 @@ class RequestRecord:
     base_model: str | None = None
     base_quantization: str | None = None
     trained_on: str | None = None
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     invoked: bool | None = None
     stream: bool = False
     validated_s: float | None = None
@@ -243,7 +243,7 @@ class RequestTrace:
     def set_prompts(self, prompts: Sequence[TokenIds]) -> None:
         """Record whether the prompts invoke the adapter, if that is an activated LoRA."""
         adapter = self._record.adapter
-        if adapter is not None and adapter.invocation_tokens:
+        if isinstance(adapter, AdapterRef) and adapter.invocation_tokens:
             found = [adapter.active_from(prompt) for prompt in prompts]
             self._record.invoked = any(begins is not None for begins in found)
 
