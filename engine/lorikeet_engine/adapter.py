@@ -1,7 +1,15 @@
-"""Identity of adapters, and the tiers that hold their weights."""
+"""Identity of adapters and of their compositions, and the tiers that hold their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
+
+from lorikeet_engine.errors import InvalidRequest
+
+MAX_MEMBERS = 8
+"""Largest number of adapters that a composition adds up."""
+MAX_WEIGHT = 2.0
+"""Largest absolute weight of an adapter in a composition."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -17,8 +25,70 @@ class AdapterRef:
     version: int
     digest: str
 
+    @property
+    def members(self) -> "tuple[AdapterRef, ...]":
+        """Adapters to add up: this one alone. A Composition has several."""
+        return (self,)
+
     def __str__(self) -> str:
         return f"{self.tenant}/{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Weighted sum of adapters: W·x + Σ weight · B·A·x, with each adapter's own scaling in B.
+
+    Equals PEFT's add_weighted_adapter with combination_type="cat". Adapters are in the order of
+    their digests, so that a composition is the same, and computed the same, in whichever order it
+    was asked for.
+
+    members, weights: the adapters, and the weight of each.
+    digest: key of what is computed with the composition; contains the digests of its adapters.
+    """
+
+    members: tuple[AdapterRef, ...]
+    weights: tuple[float, ...]
+    digest: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones with weights
+        of at most MAX_WEIGHT.
+        """
+        if not 1 <= len(self.members) <= MAX_MEMBERS:
+            raise InvalidRequest(
+                f"{len(self.members)} adapters: a request composes at most {MAX_MEMBERS}",
+                param="adapters",
+            )
+        for ref, weight in zip(self.members, self.weights, strict=True):
+            if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
+                raise InvalidRequest(
+                    f"the weight of {ref} is {weight}: want {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}",
+                    param="adapters",
+                )
+        pairs = sorted(zip(self.members, self.weights, strict=True), key=lambda p: p[0].digest)
+        for (ref, _), (other, _) in pairwise(pairs):
+            if ref.digest == other.digest:
+                raise InvalidRequest(
+                    f"{ref} and {other} have the same weights: name each adapter once",
+                    param="adapters",
+                )
+        digest = "+".join(f"{weight!r}*{ref.digest}" for ref, weight in pairs)
+        object.__setattr__(self, "members", tuple(ref for ref, _ in pairs))
+        object.__setattr__(self, "weights", tuple(weight for _, weight in pairs))
+        object.__setattr__(self, "digest", digest)
+
+    def __str__(self) -> str:
+        pairs = zip(self.weights, self.members, strict=True)
+        return "+".join(str(ref) if weight == 1 else f"{weight:g}*{ref}" for weight, ref in pairs)
+
+
+Adapter = AdapterRef | Composition
+"""Adapter of a request: one, or several added up."""
+
+
+def member_digests(digest: str) -> list[str]:
+    """Return the digests of the adapters behind an Adapter's digest."""
+    return [each.rpartition("*")[2] for each in digest.split("+")] if "*" in digest else [digest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class StepInput:
     max_rank: upper bound of the ranks of the adapters in segments.
     changes_experts: whether some adapter changes linears of experts.
     has_vectors: whether some adapter has vectors for linears (LoraWeights.vectors).
+    composed: whether some slot is a composition's (LoraWeights.members).
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
@@ -124,6 +125,7 @@ class StepInput:
     max_rank: int
     changes_experts: bool
     has_vectors: bool
+    composed: bool
     head_segments: Int32s
     head_rank: int
     head_rows: int
@@ -160,9 +162,10 @@ class StepInput:
                 device,
                 changes_experts=self.changes_experts,
                 has_vectors=self.has_vectors,
+                composed=self.composed,
             ),
             head_segments=_upload_segments(
-                self.head_segments, self.head_rank, device, self.head_rows
+                self.head_segments, self.head_rank, device, self.head_rows, composed=self.composed
             ),
             states=None if self.states is None else self.states.upload(device),
         )
@@ -178,16 +181,20 @@ class LogitsInput:
         `rows`.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
+    composed: whether some slot is a composition's.
     """
 
     rows: Int64s
     head_segments: Int32s
     head_rank: int
     head_rows: int
+    composed: bool
 
     def upload(self, device: torch.device) -> tuple[torch.Tensor, Segments | None]:
         """Copy the indices and lm_head's segments to the device; the host waits for nothing."""
-        heads = _upload_segments(self.head_segments, self.head_rank, device, self.head_rows)
+        heads = _upload_segments(
+            self.head_segments, self.head_rank, device, self.head_rows, composed=self.composed
+        )
         return upload(self.rows, device), heads
 
 
@@ -241,6 +248,7 @@ def build_step_input(
         max_rank=max((lease.rank for lease in leases), default=0),
         changes_experts=any(lease.changes_experts for lease in leases),
         has_vectors=any(lease.has_vectors for lease in leases),
+        composed=any(lease.composed for lease in leases),
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
@@ -334,7 +342,8 @@ def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> 
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
-    return LogitsInput(rows, head_segments(chunks, of_chunks), rank, token_rows)
+    composed = any(lease.composed for lease in leases)
+    return LogitsInput(rows, head_segments(chunks, of_chunks), rank, token_rows, composed)
 
 
 def _changes_head(lease: AdapterLease) -> bool:
@@ -380,8 +389,10 @@ def _upload_segments(
     *,
     changes_experts: bool = False,
     has_vectors: bool = False,
+    composed: bool = False,
 ) -> Segments | None:
     if not segments.size:
         return None
     slots, starts, lengths = upload(segments, device).unbind()
-    return Segments(slots, starts, lengths, max_rank, max_rows, changes_experts, has_vectors)
+    kinds = changes_experts, has_vectors, composed
+    return Segments(slots, starts, lengths, max_rank, max_rows, *kinds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
@@ -184,6 +184,8 @@ class Scheduler:
         if timings.requested_s is None and self._adapters.residency(ref) is not Residency.GPU:
             timings.requested_s = time.monotonic()
             sequence.copy_s = self._adapters.copy_s(ref)
+        if isinstance(ref, Composition) and not timings.member_tiers:
+            timings.member_tiers = tuple(map(self._adapters.residency, ref.members))
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
@@ -455,8 +457,13 @@ class Scheduler:
         timings.begun_s = time.monotonic()
         timings.cached_tokens = min(sequence.kv.computed, sequence.prompt_length)
         self._counters.sequence_begun(sequence)
-        if timings.requested_s is not None and sequence.adapter is not None:
-            timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
+        ref = sequence.adapter
+        if ref is None:
+            return
+        if timings.requested_s is not None:
+            timings.loaded_s = self._adapters.loaded_at_s(ref)
+        if timings.member_tiers:
+            timings.members_loaded_s = tuple(map(self._adapters.loaded_at_s, ref.members))
 
     def _preempt(self, sequence: Sequence) -> None:
         # The sequence keeps its tokens; those whose pages leave the cache are computed again.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import EngineTimings, FinishReason, Request
+from lorikeet_engine.adapter import Adapter, Residency
+from lorikeet_engine.request import EngineTimings, FinishReason, MemberLoad, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
@@ -76,6 +76,10 @@ class AdapterLease(Protocol):
     def has_vectors(self) -> bool:
         """Whether the adapter has vectors for linears, as DoRA has."""
 
+    @property
+    def composed(self) -> bool:
+        """Whether the slot is a composition's."""
+
     def release(self) -> None:
         """Return the lease, so that the adapter may be evicted; a second call does nothing."""
 
@@ -122,6 +126,7 @@ class SequenceTimings:
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
+    member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -134,6 +139,8 @@ class SequenceTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    member_tiers: tuple[Residency, ...] = ()
+    members_loaded_s: tuple[float, ...] = ()
 
     def engine_timings(self) -> EngineTimings:
         """Return the durations of all phases up to now; call it when the latest token has just been
@@ -155,7 +162,14 @@ class SequenceTimings:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
+            members=self._member_loads(queued_s) if self.member_tiers else (),
         )
+
+    def _member_loads(self, queued_s: float) -> tuple[MemberLoad, ...]:
+        since_s = self.begun_s if self.requested_s is None else self.requested_s
+        assert since_s is not None, "a token of no step"
+        pairs = zip(self.member_tiers, self.members_loaded_s, strict=True)
+        return tuple(MemberLoad(t, min(max(at_s - since_s, 0.0), queued_s)) for t, at_s in pairs)
 
 
 class Sequence:
@@ -238,7 +252,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING if made is None else SequenceStatus.PREEMPTED
 
     @property
-    def adapter(self) -> AdapterRef | None:
+    def adapter(self) -> Adapter | None:
         """Adapter that the sequence runs under; None for the base model alone."""
         return self.request.adapter
 

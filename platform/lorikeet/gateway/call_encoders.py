@@ -68,6 +68,41 @@ class CallEncoders:
             refusal = Refusal(error.code, error.message, error.param)
             raise Refused(refusal, call.endpoint) from None
 
+    async def encode_text(
+        self,
+        base_model: str,
+        tenant: str,
+        text: str,
+        max_context: int | None,
+        *,
+        add_special_tokens: bool,
+    ) -> TokenIds:
+        """Return the token ids of a text.
+
+        max_context: see `encode`.
+        add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
+
+        Raises ContextLengthExceeded for texts far longer than the context.
+        """
+        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        encode = partial(encoder.encode_text, add_special_tokens=add_special_tokens)
+        return await self._threads.run(tenant, lambda: encode(text, context))
+
+    async def decode(self, base_model: str, tenant: str, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included.
+
+        Raises InvalidInput for a token that the vocabulary lacks.
+        """
+        encoder = self._encoders[base_model]
+        return await self._threads.run(tenant, lambda: encoder.decode(tokens))
+
+    async def token_strings(
+        self, base_model: str, tenant: str, tokens: Sequence[int]
+    ) -> Sequence[str | None]:
+        """Return each token's text in the vocabulary."""
+        to_text = self._encoders[base_model].backend.id_to_token
+        return await self._threads.run(tenant, lambda: [to_text(token) for token in tokens])
+
     async def encode_turns(
         self,
         base_model: str,

@@ -23,7 +23,7 @@ from lorikeet.protocol.messages import (
     ResumeReason,
     StreamItem,
 )
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.request import EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
@@ -97,7 +97,7 @@ class RequestRecord:
     base_model: str | None = None
     base_quantization: str | None = None
     trained_on: str | None = None
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     stream: bool = False
     validated_s: float | None = None
     accepted_s: float | None = None

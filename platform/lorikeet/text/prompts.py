@@ -254,6 +254,28 @@ class PromptEncoder:
         text = self._render(_with_system_prompt([{"role": "user", "content": text}], defaults))
         return self._tokens(text, "prompt", max_context, add_special_tokens=False)
 
+    def encode_text(self, text: str, max_context: int, *, add_special_tokens: bool) -> TokenIds:
+        """Return the token ids of a text.
+
+        max_context: see `encode`.
+        add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
+
+        Raises ContextLengthExceeded if a long text exceeds the context.
+        """
+        return self._tokens(text, "prompt", max_context, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included.
+
+        Raises InvalidInput for a token that the vocabulary lacks.
+        """
+        for token in {*tokens}:
+            if self.backend.id_to_token(token) is None:
+                raise InvalidInput(
+                    f"tokens: {token} is not in the base model's vocabulary", param="tokens"
+                )
+        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
+
     def _tokens(
         self, text: str, param: str, max_context: int, *, add_special_tokens: bool = True
     ) -> TokenIds:

@@ -1,6 +1,7 @@
 """The command register: packs an adapter into one file, and uploads it to the catalog."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import AdminClient, admin
-from lorikeet.cli.arguments import Adapter
+from lorikeet.cli.arguments import Adapter, AdapterName
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
@@ -95,23 +96,53 @@ def register(
         use_generation_config,
     )
     options.check()
-    about = {"tenant": adapter.tenant, "base_model": base_model}
-    wanted = {
-        **_send(admin(ctx), source, revision, about, options, quiet=as_json),
-        "promote": promote,
-        "shared": shared,
-        "base_model": base_model,
-        "smoke": smoke,
-    }
-    path = f"/adapters/{adapter.path}/versions"
-    answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    for kind in ("base_warning", "template_warning", "vocabulary_warning"):
-        if answer[kind] is not None:
-            print_warning(answer[kind])
+    answer, is_new = register_source(
+        admin(ctx),
+        source,
+        adapter,
+        options,
+        revision=revision,
+        quiet=as_json,
+        promote=promote,
+        shared=shared,
+        base_model=base_model,
+        smoke=smoke,
+    )
     if as_json:
         print_json(answer)
     else:
         _print_version(answer, is_new=is_new)
+
+
+def register_source(
+    server: AdminClient,
+    source: str,
+    adapter: AdapterName,
+    defaults: DefaultsOptions,
+    *,
+    revision: str | None = None,
+    quiet: bool,
+    base_model: str | None,
+    **options: bool | None,
+) -> tuple[dict[str, Any], bool]:
+    """Upload an adapter, register it, and print the server's warnings.
+
+    Returns the version as JSON, and whether it is new. Raises LorikeetError.
+
+    defaults: options that set request defaults.
+    revision, quiet: as in `open_source`.
+    base_model: name of the served base model; None: the one that the adapter names.
+    options: promote, shared and smoke, as in the admin API.
+    """
+    about = {"tenant": adapter.tenant, "base_model": base_model}
+    sent = _send(server, source, revision, about, defaults, quiet=quiet)
+    wanted = {**sent, "base_model": base_model, **options}
+    path = f"/adapters/{adapter.path}/versions"
+    answer, is_new = with_retries(lambda: server.post_new(path, wanted))
+    for kind in ("base_warning", "template_warning", "vocabulary_warning"):
+        if answer[kind] is not None:
+            print_warning(answer[kind])
+    return answer, is_new
 
 
 def _send(
@@ -132,7 +163,7 @@ def _send(
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
-            defaults, digest = options.read(folder), _pack(folder, blob)
+            defaults, digest = options.read(folder), pack(folder, blob)
             template, vocabulary = template_digest(folder), read_vocabulary(folder)
         send_blob(server, blob, digest, about, quiet=quiet)
     return {
@@ -143,9 +174,17 @@ def _send(
     }
 
 
-def _pack(folder: Path, blob: Path) -> str:
+def pack(folder: Path, blob: Path, warn: Callable[[str], None] = print_warning) -> str:
+    """Write an adapter's folder to one file, and return its SHA-256. Raises LorikeetError.
+
+    warn: gets warnings about the folder.
+    """
     try:
-        return write_blob(folder, blob, print_warning)
+        return write_blob(folder, blob, warn)
+    except PermissionError as error:
+        raise LorikeetError(
+            f"{error.filename or folder} may not be read: `chmod -R u+rX {folder}` as its owner"
+        ) from error
     except OSError as error:
         raise LorikeetError(
             f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "

@@ -51,12 +51,12 @@ UseGenerationConfig = Annotated[
 class DefaultsOptions(NamedTuple):
     """Options of `register`, each under its name."""
 
-    chat_template: Path | None
-    use_chat_template: bool
-    system_prompt: str | None
-    stop: list[str] | None
-    generation_config: Path | None
-    use_generation_config: bool
+    chat_template: Path | None = None
+    use_chat_template: bool = False
+    system_prompt: str | None = None
+    stop: list[str] | None = None
+    generation_config: Path | None = None
+    use_generation_config: bool = False
 
     def check(self) -> None:
         """Raise BadParameter if two options exclude each other."""

@@ -18,19 +18,26 @@ from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
     LOAD,
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    SKYRL_LOAD,
+    TOKENIZE,
     UNLOAD,
+    DetokenizeRequest,
     LoadRequest,
+    SkyrlLoadRequest,
+    TokenizeRequest,
     UnloadRequest,
 )
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
-    *(MessagesRequest, CountTokensRequest, LoadRequest, UnloadRequest),
+    *(MessagesRequest, CountTokensRequest),
+    *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -185,12 +192,16 @@ def _pushing() -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     """Return the operations of vLLM's endpoints for trainers."""
+    errors = _ERRORS | _CONFLICT
     nothing = "Do nothing: requests keep the version of an adapter with which they began"
     refused = "Refuse to change the base model's weights"
     posts = dict.fromkeys(NO_OPS, nothing) | dict.fromkeys(REFUSED, refused)
     return {
-        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, _ERRORS | _CONFLICT),
+        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, errors),
+        SKYRL_LOAD: _generate("Load an adapter for SkyRL", "SkyrlLoadRequest", _JSON, errors),
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
+        TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
+        DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
     }
