@@ -248,7 +248,8 @@ class PushPipeline:
         ]
         for push in pushes:
             push.set_lifetime(0.0)
-        while not all(push.ended.is_set() for push in pushes):
+        # A push of the same blob without a lifetime may join one meanwhile, which then stays.
+        while any(push.ends_s is not None and not push.ended.is_set() for push in pushes):
             await asyncio.sleep(_AGAIN_S)
         keys = [each.key for each in self.pushed.of(tenant, name) if each.expires is not None]
         for key in keys:
