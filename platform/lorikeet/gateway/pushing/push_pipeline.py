@@ -161,6 +161,7 @@ class PushPipeline:
                 tenant,
                 name,
                 version.facts,
+                defaults=version.defaults,
                 since=version.seq,
             )
         )
@@ -381,7 +382,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.registered(version.facts.digest, None)
+        held = record and record.registered(version.facts.digest, version.defaults)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
@@ -414,6 +415,7 @@ class PushPipeline:
             name,
             push.blob,
             push.version.facts,
+            defaults=push.version.defaults,
             alias=self.pushed.alias_of(push.version),
             since=push.version.seq,
             actor=push.version.actor,
