@@ -114,6 +114,7 @@ class Client:
         wait: Wait = "ready",
         lifetime_s: int | None = None,
         keep: int | None = None,
+        defaults_of: str | None = None,
         timeout_s: float = 60.0,
         probes: Probes | None = None,
         warn_above: float | None = None,
@@ -130,6 +131,8 @@ class Client:
         lifetime_s: seconds after which the version is deleted; such an ephemeral version never
             becomes durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
+        defaults_of: alias or number of the adapter's version whose own chat template, system prompt
+            and other request defaults the version gets; None: the base model's.
         probes: the trainer's log-probabilities, from `peft_probes`, with which a replica's are
             compared before the version is accepted. A proof that warns gives a Python warning.
         warn_above, refuse_above: mean differences, in nats, above which the proof warns and
@@ -153,7 +156,7 @@ class Client:
                 "timeout_s": f"{timeout_s:g}",
                 "alias": alias,
             }
-            wanted |= {"lifetime_s": lifetime_s, "keep": keep}
+            wanted |= {"lifetime_s": lifetime_s, "keep": keep, "defaults_of": defaults_of}
             if probes is not None:
                 head = probes.model_dump_json(exclude_defaults=True).encode()
                 blob.write_bytes(head + blob.read_bytes())

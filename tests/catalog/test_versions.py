@@ -325,27 +325,47 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     blob = tmp_path / "blob"
     proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, GapCause.QUANTIZATION, "in FP8")
     accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
-    base = "org/Demo-bnb-4bit"
     kinds = (
-        (None, None, None),
-        (touches, None, None),
-        (touches, base, None),
-        (touches, base, proof),
-        (touches, "", accepted),
+        (None, None, (), None),
+        (touches, None, (), None),
+        (touches, "org/Demo-4bit", (7, 9), None),
+        (touches, "org/Demo-4bit", (7, 9), proof),
+        (touches, "", (), accepted),
+        (touches, None, (), accepted),
     )
-    for number, (known, trained_on, parity) in enumerate(kinds):
+    for number, (known, trained_on, tokens, parity) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
-        facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known, trained_on=trained_on)
-        facts = replace(facts, parity=parity)
+        facts = BlobFacts(
+            *(digest, 1, 8, "demo", 1),
+            touches=known,
+            trained_on=trained_on,
+            invocation_tokens=tokens,
+            parity=parity,
+        )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
-    assert tuple((c.touches, c.trained_on, c.parity) for c in registered) == kinds
+    found = tuple((c.touches, c.trained_on, c.invocation_tokens, c.parity) for c in registered)
+    assert found == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
     versions = again.adapters["support"].versions
-    assert tuple((v.touches, v.trained_on, v.parity) for v in versions) == kinds
+    kept = tuple((v.touches, v.trained_on, v.invocation_tokens, v.parity) for v in versions)
+    assert kept == kinds
     assert again == tenant
+    assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
+
+
+def test_releases_that_know_no_invocation_tokens_read_no_entry_with_them(
+    catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
+) -> None:
+    blob = tmp_path / "blob"
+    for number, tokens in enumerate(((), (7, 9))):
+        blob.write_bytes(data := bytes([number]))
+        digest = hashlib.sha256(data).hexdigest()
+        facts = BlobFacts(digest, 1, 8, "demo", 1, invocation_tokens=tokens)
+        catalog.register("acme", "support", blob, facts, actor="ann")
+    assert [entry.schema for entry in Log(store).read(0)][-2:] == [1, 2]

@@ -75,7 +75,9 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
         for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # 2: a prompt, so not only decodes
             if sum(lengths) <= settings.max_batch_tokens:
-                for rank, vectors, composed in product(ranks, (False, True), (False, True)):
+                # one adapter suffices for compositions' kernels, which differ by ranks and regimes
+                compositions = (False, True) if adapters == 1 else (False,)
+                for rank, vectors, composed in product(ranks, (False, True), compositions):
                     _run(
                         runner,
                         sampler,
@@ -87,8 +89,8 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
                     )
     for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # larger numbers of lm_head's rows
         if rows <= settings.max_running:
-            for rank in ranks:
-                _run(runner, sampler, settings, [1] * rows, 1, rank)
+            for rank, composed in product(ranks, (False, True)):
+                _run(runner, sampler, settings, [1] * rows, 1, rank, composed=composed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,8 +370,8 @@ class Tiers:
         elements = sum(self._stats.elements(member.digest) or 0 for member in ref.members)
         if elements > self._pool.elements or len(ref.members) > self._pool.slots:
             raise AdapterTooLarge(
-                f"the adapters of {ref} do not fit on the GPU together: compose fewer, or raise "
-                "LORIKEET_ADAPTER_GPU_BYTES",
+                f"the adapters of {ref} do not fit on the GPU together: compose fewer, or enlarge "
+                "the adapter memory",
                 elements=elements,
                 max_elements=self._pool.elements,
             )

@@ -34,8 +34,8 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack request defaults in schemas 2 to 4. Releases without parity proofs ignore these, which
-follow `trained_on`.
+3, and lack invocation tokens and request defaults in schemas 2 to 4. Releases that know no parity
+proofs ignore these, which are last.
 """
 
 Json = Any
@@ -159,10 +159,14 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    if v.trained_on is None:
-        return [*row, " ".join(linears), *numbers]
-    parity = [] if v.parity is None else [_parity_row(v.parity)]
-    return [*row, " ".join(linears), *numbers, v.trained_on, *parity]
+    last: list[Json] = [
+        v.trained_on,
+        v.invocation_tokens,
+        None if v.parity is None else _parity_row(v.parity),
+    ]
+    while last and last[-1] in (None, ()):
+        last.pop()
+    return [*row, " ".join(linears), *numbers, *last]
 
 
 def _parity_row(p: Parity) -> Json:
@@ -210,11 +214,16 @@ def _adapter(
 def _version(number: int, row: Json, defaults: RequestDefaults | None) -> VersionRecord:
     digest, size, rank, base_model, created, retired, gpu, *touched = row
     touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
-    trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
+    trained_on = sys.intern(touched[5]) if len(touched) > 5 and touched[5] is not None else None
+    invocation = tuple(touched[6]) if len(touched) > 6 else ()
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
-    parity = _parity(touched[6]) if len(touched) > 6 else None
     return VersionRecord(
-        *once, touches=touches, trained_on=trained_on, parity=parity, defaults=defaults
+        *once,
+        touches=touches,
+        trained_on=trained_on,
+        invocation_tokens=invocation,
+        parity=_parity(touched[7]) if len(touched) > 7 else None,
+        defaults=defaults,
     )
 
 

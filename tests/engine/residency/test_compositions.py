@@ -167,7 +167,7 @@ def test_an_adapter_that_is_more_than_a_and_b_is_refused_by_name(shelf, bench, o
 def test_ranks_that_add_up_to_too_many_are_refused(shelf, bench):
     a, b_ = (shelf.make(name, everywhere(rank)) for name, rank in (("a", 10), ("b", 7)))
     b = bench(gpu=20, host=20)
-    with pytest.raises(AdapterTooLarge, match="add up to 17, above LORIKEET_MAX_RANK=16"):
+    with pytest.raises(AdapterTooLarge, match="add up to 17: the limit is 16;"):
         lease(b, composed(a, b_))
     assert LIMITS.max_rank == 16
 

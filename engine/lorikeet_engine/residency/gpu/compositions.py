@@ -93,8 +93,8 @@ class Compositions:
         rank = sum(adapter.layout.max_rank for adapter in adapters)
         if rank > self._max_rank:
             raise AdapterTooLarge(
-                f"the ranks of {composition} add up to {rank}, above LORIKEET_MAX_RANK="
-                f"{self._max_rank}: compose fewer adapters, or raise LORIKEET_MAX_RANK",
+                f"the ranks of {composition} add up to {rank}: the limit is {self._max_rank}; "
+                "compose fewer adapters, or have the limit of ranks raised",
                 rank=rank,
                 max_rank=self._max_rank,
             )
