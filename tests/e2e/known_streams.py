@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -131,6 +132,11 @@ class KnownStreams:
     def wrong(self) -> list[Seen]:
         """Answers that were cut, or differ from the undisturbed ones."""
         return [seen for seen in self.seen if not seen.is_right]
+
+    @property
+    def faults(self) -> Counter[tuple[str, ...]]:
+        """Number of wrong answers by error and replicas' losses."""
+        return Counter((seen.error, *seen.reasons) for seen in self.wrong)
 
     @property
     def reasons(self) -> list[str]:

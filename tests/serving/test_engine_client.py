@@ -392,7 +392,7 @@ def test_an_answer_goes_on_at_most_twice(three_replicas):
 
 
 @pytest.mark.parametrize("items", [(), (b"begun ",)])
-def test_a_request_that_loses_two_replicas_without_progress_is_refused(three_replicas, items):
+def test_a_request_with_which_a_second_replica_dies_at_once_is_refused(three_replicas, items):
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         await lost(handle, *items, log=LONG if items else b"")
@@ -401,6 +401,21 @@ def test_a_request_that_loses_two_replicas_without_progress_is_refused(three_rep
         with pytest.raises(ReplicasLost, match="two replicas were lost"):
             await asking
         assert len(handle.calls) == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("change", [{"_AT_ONCE_S": 0.0}, {"_PROGRESS_TOKENS": 1}])
+def test_a_request_may_lose_a_second_replica_later(three_replicas, monkeypatch, change):
+    for name, value in change.items():
+        monkeypatch.setattr(engines_module, name, value)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, b"one ", log=log_of(1))
+        await lost(handle, b"two ", log=log_of(2))
+        handle.deliver(replace(HEADER, replica="r3"), USAGE, b".", ended=True)
+        assert bytes_of(await asking) == b"one two ."
 
     run(scenario)
 
