@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from statistics import quantiles
 
 import pytest
 from ray import serve
@@ -44,6 +43,10 @@ def known(service, crowd) -> list[Known]:
     ]
 
 
+def p99(sorted_s: list[float]) -> float:
+    return sorted_s[len(sorted_s) * 99 // 100]
+
+
 @pytest.mark.parametrize(
     ("seconds", "streams"),
     [(14.0, 12), pytest.param(600.0, 60, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
@@ -60,17 +63,14 @@ def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, secon
                 os.kill(rng.choice((engine_process, replica)), signal.SIGKILL)
                 killed += 1
             time.sleep(KILL_EVERY_S)
-    pauses_s = load.pauses_s
-    worst_s = quantiles(pauses_s, n=100)[-1] if len(pauses_s) > 1 else pauses_s[0]
-    print(
-        f"{killed} kills, {len(load.seen)} answers, {len(load.reasons)} moved, p99 {worst_s:.2f} s"
-    )
-    print(f"pauses: {[round(pause_s, 2) for pause_s in pauses_s[-20:]]}")
+    pause_s, first_s = (p99(some) for some in (load.pauses_s, load.firsts_s))
+    counts = f"{killed} kills, {len(load.seen)} answers, {len(load.reasons)} moved"
+    print(f"{counts}; p99 of pauses {pause_s:.2f} s, of first events {first_s:.2f} s")
     print(load.faults)
     assert killed
     assert load.wrong == []
     assert "replica_lost" in load.reasons
-    assert worst_s < MOST_PAUSE_S
+    assert pause_s < MOST_PAUSE_S + first_s  # the prompt is computed again, as a new one is
     assert complete(service)
 
 
