@@ -1,6 +1,7 @@
 """Client through which a gateway calls engine replicas, by Ray Serve handles."""
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -109,7 +110,8 @@ class ServeEngineClient:
         serving/request_router.py for a replica. The answer comes back on the stream that
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
-        The call is sent again, up to _ATTEMPTS times in all,
+        The call is sent again, up to _ATTEMPTS times in all, not counting replicas that it has left
+        because they are being stopped,
         - if its replica is lost, is being stopped or gives the answer up, or is silent (see
           Fleet.take_silent) before the first byte of the answer: to any other replica, with the log
           of the outputs so far, so that the answer goes on where it was;
@@ -126,11 +128,11 @@ class ServeEngineClient:
         """
         run_call = self._run_call[base_model]
         fleet, sent, log = _fleet(run_call), _seeded(encoded).to_send(), bytearray()
-        begun, deaths = False, 0
-        for attempt in range(_ATTEMPTS):
+        begun, deaths, left = False, 0, _ATTEMPTS
+        for attempt in itertools.count():
             made_tokens = tokens_in(log)
             sent = replace(sent, attempt=attempt, log=bytes(log), made_tokens=made_tokens)
-            request_id, is_last = sent.attempt_id, attempt + 1 == _ATTEMPTS
+            request_id = sent.attempt_id
             fleet.on_begun(request_id)
             sent_s = taken_s = time.monotonic()
             first_bytes = False
@@ -140,7 +142,7 @@ class ServeEngineClient:
                         if isinstance(item, AnswerHeader) and item.is_first:
                             taken_s = time.monotonic()
                             yield _attempt(fleet, request_id, sent_s)
-                        if not (begun or is_last) and _another_can_load(fleet, sent, item):
+                        if not begun and left > 1 and _another_can_load(fleet, sent, item):
                             log.clear()
                             raise Unavailable("the replica could not load the adapter")
                         if not first_bytes and isinstance(item, bytes):
@@ -149,18 +151,23 @@ class ServeEngineClient:
                         yield item
             except Unavailable as error:
                 yield _attempt(fleet, request_id, sent_s, error.message)
-                if begun and (is_last or not log):
+                reason = error.reason if isinstance(error, _AnswerLost) else None
+                left -= reason is not ResumeReason.DRAINED
+                if begun and not (left and log):
                     raise
                 replica = fleet.accepted_by(request_id)
-                if isinstance(error, _AnswerLost) and replica is not None:
-                    deaths += error.reason is ResumeReason.REPLICA_LOST
+                if reason is not None and replica is not None:
+                    deaths += reason is ResumeReason.REPLICA_LOST
                     at_once = time.monotonic() - taken_s < _AT_ONCE_S
                     if deaths == 2 and at_once and tokens_in(log) - made_tokens < _PROGRESS_TOKENS:
                         raise ReplicasLost(_REPLICAS_LOST) from error
-                    self._count_resume(sent.call.tenant)
+                    if reason is not ResumeReason.DRAINED:
+                        self._count_resume(sent.call.tenant)
                     sent = replace(sent, lost=(*sent.lost, replica))
-                    if log and not is_last:
-                        yield Resumed(error.reason)
+                    if log and left:
+                        yield Resumed(reason)
+                if not left:
+                    break
             except LorikeetError as error:
                 yield _attempt(fleet, request_id, sent_s, error.message)
                 raise
