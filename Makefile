@@ -25,7 +25,7 @@ UNITS := nice -n 19 $(TEST) --dist loadfile --no-loadscope-reorder
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
-# Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
+# Tests and benchmarks start Ray with these, as lorikeet serve does, which sets them itself.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
 # That makes every call through Serve a gRPC call but the HTTP proxy's.
 export RAY_SERVE_PROXY_USE_GRPC ?= 1
@@ -60,7 +60,7 @@ serve: $(INSTALLED)  ## start the service with the demo model and its adapters; 
 	@$(BIN)/python -m demo.serve
 
 stop: $(INSTALLED)  ## stop the service that make serve started here
-	@$(BIN)/python -m demo.running
+	@$(BIN)/lorikeet stop
 
 check: $(INSTALLED)  ## lint, types, import directions, pinned packages
 	$(BIN)/ruff check .
@@ -119,5 +119,5 @@ loadtest: $(INSTALLED)  ## Locust against the running service
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:$(PORT)
 
 clean:  ## stop make serve's service here, and remove its catalog, caches and keys
-	@! test -e .lorikeet/serve.pid || $(BIN)/python -m demo.running
+	@! test -e .lorikeet/serve.pid || $(BIN)/lorikeet stop
 	rm -rf .lorikeet

@@ -10,7 +10,6 @@ options are described in loadtest/README.md.
 """
 
 import ipaddress
-import json
 import logging
 import random
 import socket
@@ -60,7 +59,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--reshuffle", type=float, default=usual.reshuffle, help="seconds between popularity orders"
     )
     add("--seed", type=int, default=usual.seed, help="the same seed sends the same requests")
-    add("--keys-file", default=".lorikeet/demo-keys.json", help='{"tenant": "lk_…"}')
+    add("--keys", default=".lorikeet/keys/demo/tenants", help="folder with a file of each key")
     add("--out", default="loadtest/out/report.json", help="JSON file for the report")
 
 
@@ -82,7 +81,7 @@ class Scheduler(User):
     def _send_all(self) -> None:
         options, url = self.environment.parsed_options, self.environment.host or self.host
         _only_this_machine(url)
-        keys = _read_keys(Path(options.keys_file))
+        keys = _read_keys(Path(options.keys))
         servers = {tenant: Server(url, key, vocabulary=0) for tenant, key in keys.items()}
         targets = targets_of({tenant: _models(server) for tenant, server in servers.items()})
         plan = _workload(options).plan(targets)
@@ -179,14 +178,11 @@ def _workload(options: Any) -> Workload:
     return Workload(**{option.name: getattr(options, option.name) for option in fields(Workload)})
 
 
-def _read_keys(path: Path) -> dict[str, str]:
+def _read_keys(folder: Path) -> dict[str, str]:
     try:
-        keys = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CannotStart(f"--keys-file {path}: {error}; start the demo first") from error
-    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
-        raise CannotStart(f'--keys-file {path}: want {{"tenant": "lk_…"}}')
-    return keys
+        return {file.name: file.read_text().strip() for file in sorted(folder.iterdir())}
+    except OSError as error:
+        raise CannotStart(f"--keys {folder}: {error}; start the demo first") from error
 
 
 def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:

@@ -60,7 +60,7 @@ def test_equal_templates_and_adapters_without_a_template_cause_no_warning() -> N
 
 
 @pytest.mark.parametrize(
-    ("served", "said"), [("b", "another chat template than llama"), (None, "has none: they are")]
+    ("served", "said"), [("b", "another chat template than llama"), (None, "has none, so they are")]
 )
 def test_a_template_that_differs_from_the_base_models_causes_a_warning(
     served: str | None, said: str

@@ -1,7 +1,8 @@
 """Chat templates of base models and adapters, and a warning if the two differ.
 
-Chats with an adapter are rendered by its base model's template. A trainer may have used another
-template and saved it with the tokenizer beside the adapter.
+Chats with an adapter are rendered by its base model's template, unless the adapter was registered
+with its own. A trainer may have used another template and saved it with the tokenizer beside the
+adapter.
 """
 
 import hashlib
@@ -20,7 +21,13 @@ MAX_TEMPLATE_BYTES = 8 << 20
 
 
 def template_digest(folder: Path) -> str | None:
-    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template.
+    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template."""
+    template = read_template(folder)
+    return None if template is None else hashlib.sha256(template.strip().encode()).hexdigest()
+
+
+def read_template(folder: Path) -> str | None:
+    """Return a folder's chat template; None without a template.
 
     Skips files larger than MAX_TEMPLATE_BYTES, and files that are not regular.
     """
@@ -31,7 +38,7 @@ def template_digest(folder: Path) -> str | None:
         except (OSError, ValueError, RecursionError):
             continue
         if template is not None:
-            return hashlib.sha256(template.strip().encode()).hexdigest()
+            return template
     return None
 
 
@@ -49,14 +56,11 @@ def template_warning(trained: str | None, served: str | None, base_model: str) -
     if served is None:
         return (
             f"its folder has a chat template, and {base_model}, by whose template chats with it "
-            "are written, has none: they are refused until there is a chat_template.jinja in the "
-            "base model's folder"
+            "are written, has none, so they are refused: register it with --use-chat-template"
         )
     return (
         f"its folder has another chat template than {base_model}, by whose template chats with it "
-        "are written: compare a prompt of both, and if they differ, serve a copy of the base "
-        "model's folder with the adapter's chat_template.jinja under another name, or write "
-        "prompts yourself for /v1/completions"
+        "are written: if training used the folder's, register it with --use-chat-template"
     )
 
 

@@ -111,6 +111,16 @@ def test_a_message_has_its_stop_string_and_cached_tokens(tokenizer, stream):
     assert (delta["usage"]["input_tokens"], delta["usage"]["cache_read_input_tokens"]) == (1, 2)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_adapters_own_stop_string_ends_a_choice_like_the_models_end(tokenizer, stream):
+    call = replace(CALL, endpoint=Endpoint.MESSAGES, stop=("?",), own_stop=("!",), stream=stream)
+    answer = Answer(call, [(1, 2, 3)], Vocabulary(tokenizer))
+    (*_, body) = answer.take([tokens(tokenizer, "stop! no")])
+    assert answer.ended
+    assert b'"stop"' in body
+    assert b'"stop_reason":"end_turn","stop_sequence":null' in body
+
+
 def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
     answer = Answer(replace(CALL, stream=True, stop=("!",), n=2), [(1,)], Vocabulary(tokenizer))
     first = answer.take([tokens(tokenizer, "stop! no", 0), tokens(tokenizer, "go on", 1)])

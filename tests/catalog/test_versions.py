@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
-from lorikeet.catalog.changes import VersionRegistered
+from lorikeet.catalog.changes import AliasMoved, DefaultsSet, VersionRegistered
 from lorikeet.catalog.log import Log
 from lorikeet.catalog.partition_format import decode_tenant, encode_tenant
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import BlobFacts, VersionRecord
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import (
@@ -19,6 +21,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, TouchedModules
 
 Register = Callable[..., VersionRecord]
@@ -70,6 +73,58 @@ def test_the_same_blob_is_the_same_version(catalog: AdapterCatalog, register: Re
     assert register("acme/support", b"2", promote=True).version == 2
     assert prod(catalog) == 2
     assert len(catalog.reader.state.adapter("acme", "support").versions) == 2
+
+
+OWN = RequestDefaults("{{ messages }}", "Be brief.", ("<end>",), (7,), {"top_k": 7, "min_p": 0.1})
+
+
+def test_the_same_blob_with_other_request_defaults_is_another_version(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    other = replace(OWN, system_prompt="")
+    for _ in range(2):
+        for number, defaults in enumerate((None, OWN, other), 1):
+            made = register("acme/support", b"1", defaults=defaults)
+            assert (made.version, made.defaults) == (number, defaults)
+    newest = catalog.reader.state.resolve(f"acme/support@{made.digest}", "acme")
+    assert newest.version == 3
+    catalog.retire("acme", "support", 2, actor="ann")
+    assert register("acme/support", b"1", defaults=OWN).version == 4
+
+
+def test_a_versions_request_defaults_are_in_the_entry_that_registers_it(
+    store: ObjectStore, register: Register
+) -> None:
+    """Releases that do not know request defaults refuse the entry by the change's type."""
+    register("acme/support", b"1", defaults=OWN)
+    entry = Log(store).read(0)[-1]
+    assert [type(change) for change in entry.changes] == [
+        VersionRegistered,
+        DefaultsSet,
+        AliasMoved,
+    ]
+
+
+def test_request_defaults_survive_log_snapshot_retirement_and_restore(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    other = RequestDefaults(stop=("x",))
+    made = [None, OWN, other, OWN]
+    for number, defaults in enumerate(made):
+        register("acme/support", bytes([number]), defaults=defaults)
+    register("acme/second", b"1", defaults=OWN)
+    catalog.retire("acme", "support", actor="ann")
+    catalog.restore("acme", "support", actor="ann")
+    catalog.reader.snapshot()
+    for reader in (catalog.reader, CatalogReader(store)):
+        reader.refresh()
+        record = reader.ask(lambda state: state.adapter("acme", "support"))
+        assert [version.defaults for version in record.versions] == made
+    tenant = catalog.reader.ask(lambda state: state.tenant_state("acme"))
+    assert tenant is not None
+    data = encode_tenant(tenant)
+    assert data.count(b"Be brief.") == 1
+    assert decode_tenant("acme", data) == tenant
 
 
 def test_registering_needs_a_tenant_and_valid_names(
@@ -267,18 +322,37 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)
     blob = tmp_path / "blob"
-    kinds = (None, None), (touches, None), (touches, "org/Demo-bnb-4bit")
-    for number, (known, trained_on) in enumerate(kinds):
+    kinds = (None, None, ()), (touches, None, ()), (touches, "org/Demo-4bit", (7, 9))
+    for number, (known, trained_on, tokens) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
-        facts = BlobFacts(digest, 1, 8, "demo", 1, touches=known, trained_on=trained_on)
+        facts = BlobFacts(
+            *(digest, 1, 8, "demo", 1),
+            touches=known,
+            trained_on=trained_on,
+            invocation_tokens=tokens,
+        )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
-    assert tuple((c.touches, c.trained_on) for c in registered) == kinds
+    assert tuple((c.touches, c.trained_on, c.invocation_tokens) for c in registered) == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
-    assert tuple((v.touches, v.trained_on) for v in again.adapters["support"].versions) == kinds
+    versions = again.adapters["support"].versions
+    assert tuple((v.touches, v.trained_on, v.invocation_tokens) for v in versions) == kinds
     assert again == tenant
+    assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
+
+
+def test_releases_that_know_no_invocation_tokens_read_no_entry_with_them(
+    catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
+) -> None:
+    blob = tmp_path / "blob"
+    for number, tokens in enumerate(((), (7, 9))):
+        blob.write_bytes(data := bytes([number]))
+        digest = hashlib.sha256(data).hexdigest()
+        facts = BlobFacts(digest, 1, 8, "demo", 1, invocation_tokens=tokens)
+        catalog.register("acme", "support", blob, facts, actor="ann")
+    assert [entry.schema for entry in Log(store).read(0)][-2:] == [1, 2]

@@ -1,14 +1,17 @@
 """register, list, show, promote, rollback, retire against a real gateway."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.chat_template import template_digest
 from lorikeet.tokenizer_vocabulary import read_vocabulary
@@ -131,6 +134,84 @@ def test_another_chat_template_than_in_training_gives_a_warning(
         assert "Warning" not in said("acme/none")
 
 
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def test_register_takes_an_adapters_own_defaults_from_options(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    template, prompt, config = (tmp_path / name for name in ("t.jinja", "p.txt", "g.json"))
+    template.write_text(TEMPLATE)
+    prompt.write_text("Be brief.")
+    found = {"temperature": 0.5, "top_k": None, "eos_token_id": 5, "stop_strings": ["<end>"]}
+    config.write_text(json.dumps(found | {"max_length": 20}))
+    options = ["--chat-template", str(template), "--system-prompt", f"@{prompt}"]
+    options += ["--generation-config", str(config), "--stop", "Bye"]
+    answer = register(lorikeet, tmp_path, *options)
+    assert answer["defaults"] == {
+        "chat_template": TEMPLATE,
+        "system_prompt": "Be brief.",
+        "stop": ["<end>", "Bye"],
+        "stop_token_ids": [5],
+        "sampling": {"temperature": 0.5},
+    }
+    own = (
+        f"has its own chat template ({len(TEMPLATE)} B, SHA-256 "
+        f"{hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]}…), "
+        'system prompt "Be brief.", stop strings ["<end>", "Bye"], stop tokens 5, temperature 0.5'
+    )
+    made = str(tmp_path / "adapter-0")
+    said = lorikeet.do("register", made, "acme/support", *options)
+    assert said.startswith("acme/support already is version 1")
+    assert own in said
+    assert json.loads(lorikeet.do("register", made, "acme/support", "--json"))["version"] == 2
+    shown = lorikeet.do("show", "acme/support")
+    assert f"Version 1 {own}" in shown
+    assert "Version 2 has its own" not in shown
+    assert "defaults=chat_template,system_prompt,stop" in lorikeet.do("log")
+
+
+def test_register_takes_an_adapters_own_defaults_from_its_folder(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    flags = ["--use-chat-template", "--use-generation-config"]
+    for flag, missing in zip(flags, ["no chat template", "generation_config.json"], strict=True):
+        failed = lorikeet.run("register", str(folder), "acme/own", flag)
+        assert failed.exit_code != 0
+        assert missing in " ".join(failed.stderr.split())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "top_p": 0.5}')
+    said = lorikeet.run("register", str(folder), "acme/own", "--json", *flags)
+    assert "Warning" not in said.stderr
+    defaults = json.loads(said.stdout)["defaults"]
+    assert defaults["chat_template"] == TEMPLATE
+    assert (defaults["stop_token_ids"], defaults["sampling"]) == ([5, 6], {"top_p": 0.5})
+    assert json.loads(lorikeet.do("register", str(folder), "acme/own", "--json"))["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--chat-template", "{t}", "--use-chat-template"], "want either --chat-template or"),
+        (["--chat-template", "{t}"], "line 1: no"),
+        (["--chat-template", "missing.jinja"], "missing.jinja is no regular file"),
+        (["--generation-config", "{t}"], "t.jinja: Expecting property name"),
+        (["--system-prompt", "@missing"], "missing is no regular file"),
+    ],
+)
+def test_faulty_defaults_are_refused_and_nothing_is_registered(
+    lorikeet: Lorikeet, tmp_path: Path, options: list[str], problem: str
+) -> None:
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('no') }}")
+    given = [each.format(t=tmp_path / "t.jinja") for each in options]
+    made = str(peft_folder(tmp_path / "peft"))
+    failed = lorikeet.run("register", made, "acme/own", *given)
+    assert failed.exit_code != 0
+    assert problem in " ".join(failed.stderr.replace("│", " ").split())
+    assert lorikeet.catalog.reader.refresh().find("acme", "own") is None
+
+
 def test_another_vocabulary_than_in_training_gives_a_warning(tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "peft")
     tokenizer: dict[str, Any] = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
@@ -236,6 +317,27 @@ def test_show_has_the_newest_version_first(lorikeet: Lorikeet, tmp_path: Path) -
     assert [row[0] for row in rows] == ["2", "1"]
     assert str(newest["digest"]).startswith(rows[0][-1])
     assert lines[-1] == "Version 2, 1 changes q_proj of 2 layers, 128 parameters"
+
+
+def test_register_show_and_why_tell_of_an_invocation(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    folder = peft_folder(tmp_path / "check", seed=1)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alora_invocation_tokens"] = [7, 9]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    says = "is an activated LoRA: it changes a prompt from the last tokens 7, 9 on"
+    assert f"\n{says}\n" in lorikeet.do("register", str(folder), "acme/support")
+    shown = lorikeet.do("show", "acme/support").splitlines()
+    assert [line for line in shown if "activated" in line] == [f"Version 2 {says}"]
+    _, key = lorikeet.catalog.create_key("acme", {Scope.INFER}, actor="test")
+    for version, never in ((1, False), (2, True)):
+        answer = httpx.post(
+            f"{lorikeet.url}/v1/completions",
+            headers={"authorization": f"Bearer {key}"},
+            json={"model": f"acme/support@{version}", "prompt": "hello"},
+        )
+        said = lorikeet.do("why", answer.headers["x-request-id"])
+        assert ("does not have the adapter's invocation tokens" in said) == never
 
 
 def test_promote_then_rollback(lorikeet: Lorikeet, tmp_path: Path) -> None:

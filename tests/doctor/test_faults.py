@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadtest.ports import free_port
-from lorikeet.doctor import environment, software
+from lorikeet.doctor import software
 from lorikeet.doctor.finding import Severity
 from lorikeet.doctor.machine import Cuda
 from lorikeet.gateway.body import MAX_JSON_BYTES
+from lorikeet.ray_variables import LARGEST_MESSAGE
 from lorikeet.replica.request_builder import MOST_LOGPROBS
 from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
@@ -201,6 +202,13 @@ PLANTED = {
         PROBLEM,
         "no folder",
         "LORIKEET_CACHE_DIR",
+    ),
+    "a folder to load from that is a file": Fault(
+        "shared folder",
+        variable("LOAD_FROM", __file__),
+        WARNING,
+        "LORIKEET_LOAD_FROM=.* is no folder",
+        "mount",
     ),
     "an FP8 cache on GPUs that have no FP8": Fault(
         "gpus",
@@ -616,6 +624,12 @@ def test_old_and_missing_packages_are_found(
     assert "pip install" in fault.fix
 
 
+def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
+    (found,) = patient.examined("shared folder", **variable("LOAD_FROM", str(patient.model)))
+    assert faults([found]) == []
+    assert patient.examined("shared folder") == []
+
+
 def test_missing_compilers_are_found(
     patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -689,9 +703,9 @@ def test_contradictory_settings_are_reported_once(patient: Patient) -> None:
 
 
 def test_rays_largest_message_holds_any_request_and_answer() -> None:
-    assert environment.LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
+    assert LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
     longest_token_bytes = 150  # as JSON
-    assert MOST_LOGPROBS * longest_token_bytes < environment.LARGEST_MESSAGE
+    assert MOST_LOGPROBS * longest_token_bytes < LARGEST_MESSAGE
 
 
 def test_a_bad_setting_still_runs_checks_that_need_no_settings(patient: Patient) -> None:

@@ -40,6 +40,7 @@ class Service:
 
     url: listener for tenants.
     admin_url: listener for admins.
+    load_from: folder with each tenant's folder of adapters to load.
     """
 
     url: str
@@ -47,6 +48,7 @@ class Service:
     catalog: str
     admin_key: str
     tenant_keys: dict[str, str]
+    load_from: Path
 
     def client(self, tenant: str) -> openai.OpenAI:
         return openai.OpenAI(
@@ -103,6 +105,7 @@ def service(
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
+        environ.setenv("LORIKEET_LOAD_FROM", str(root / "shared"))
         environ.setenv("LORIKEET_OTLP_TRACES_ENDPOINT", collector.url)
         environ.setenv("LORIKEET_TRACES_SAMPLING_RATIO", "0")
         environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))
@@ -138,6 +141,7 @@ def run_service(root: Path) -> Iterator[Service]:
             settings.catalog,
             keys.admin,
             keys.tenants,
+            root / "shared",
         )
     finally:
         ray.shutdown()  # kill: an orderly stop takes half a minute and is tested with the demo

@@ -111,6 +111,13 @@ def test_tenants_reach_only_their_own_paths(address: Address) -> None:
             assert len(ids) == 1
 
 
+def test_tenants_reach_further_paths_if_these_are_given() -> None:
+    with listening(PublicListener(application("a"), paths={"/tokenize"})) as url:
+        assert [raw_get(url, path)[0] for path in ("/tokenize", "/tokenize/", "/ui")] == [
+            *(200, 404, 404),
+        ]
+
+
 def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
     """The answer to a path that is sent as it stands."""
     connection = http.client.HTTPConnection(httpx.URL(url).netloc.decode())

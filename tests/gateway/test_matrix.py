@@ -20,7 +20,16 @@ from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
-from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, UNLOAD
+from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
+    LOAD,
+    NO_OPS,
+    QUESTIONS,
+    REFUSED,
+    SKYRL_LOAD,
+    TOKENIZE,
+    UNLOAD,
+)
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, make_peft
 from tests.gateway.test_bad_requests import error_of
 
@@ -67,6 +76,8 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),
     ("GET", "/v1/usage"): None,
     ("GET", "/v1/openapi.json"): None,
+    ("POST", TOKENIZE): lambda model, _: (TOKENIZE, {"model": model, "prompt": "hello"}),
+    ("POST", DETOKENIZE): lambda model, _: (DETOKENIZE, {"model": model, "tokens": [4, 5]}),
 }
 """Path and body of a request for a model, or for a request about one, by tenants' route.
 
@@ -80,10 +91,13 @@ PUBLISHERS: set[Route] = {
 """Routes for publish keys that name a version. Read-only keys may GET."""
 
 VLLMS: set[Route] = {
-    *(("POST", path) for path in (LOAD, UNLOAD, *NO_OPS, *REFUSED)),
+    *(("POST", path) for path in (LOAD, SKYRL_LOAD, UNLOAD, *NO_OPS, *REFUSED)),
     *(("GET", path) for path in QUESTIONS),
 }
-"""vLLM's routes, for publish keys. Read-only keys may GET."""
+"""vLLM's routes for publish keys. Read-only keys may GET."""
+
+SWITCHED: set[Route] = {*VLLMS, ("POST", TOKENIZE), ("POST", DETOKENIZE)}
+"""Routes that exist only with LORIKEET_LOAD_FROM."""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -270,10 +284,10 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     parts = unchanged.catalog, {}, LIMITS
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    usual = OPEN | TENANTS.keys() | PUBLISHERS | admins | SCRAPED
-    assert routes_of(Services(*parts, ReplayEngines())) == usual
+    known = OPEN | TENANTS.keys() | PUBLISHERS | VLLMS | admins | SCRAPED
+    assert routes_of(Services(*parts, ReplayEngines())) == known - SWITCHED
     loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder)
-    assert routes_of(loading) == usual | VLLMS
+    assert routes_of(loading) == known
 
 
 def test_every_command_is_in_the_matrix() -> None:
@@ -338,8 +352,9 @@ def test_vllms_endpoints_are_for_publish_keys(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
     before = unchanged.catalog.reader.state.seq
-    bodies = {LOAD: {"lora_name": "support", "lora_path": "/"}, UNLOAD: {"lora_name": "support"}}
-    body = bodies.get(path)
+    named = {"lora_name": "support"}
+    load = named | {"lora_path": "/"}
+    body = {LOAD: load, SKYRL_LOAD: load, UNLOAD: named}.get(path)
     for key in keys.invalid():
         assert error_of(ask(method, path, key, body), 401)["code"] == "invalid_api_key"
     of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
@@ -347,7 +362,7 @@ def test_vllms_endpoints_are_for_publish_keys(
         assert error_of(ask(method, path, key, body), 403)["code"] == "forbidden"
     for key in (keys.reading, keys.others_reading):
         assert ask(method, path, key, body).status_code == (200 if method == "GET" else 403)
-    expected = {LOAD: 400, UNLOAD: 404} | dict.fromkeys(REFUSED, 400)
+    expected = {LOAD: 400, SKYRL_LOAD: 400, UNLOAD: 404} | dict.fromkeys(REFUSED, 400)
     assert ask(method, path, keys.publishing, body).status_code == expected.get(path, 200)
     if body is not None:
         other = ask(method, path, keys.publishing, body | {"lora_name": "nothing"})
@@ -411,7 +426,7 @@ def test_other_tenants_resources_look_missing(
     at, body = make(hidden, keys.request_for(method, hidden))
     asked = len(unchanged.engines.calls)
     assert ask(method, at, keys.infer, body).is_success
-    asks = method == "POST" and not path.endswith("_tokens")
+    asks = method == "POST" and not path.endswith(("_tokens", "tokenize"))
     assert len(unchanged.engines.calls) == asked + asks
 
 

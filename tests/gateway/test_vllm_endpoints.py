@@ -16,7 +16,15 @@ from lorikeet.gateway.app import create_app
 from lorikeet.gateway.pushing import push_pipeline
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.vllm import routes, shared_adapter
-from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, PATHS, QUESTIONS, REFUSED, UNLOAD
+from lorikeet.gateway.vllm.requests import (
+    LOAD,
+    NO_OPS,
+    PATHS,
+    QUESTIONS,
+    REFUSED,
+    SKYRL_LOAD,
+    UNLOAD,
+)
 from lorikeet_engine.adapter_format import write_blob
 from tests.gateway.conftest import (
     LIMITS,
@@ -180,6 +188,17 @@ def test_a_name_of_another_is_replaced_in_place_alone(
         assert trainer.unload().status_code == 404
 
 
+def test_skyrls_load_replaces_any_adapter_of_the_name(
+    trainer: LoadingTrainer, tmp_path: Path
+) -> None:
+    trainer.gateway.register("acme/policy-v1", seed=1)
+    folder = trainer.save("b", seed=2)
+    body = {"lora_name": "policy-v1", "lora_path": str(folder)}
+    loaded = trainer.gateway.request("POST", SKYRL_LOAD, trainer.key, json=body)
+    assert loaded.json() == {"status": "ok", "lora_name": "policy-v1"}
+    assert trainer.digest_that_answers() == digest_in(folder, tmp_path)
+
+
 def test_a_tenants_loaded_adapters_are_limited(
     trainer: LoadingTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +291,7 @@ def test_no_path_leaves_the_tenants_folder(
     assert error["param"] == "lora_path"
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
 def test_a_file_that_is_a_link_or_a_pipe_is_not_read(
     trainer: LoadingTrainer, tmp_path: Path, kind: str
 ) -> None:
@@ -282,6 +301,8 @@ def test_a_file_that_is_a_link_or_a_pipe_is_not_read(
         (folder / name).unlink()
         if kind == "link":
             (folder / name).symlink_to(other / name)
+        elif kind == "hard link":
+            (folder / name).hardlink_to(other / name)
         else:
             os.mkfifo(folder / name)
         assert name in error_of(trainer.load(folder), 400)["message"]
@@ -359,7 +380,7 @@ def test_an_update_of_base_weights_is_refused_by_name(trainer: LoadingTrainer, p
     answer = trainer.gateway.request("POST", path, trainer.key, json={"update_info": {}})
     error = error_of(answer, 400)
     assert error["code"] == "unsupported_parameter"
-    assert error["message"].startswith(f"{path}: ")
+    assert error["message"].startswith(f"{path} is not served")
 
 
 def test_one_url_has_a_key_for_loads_and_another_for_the_rest(trainer: LoadingTrainer) -> None:

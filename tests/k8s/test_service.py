@@ -13,7 +13,7 @@ from ray import cloudpickle
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from lorikeet.doctor.environment import LARGEST_MESSAGE
+from lorikeet.ray_variables import LARGEST_MESSAGE
 from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Settings
 from tests.k8s.manifests import (

@@ -29,11 +29,13 @@ class Locust:
     """Runs the load test; options as on the command line, without the dashes."""
 
     def __init__(self, folder: Path) -> None:
-        self.keys, self.out = folder / "keys.json", folder / "out" / "report.json"
-        self.keys.write_text(json.dumps(KEYS))
+        self.keys, self.out = folder / "keys", folder / "out" / "report.json"
+        self.keys.mkdir()
+        for tenant, key in KEYS.items():
+            (self.keys / tenant).write_text(f"{key}\n")
 
     def __call__(self, url: str, **options: object) -> Run:
-        usual = {"keys-file": self.keys, "out": self.out, "popularity": "uniform", "seed": 1}
+        usual = {"keys": self.keys, "out": self.out, "popularity": "uniform", "seed": 1}
         given = usual | {name.replace("_", "-"): value for name, value in options.items()}
         flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
@@ -114,7 +116,7 @@ def test_a_stream_that_breaks_off_fails_the_run(
     [
         ({"popularity": "zipf"}, "want distinct"),
         ({"arrivals": "trace:chat"}, "want poisson"),
-        ({"keys_file": "no-such-file"}, "start the demo first"),
+        ({"keys": "no-such-folder"}, "start the demo first"),
     ],
 )
 def test_invalid_options_are_reported_and_fail_the_run(

@@ -85,8 +85,8 @@ def test_gpt_oss_is_found_by_its_template_and_tokens(
 ) -> None:
     assert model.encoder.syntax is HARMONY
     assert model.encoder.takes_tools
-    template = model.encoder._tokenizer.chat_template
-    assert isinstance(template, str)
+    assert model.encoder._template is not None
+    (template,) = model.encoder._template.texts
     without_tokens = encoder(tmp_path_factory.mktemp("demo"), template)
     assert without_tokens.syntax is None
     without_tools = harmony_model(

@@ -4,6 +4,7 @@
 stay FP8. On request, linears are rounded to another format, one after the other.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -23,6 +24,7 @@ from lorikeet_engine.kernels.moe import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.cut import Cut, stack
+from lorikeet_engine.models.load_progress import LoadProgress
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.stored_tensors import (
     DTYPES,
@@ -100,7 +102,9 @@ class Checkpoint:
         self.packs_linears = packed and isinstance(self._weight_format, PackedFormat)
         self.packs_experts = packed and isinstance(self._weight_format, Mxfp4)
         self._unread = set(self._stored)
-        self._staging = None if device.type == "meta" else Staging(device)
+        logged_bytes = 0 if shard.index else self._stored_bytes() // shard.world
+        self._progress = LoadProgress(logged_bytes)
+        self._staging = None if device.type == "meta" else Staging(device, self._progress)
         self._to_raise: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
@@ -278,7 +282,9 @@ class Checkpoint:
         stored = self._find(name, shape, (dtype,))
         if self._staging is None:
             return torch.empty(shape, dtype=PART_DTYPES[dtype], device=self.device)
-        return stored.values().to(self.device)
+        values = stored.values()
+        self._progress.add(values.nbytes)
+        return values.to(self.device)
 
     def scales(self, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
         """Read a tensor of floats, which must have one of these shapes.
@@ -423,6 +429,12 @@ class Checkpoint:
         if self._staging is not None:
             span = Span.of(stored.file, stored.begin, PART_DTYPES[stored.dtype], cut)
             self._staging.copy(span, out)
+
+    def _stored_bytes(self) -> int:
+        """Return the bytes of all tensors, except those of dtypes that are never read."""
+        sizes = {dtype: read_as.itemsize for dtype, read_as in PART_DTYPES.items()}
+        stored = self._stored.values()
+        return sum(math.prod(each.shape) * sizes.get(each.dtype, 0) for each in stored)
 
     def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> StoredTensor:
         stored = self._stored.get(name)

@@ -10,6 +10,7 @@ import torch
 
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.cut import Cut
+from lorikeet_engine.models.load_progress import LoadProgress
 
 READERS = 4
 STAGING_BYTES = 16 << 20  # of each reader's buffer
@@ -44,10 +45,12 @@ class Staging:
     """Threads that copy tensors from files to a device, each through a buffer of its own.
 
     Files are read piece by piece. On CUDA buffers are pinned.
+
+    progress: counts the bytes read.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
+        self._device, self._progress = device, progress
         self._pool = ThreadPoolExecutor(READERS, "read-weights")
         self._own = threading.local()
         self._copies: list[Future[None]] = []
@@ -82,6 +85,7 @@ class Staging:
         row_bytes, columns = span.width * span.dtype.itemsize, span.columns
         buffer = self._buffer()[: len(out) * row_bytes]
         read_bytes(span.file, span.begin + first * row_bytes, buffer)
+        self._progress.add(buffer.nbytes)
         # cut and cast on the device, to spare the host's time
         rows = buffer.view(span.dtype).to(out.device, non_blocking=True).view(-1, span.width)
         out.copy_(rows[:, columns.start : columns.stop])

@@ -87,7 +87,7 @@ class Answer:
         self._prompts = prompts
         self._echoes = echoes
         self._events = event_stream(call, self, echoes)
-        stop = StopStrings(call.stop)
+        stop = StopStrings((*call.stop, *call.own_stop))
         in_messages = syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS
         self._choices: list[ChoiceStream | HarmonyChoice] = [
             HarmonyChoice(call, prompt, vocabulary, stop)
@@ -177,8 +177,9 @@ class Answer:
         )
 
     def stop_string(self, choice: int) -> str | None:
-        """Return the stop string that ended the choice; None if no stop string did."""
-        return self._choices[choice].stop_string
+        """Return the request's stop string that ended the choice; None if none did."""
+        found = self._choices[choice].stop_string
+        return found if found in self._call.stop else None
 
     def _add_prompt_logprobs(self, output: PromptLogprobs) -> int:
         """Add a prompt's log probabilities to the answer; return the bytes of all log probabilities

@@ -1,5 +1,6 @@
 """Syntaxes of tool calls by model family, recognised by the model's chat template."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -240,6 +241,12 @@ HARMONY = ToolSyntax(
 
 Thinking and answer are messages too. harmony.py parses them all, by the ids of the marks.
 """
+
+
+SYNTAXES: Mapping[str, ToolSyntax] = {
+    name: each for name, each in globals().items() if isinstance(each, ToolSyntax)
+}
+"""Each syntax by the name of its constant."""
 
 
 def syntax_of(template: str) -> ToolSyntax | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from lorikeet.catalog.changes import (
     AdapterChange,
@@ -13,6 +13,7 @@ from lorikeet.catalog.changes import (
     AnyAdapterChange,
     CatalogCreated,
     Change,
+    DefaultsSet,
     Entry,
     KeyCreated,
     KeyOptionsSet,
@@ -249,6 +250,8 @@ def _apply_to_adapter(
         case VersionRegistered():
             version = _version(change, entry.time)
             return replace(record, versions=(*record.versions, version))
+        case DefaultsSet(version=number, defaults=defaults):
+            return _changed(record, number, defaults=defaults)
         case AdapterShared(shared=shared):
             return replace(record, shared=shared)
         case AliasMoved(alias=alias, version=number):  # the previous version joins the history
@@ -266,9 +269,9 @@ def _apply_to_adapter(
         case ShareEnded(alias=alias):
             return replace(record, shares=_without(record.shares, alias))
         case VersionRetired(version=number):
-            return _marked(record, number, retired=True)
+            return _changed(record, number, retired=True)
         case VersionRestored(version=number):
-            return _marked(record, number, retired=False)
+            return _changed(record, number, retired=False)
         case AdapterRetired():
             versions = tuple(replace(version, retired=True) for version in record.versions)
             return AdapterRecord(
@@ -289,6 +292,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         gpu_bytes=change.gpu_bytes,
         touches=change.touches,
         trained_on=change.trained_on,
+        invocation_tokens=change.invocation_tokens,
     )
 
 
@@ -303,8 +307,8 @@ def _pointed(
     )
 
 
-def _marked(record: AdapterRecord, number: int, *, retired: bool) -> AdapterRecord:
-    versions = (replace(v, retired=retired) if v.version == number else v for v in record.versions)
+def _changed(record: AdapterRecord, number: int, **fields: Any) -> AdapterRecord:
+    versions = (replace(v, **fields) if v.version == number else v for v in record.versions)
     return replace(record, versions=tuple(versions))
 
 

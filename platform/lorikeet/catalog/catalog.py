@@ -55,6 +55,7 @@ from lorikeet.catalog.store.conditional_writes import check_conditional_writes
 from lorikeet.catalog.store.gc_protection import protect
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
+from lorikeet.request_defaults import RequestDefaults
 
 LONGEST_OVERLAP_S = 90 * 86400
 """Limit on the seconds for which a rotated key stays valid beside the key that replaces it."""
@@ -217,6 +218,7 @@ class AdapterCatalog:
         blob: Path,
         facts: BlobFacts,
         *,
+        defaults: RequestDefaults | None = None,
         shared: bool | None = None,
         promote: bool = False,
         alias: str | None = None,
@@ -225,11 +227,12 @@ class AdapterCatalog:
     ) -> VersionRecord:
         """Upload a validated blob and make it the adapter's next version.
 
-        Returns the existing version if the blob is already a usable version of this adapter. The
-        first version becomes prod.
+        Returns the existing version if the blob is already a usable version of this adapter with
+        the same request defaults. The first version becomes prod.
 
         blob: file with the validated bytes.
         facts: facts about the blob that validation has found.
+        defaults: the version's own request defaults; None: the base model's.
         shared: open the adapter to every tenant; None keeps the present setting, which is False for
             a new adapter.
         promote: point prod to the version.
@@ -245,7 +248,14 @@ class AdapterCatalog:
 
         def decide(state: CatalogState) -> Changes:
             return adapter_rules.register(
-                state, tenant, name, facts, shared=shared, alias=alias, since=since
+                state,
+                tenant,
+                name,
+                facts,
+                defaults=defaults,
+                shared=shared,
+                alias=alias,
+                since=since,
             )
 
         self.reader.refresh()
@@ -253,7 +263,7 @@ class AdapterCatalog:
         key = blob_key(facts.digest)
         protect(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(actor, decide)
-        version = after.adapter(tenant, name).with_digest(facts.digest)
+        version = after.adapter(tenant, name).registered(facts.digest, defaults)
         assert version is not None
         return version
 

@@ -8,7 +8,7 @@ that it reads. Equal partitions have equal bytes.
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cache
 from typing import Any
@@ -24,39 +24,39 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
-PARTITION_SCHEMA = 4
+PARTITION_SCHEMA = 5
 """Format version; increased whenever an older reader could misread new partitions."""
-READ_SCHEMAS = (2, 3, 4)
+READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
-Adapter versions lack `touches` in schema 2, and lack trained tokens and `trained_on` in schemas 2
-and 3.
+Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
+3, and lack invocation tokens and request defaults in schemas 2 to 4.
 """
 
 Json = Any
 
 
 def encode_tenant(tenant: TenantState) -> bytes:
-    """Encode a tenant as JSON, without its name."""
-    adapters = tenant.adapters
-    return compact(
-        [
-            options_of(tenant.record),
-            tenant.record.created,
-            list(tenant.key_ids),
-            {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
-        ]
-    )
+    """Encode a tenant as JSON, without its name.
+
+    Equal request defaults of versions are encoded once.
+    """
+    adapters, defaults = tenant.adapters, list[Json]()
+    rows = {name: _adapter_row(adapters[name], defaults) for name in sorted(adapters)}
+    record = options_of(tenant.record), tenant.record.created, list(tenant.key_ids), rows
+    return compact([*record, *([defaults] if defaults else [])])
 
 
 def decode_tenant(tenant: str, data: bytes) -> TenantState:
     """Decode a tenant's JSON, which `encode_tenant` has made."""
-    options, created, key_ids, adapters = json.loads(data)
+    options, created, key_ids, adapters, *more = json.loads(data)
+    defaults = [_defaults(row) for rows in more for row in rows]
     return TenantState(
         with_options(TenantRecord(tenant, created), options),
-        {name: _adapter(tenant, name, row) for name, row in adapters.items()},
+        {name: _adapter(tenant, name, row, defaults) for name, row in adapters.items()},
         tuple(key_ids),
     )
 
@@ -130,10 +130,26 @@ def compact(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _adapter_row(record: AdapterRecord) -> Json:
+def _adapter_row(record: AdapterRecord, defaults: list[Json]) -> Json:
+    """Encode an adapter.
+
+    defaults: rows of request defaults that the tenant's versions have; new ones are appended.
+    """
     versions = list(map(_version_row, record.versions))
     aliases = {alias: _alias_row(record, alias) for alias in sorted(record.aliases)}
-    return [int(record.shared), record.retired_at, versions, aliases]
+    places = {}
+    for version in record.versions:
+        if version.defaults is not None:
+            row = _defaults_row(version.defaults)
+            if row not in defaults:
+                defaults.append(row)
+            places[version.version] = defaults.index(row)
+    return [int(record.shared), record.retired_at, versions, aliases, *([places] if places else [])]
+
+
+def _defaults_row(d: RequestDefaults) -> Json:
+    sampling = dict(sorted(d.sampling.items()))
+    return [d.chat_template, d.system_prompt, list(d.stop), list(d.stop_token_ids), sampling]
 
 
 def _version_row(v: VersionRecord) -> Json:
@@ -141,8 +157,9 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    trained_on = [] if v.trained_on is None else [v.trained_on]
-    return [*row, " ".join(linears), *numbers, *trained_on]
+    trained_on: list[Json] = [] if v.trained_on is None else [v.trained_on]
+    invocation = [v.invocation_tokens] if v.invocation_tokens else []
+    return [*row, " ".join(linears), *numbers, *trained_on, *invocation]
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -151,13 +168,24 @@ def _alias_row(record: AdapterRecord, alias: str) -> Json:
     return row if share is None else [*row, share.version, share.fraction]
 
 
-def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
-    shared, retired_at, versions, aliases = row
+def _defaults(row: Json) -> RequestDefaults:
+    template, system_prompt, stop, stop_token_ids, sampling = row
+    return RequestDefaults(template, system_prompt, tuple(stop), tuple(stop_token_ids), sampling)
+
+
+def _adapter(
+    tenant: str, name: str, row: Json, defaults: Sequence[RequestDefaults]
+) -> AdapterRecord:
+    shared, retired_at, versions, aliases, *more = row
+    places: Mapping[str, int] = more[0] if more else {}
     return AdapterRecord(
         tenant,
         name,
         bool(shared),
-        tuple(_version(number, row) for number, row in enumerate(versions, 1)),
+        tuple(
+            _version(number, row, defaults[places[at]] if (at := str(number)) in places else None)
+            for number, row in enumerate(versions, 1)
+        ),
         {alias: at[0] for alias, at in aliases.items()},
         {alias: tuple(at[1]) for alias, at in aliases.items()},
         _shares(aliases),
@@ -165,12 +193,19 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
     )
 
 
-def _version(number: int, row: Json) -> VersionRecord:
+def _version(number: int, row: Json, defaults: RequestDefaults | None) -> VersionRecord:
     digest, size, rank, base_model, created, retired, gpu, *touched = row
     touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
     trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
+    invocation = tuple(touched[6]) if len(touched) > 6 else ()
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
-    return VersionRecord(*once, touches=touches, trained_on=trained_on)
+    return VersionRecord(
+        *once,
+        touches=touches,
+        trained_on=trained_on,
+        invocation_tokens=invocation,
+        defaults=defaults,
+    )
 
 
 @cache  # versions share the few different sets of linears

@@ -7,6 +7,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from lorikeet.catalog.names import is_digest
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
 
@@ -132,6 +133,7 @@ class BlobFacts:
     gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
     touches: linears and tokens that the adapter changes; None if an older release registered it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
+    invocation_tokens: see AdapterRef.
     """
 
     digest: str
@@ -141,6 +143,11 @@ class BlobFacts:
     gpu_bytes: int
     touches: TouchedModules | None = field(default=None, kw_only=True)
     trained_on: str | None = field(default=None, kw_only=True)
+    invocation_tokens: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def ref(self, tenant: str, name: str, version: int) -> AdapterRef:
+        """Return the reference to this blob as a version of an adapter."""
+        return AdapterRef(tenant, name, version, self.digest, self.invocation_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +156,13 @@ class VersionRecord(BlobFacts):
 
     version: number, from 1.
     created: Unix seconds.
+    defaults: defaults of requests for the version; None: the base model's.
     """
 
     version: int
     created: float
     retired: bool = False
+    defaults: RequestDefaults | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +247,11 @@ class AdapterRecord:
         found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
         return next(found, None)
 
+    def registered(self, digest: str, defaults: RequestDefaults | None) -> VersionRecord | None:
+        """Return the newest usable version with this blob and these request defaults, or None."""
+        found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
+        return next((v for v in found if v.defaults == defaults), None)
+
     def aliases_of(self, number: int) -> tuple[str, ...]:
         """Return the aliases, sorted, that point to this version or give a share to it."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
@@ -245,7 +259,7 @@ class AdapterRecord:
 
     def ref(self, version: VersionRecord) -> AdapterRef:
         """Return the reference to this version."""
-        return AdapterRef(self.tenant, self.name, version.version, version.digest)
+        return version.ref(self.tenant, self.name, version.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The `lorikeet` command: mostly a client of the admin API.
+"""The `lorikeet` command: mostly a client of the admin API, which `lorikeet serve` starts.
 
 A command parses its arguments, makes one call, and prints the result.
 
@@ -9,10 +9,14 @@ output.py         prints tables, JSON and errors
 adapters/         register, convert, list, show, promote, rollback, retire, restore, smoke and pins
 tenancy/          tenants, keys, usage
 catalog/          init, snapshot, log, gc
+serve/            serve, stop
 service/          status, why, settings, doctor
 planning/         capacity, bench
 """
 
-from lorikeet.cli.app import app, main
+from lorikeet.interrupts import killed_by_sigint
+
+with killed_by_sigint():  # the imports take a second
+    from lorikeet.cli.app import app, main
 
 __all__ = ["app", "main"]

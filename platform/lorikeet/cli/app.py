@@ -22,6 +22,7 @@ from lorikeet.cli.catalog.snapshot import snapshot
 from lorikeet.cli.output import print_error
 from lorikeet.cli.planning import bench
 from lorikeet.cli.planning.capacity import capacity
+from lorikeet.cli.serve.command import ServeCommand, serve, stop
 from lorikeet.cli.service.doctor import doctor
 from lorikeet.cli.service.settings import settings
 from lorikeet.cli.service.status import status
@@ -91,8 +92,9 @@ def connect(
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(show, promote, rollback, retire, convert, smoke, pin, unpin, pins, status, why),
-    *(usage, log, restore, init, snapshot, gc, capacity, doctor, settings),
+    *(usage, log, restore, init, snapshot, gc, capacity, doctor, settings, stop),
 )
+app.command(cls=ServeCommand)(serve)
 app.command()(register)
 app.command("list")(list_adapters)
 for command in _COMMANDS:

@@ -2,10 +2,11 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich import box
@@ -52,6 +53,14 @@ def print_warning(message: str) -> None:
     """Print one sentence on stderr, about a command that has succeeded."""
     warning = Text.assemble(("Warning: ", "bold yellow"), _inert(message))
     _print(Console(stderr=True, highlight=False), warning)
+
+
+def say(text: str) -> None:
+    """Print a text on stderr, unless stderr is closed."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # the flush at exit must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str) -> None:
@@ -107,6 +116,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.4g}%"
 
 
+def is_shown(stream: TextIO) -> bool:
+    """Whether a progress bar on the stream is seen: it is a terminal, and not a shell's background
+    job's.
+    """
+    if not stream.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except OSError:  # another session's terminal, which has no background jobs of this one
+        return True
+
+
 @contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show a text with the elapsed time if stderr is a terminal; yield a function that changes the
@@ -114,7 +135,7 @@ def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    hidden = quiet or not console.is_terminal
+    hidden = quiet or not is_shown(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(text, total=None)
         yield lambda now: progress.update(task, description=now)

@@ -21,6 +21,10 @@ def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
     """Check the store, the admin keys and the adapters, up to the first one that fails."""
     url = planned.settings.catalog
     faults = list(check_presence(planned))
+    if planned.makes_missing and [fault.check for fault in faults] == ["catalog"]:
+        yield ok("catalog", f"there is none at {url}: the start makes it")
+        yield from check_writes(open_store(url)) if _is_there(url) else ()
+        return
     if any(fault.check == "store" for fault in faults) or not _is_there(url):
         yield from faults
         return

@@ -50,6 +50,7 @@ CHECKS: Sequence[Check] = (
     Check("memory", memory.check_device_memory),
     Check("host memory", memory.check_host_memory),
     Check("disk cache", system.check_disk),
+    Check("shared folder", system.check_load_from),
     Check("gpus", gpus.check_gpus),
     Check("kernels", software.check_kernels),
     Check("ports", system.check_ports),

@@ -28,6 +28,8 @@ class PlannedStart:
 
     gpu_memory: bytes of each GPU, to plan for a machine with other GPUs; None: inspect this one's.
     http_port: port of the public API, for tenants.
+    makes_missing: whether the start makes a missing catalog and a Ray of its own, as
+        `lorikeet serve` does.
     find_gpus: returns the GPUs and CUDA versions.
     find_host: returns the machine without its GPUs.
     """
@@ -35,6 +37,7 @@ class PlannedStart:
     environ: Mapping[str, str]
     gpu_memory: int | None = None
     http_port: int = SERVES_PORT
+    makes_missing: bool = False
     find_gpus: Callable[[], Cuda] = find_cuda
     find_host: Callable[[], Host] = this_host
 

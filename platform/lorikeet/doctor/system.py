@@ -1,4 +1,4 @@
-"""Checks of the operating system: the disk cache's folder, ports, shared memory, open files."""
+"""Checks of the operating system: folders, ports, shared memory, open files."""
 
 import os
 import shutil
@@ -43,6 +43,21 @@ def check_cache_folder(planned: PlannedStart) -> Iterator[Finding]:
         )
 
 
+def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the folder that tenants load adapters from, if there is one, can be read."""
+    folder = planned.settings.load_from
+    if folder is None:
+        return
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        yield ok("shared folder", f"{folder} can be read")
+    else:
+        yield warning(
+            "shared folder",
+            f"LORIKEET_LOAD_FROM={folder} is no folder that can be read: every load is refused",
+            "mount the file system of the trainers there, and let this user read it",
+        )
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
@@ -74,8 +89,10 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
             fix += ", or set LORIKEET_ADMIN_ADDRESS to another port"
+        elif planned.makes_missing:
+            fix += ", or choose another port with --port or PORT"
         yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
-    ray = [port for port in _RAY if not _free(port)]
+    ray = [port for port in _RAY if not planned.makes_missing and not _free(port)]
     for port in ray:
         yield warning(
             "ports",
@@ -85,7 +102,8 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
             "`serve run`; `ray stop` ends every Ray of this machine",
         )
     if not taken and not ray:
-        yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
+        free = (*wanted, *(() if planned.makes_missing else _RAY))
+        yield ok("ports", f"{', '.join(map(str, free))} are free")
 
 
 def _refusal(host: str) -> str | None:

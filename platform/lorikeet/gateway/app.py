@@ -39,6 +39,7 @@ from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.gateway.vllm.routes import VllmEndpoints, vllm_routes
+from lorikeet.gateway.vllm.tokens import token_routes
 from lorikeet.logs import log_unexpected
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
@@ -84,9 +85,10 @@ def create_app(services: Services) -> FastAPI:
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
     if services.load_from is not None:
-        folder = services.load_from
-        vllm = VllmEndpoints(services, catalog_view, of_pushes, pipeline, pushes, folder)
+        parts = catalog_view, of_pushes, pipeline, pushes, read_limiter
+        vllm = VllmEndpoints(services, *parts, services.load_from)
         app.router.routes += vllm_routes(vllm).routes
+        app.router.routes += token_routes(services, authenticator, reads).routes
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
@@ -161,6 +163,7 @@ async def _running(
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
+        services.encoders.close()
         if services.traces is not None:
             await services.traces.close()
 

@@ -1,18 +1,24 @@
 """Encoders of calls, by base model, that do not block a gateway's event loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.client_disconnect import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.protocol.messages import Call, EncodedCall, Refusal, TokenIds
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
+from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
 from lorikeet.text.call_encoding import encode_call, is_short
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
+
+T = TypeVar("T")
 
 _UNKNOWN_CONTEXT = 2**20
 """Context, in tokens, by which texts are encoded before a replica has told its own."""
@@ -27,6 +33,7 @@ class CallEncoders:
 
     def __init__(self, encoders: Mapping[str, PromptEncoder] = {}) -> None:
         self._encoders, self._threads = encoders, TenantThreads()
+        self._templates = AdapterTemplates()
 
     async def encode(
         self, base_model: str, call: Call, max_context: int | None, receive: Receive
@@ -39,32 +46,118 @@ class CallEncoders:
 
         Raises Refused, with the name that the called endpoint gives the field at fault, if the
         prompts cannot be encoded or leave no room for an answer; ClientDisconnect if the client
-        leaves before long prompts are encoded.
+        leaves before long prompts are encoded; Overloaded if there was no time to render the
+            adapter's own chat template.
         """
         encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        own = call.defaults.chat_template if call.messages and call.defaults else None
+        encoding: Coroutine[Any, Any, EncodedCall]
         try:
-            if is_short(call):
+            if own is not None:
+                encode = partial(encode_call, call, max_context=context)
+                max_wait_s = call.scheduling.max_queue_s
+                encoding = self._templates.run(call.tenant, encoder, own, encode, max_wait_s)
+            elif is_short(call):
                 return encode_call(call, encoder, context)
-            encoding = self._threads.run(call.tenant, partial(encode_call, call, encoder, context))
+            else:
+                encoding = self._threads.run(
+                    call.tenant, partial(encode_call, call, encoder, context)
+                )
             return await result_before_disconnect(receive, encoding)
         except InvalidInput as error:
             refusal = Refusal(error.code, error.message, error.param)
             raise Refused(refusal, call.endpoint) from None
 
+    async def encode_text(
+        self,
+        base_model: str,
+        tenant: str,
+        text: str,
+        max_context: int | None,
+        *,
+        add_special_tokens: bool,
+    ) -> TokenIds:
+        """Return the token ids of a text.
+
+        max_context: see `encode`.
+        add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
+
+        Raises ContextLengthExceeded for texts far longer than the context.
+        """
+        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        encode = partial(encoder.encode_text, add_special_tokens=add_special_tokens)
+        return await self._threads.run(tenant, lambda: encode(text, context))
+
+    async def decode(self, base_model: str, tenant: str, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included.
+
+        Raises InvalidInput for a token that the vocabulary lacks.
+        """
+        encoder = self._encoders[base_model]
+        return await self._threads.run(tenant, lambda: encoder.decode(tokens))
+
+    async def token_strings(
+        self, base_model: str, tenant: str, tokens: Sequence[int]
+    ) -> Sequence[str | None]:
+        """Return each token's text in the vocabulary."""
+        to_text = self._encoders[base_model].backend.id_to_token
+        return await self._threads.run(tenant, lambda: [to_text(token) for token in tokens])
+
     async def encode_turns(
-        self, base_model: str, texts: Sequence[str], max_context: int | None
+        self,
+        base_model: str,
+        texts: Sequence[str],
+        max_context: int | None,
+        defaults: RequestDefaults | None = None,
     ) -> tuple[TokenIds, ...]:
         """Return the token ids of prompts that each have only a user's message.
 
         texts: the messages.
         max_context: see `encode`.
+        defaults: the adapter's own request defaults.
 
-        Raises InvalidInput if a message cannot be encoded.
+        Raises InvalidInput if a message cannot be encoded, Overloaded as `encode` does.
         """
-        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
-        return await self._threads.run(
-            _NO_TENANT, lambda: tuple(encoder.encode_turn(text, context) for text in texts)
-        )
+        context = max_context or _UNKNOWN_CONTEXT
+
+        def encode(encoder: PromptEncoder) -> tuple[TokenIds, ...]:
+            return tuple(encoder.encode_turn(text, context, defaults) for text in texts)
+
+        return await self._run(_NO_TENANT, base_model, defaults, encode)
+
+    async def check(self, tenant: str, base_model: str, defaults: RequestDefaults) -> None:
+        """Check an adapter's own chat template and system prompt with a few chats.
+
+        tenant: owner of the adapter.
+
+        Raises InvalidInput if a chat cannot be rendered, Overloaded if there was no time.
+        """
+        if defaults.chat_template is not None or defaults.system_prompt is not None:
+            await self._run(tenant, base_model, defaults, partial(check_defaults, defaults))
+
+    def vocabulary(self, base_model: str) -> Vocabulary:
+        """Return the vocabulary of a base model's tokenizer."""
+        return self._encoders[base_model].vocabulary
+
+    def close(self) -> None:
+        """End the processes that render adapters' own chat templates. Safe to call twice."""
+        self._templates.close()
+
+    async def _run(
+        self,
+        tenant: str,
+        base_model: str,
+        defaults: RequestDefaults | None,
+        work: Callable[[PromptEncoder], T],
+    ) -> T:
+        """Return the result of `work`, called in a thread with the encoder that an adapter has.
+
+        defaults: the adapter's own request defaults.
+        """
+        encoder = self._encoders[base_model]
+        if defaults is None or defaults.chat_template is None:
+            return await self._threads.run(tenant, partial(work, encoder))
+        return await self._templates.run(tenant, encoder, defaults.chat_template, work)
 
 
 def read_encoders(settings: Settings) -> CallEncoders:

@@ -1,4 +1,4 @@
-"""Sampling defaults that a base model's folder recommends, in generation_config.json."""
+"""Sampling defaults of adapters, and of a base model's folder, in generation_config.json."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +11,8 @@ from lorikeet.gateway.apis.fields import AnyTopK, MinP, RepetitionPenalty, Tempe
 _FILE = "generation_config.json"
 
 
-class _GenerationConfig(BaseModel):
-    """Keys of generation_config.json that are defaults of a request's fields, as vLLM reads them.
+class SamplingDefaults(BaseModel):
+    """Defaults of a request's fields, as keys of generation_config.json, which vLLM reads alike.
 
     `do_sample` is ignored, as by vLLM and SGLang: a request is greedy at temperature 0.
     """
@@ -25,8 +25,13 @@ class _GenerationConfig(BaseModel):
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
+    def values(self) -> Mapping[str, int | float]:
+        """Return the given values by the request's field."""
+        values: dict[str, int | float] = self.model_dump(exclude_none=True)
+        return values
 
-def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
+
+def read_sampling_defaults(folder: Path) -> Mapping[str, int | float]:
     """Return the sampling defaults of a base model, by the request's field; {} without the file.
 
     Raises InvalidSetting for a value that no request could have.
@@ -35,7 +40,7 @@ def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
     if not file.exists():
         return {}
     try:
-        found = _GenerationConfig.model_validate_json(file.read_bytes())
+        found = SamplingDefaults.model_validate_json(file.read_bytes())
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "the file"
@@ -43,5 +48,4 @@ def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
             f"{file}: {where}: {problem['msg']}: correct it, or set "
             "LORIKEET_GENERATION_CONFIG=none, which uses no defaults of the file"
         ) from error
-    values: dict[str, float] = found.model_dump(exclude_none=True)
-    return values
+    return found.values()

@@ -18,6 +18,7 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.response_store import ResponseStore
 from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
@@ -151,7 +152,15 @@ class ServedModel:
     quantization: str | None = None
     chat_template: str | None = None
     vocabulary: TokenizerVocabulary | None = None
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+
+    def sampling_of(self, own: RequestDefaults | None) -> Mapping[str, int | float]:
+        """Return the values of sampling fields that a request leaves out, by field: an adapter's,
+        then the base model's.
+
+        own: the adapter's own request defaults.
+        """
+        return self.sampling_defaults if own is None else {**self.sampling_defaults, **own.sampling}
 
 
 @dataclass(frozen=True, slots=True)

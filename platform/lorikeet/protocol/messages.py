@@ -12,7 +12,8 @@ from enum import Enum, StrEnum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet.request_defaults import RequestDefaults
+from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
@@ -124,6 +125,19 @@ class Work(NamedTuple):
     sequences: int = 1
 
 
+class AnswerMarks(NamedTuple):
+    """Marks in the answers of an adapter whose own chat template may have others than its base
+    model's.
+
+    syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
+        one.
+    tags: tags of thinking, the fields of ThinkTags (answer_stream/reasoning.py).
+    """
+
+    syntax: str | None
+    tags: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Call:
     """One parsed HTTP request.
@@ -131,7 +145,8 @@ class Call:
     created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
-    adapter_rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
+    adapter_rank, adapter_bytes: rank and size of the adapter, sums over a composition; 0 for the
+        base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
         number of an unrecorded version, so answers omit it.
     messages: messages of a chat, in any API; empty for completions.
@@ -161,6 +176,8 @@ class Call:
     left_out: requested features that are not served; the answer's header names them.
     scheduling: parameters for the engine's scheduler.
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
+    defaults: the adapter's own request defaults, for the prompt; None: the base model's.
+    own_stop: the adapter's own strings that end a choice as its end-of-sequence tokens do.
     """
 
     request_id: str
@@ -168,7 +185,7 @@ class Call:
     created: int
     tenant: str
     model: str
-    adapter: AdapterRef | None
+    adapter: Adapter | None
     adapter_rank: int = 0
     adapter_bytes: int = 0
     is_recorded: bool = True
@@ -197,6 +214,8 @@ class Call:
     left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     max_context: int | None = None
+    defaults: RequestDefaults | None = None
+    own_stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +227,7 @@ class EncodedCall:
     thinking: state of the model's thinking at the end of the prompt.
     echoed: text of each prompt, with which the answer begins; () without `echo`.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
+    marks: marks in the answer if the adapter has its own chat template; None: the base model's.
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to none of them again.
     log: outputs of the lost replicas (answer_stream/output_log.py), after which the answer goes on;
@@ -220,6 +240,7 @@ class EncodedCall:
     thinking: Thinking = Thinking.NEVER
     echoed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    marks: AnswerMarks | None = None
     attempt: int = 0
     lost: tuple[str, ...] = ()
     log: bytes = b""
@@ -248,6 +269,7 @@ class EncodedCall:
             prompts=(),
             template_args={},
             template_defaults={},
+            defaults=None,
         )
         return replace(self, call=call)
 
@@ -259,7 +281,8 @@ class AnswerHeader:
     The first header is the answer's first item and shows that the replica has taken the call. The
     second header comes with the first token, before the first bytes.
 
-    digest: SHA-256 of the adapter's blob; None for the base model.
+    digest: SHA-256 of the adapter's blob, or a composition's key of digests and weights; None for
+        the base model.
     residency: tier at which the adapter was found.
     status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second

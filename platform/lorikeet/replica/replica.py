@@ -123,7 +123,7 @@ class Replica:
             prepared = await self._requests.build(encoded)
             request = prepared.request
             with self._metering.metered(call, request.prompts) as meter:
-                encoder = self._encoder
+                encoder = self._encoder.with_marks(encoded.marks)
                 known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
                 checked = bool(prepared.checked)
                 answer = Answer(

@@ -94,7 +94,8 @@ class RequestBuilder:
         Raises InvalidInput if the call asks for an impossible answer, for example by a faulty
         schema, EngineOverloaded if its grammar cannot be tried in time.
         """
-        call, prepare = encoded.call, partial(prepare_call, encoded, self._encoder)
+        call, encoder = encoded.call, self._encoder.with_marks(encoded.marks)
+        prepare = partial(prepare_call, encoded, encoder)
         prepared = await self._run(partial(prepare, self._max_context), encoded)
         if prepared.tried_grammar is None:
             return prepared
@@ -104,7 +105,7 @@ class RequestBuilder:
             refused = error.schemas
         loose = without_schemas(call, refused)
         plain = replace(prepared, ignored=encoded.ignored)
-        held = await self._run(partial(with_grammar, plain, loose, self._encoder), encoded)
+        held = await self._run(partial(with_grammar, plain, loose, encoder), encoded)
         ignored = (*held.ignored, *map(whole_schema, refused))
         held = replace(held, ignored=ignored, checked=(*held.checked, *refused))
         return await self._tried(loose, held)

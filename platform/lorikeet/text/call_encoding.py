@@ -32,7 +32,9 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     thinking = encoder.thinking(call, prompts)
     check_begun_answer(call, thinking, encoder.think_tags)
     echoed = echoed_texts(call, encoder.backend)
-    return EncodedCall(call, prompts, thinking, echoed, encoder.ignored(call))
+    own = call.defaults is not None and call.defaults.chat_template is not None
+    marks = encoder.marks() if own else None
+    return EncodedCall(call, prompts, thinking, echoed, encoder.ignored(call), marks)
 
 
 def is_short(call: Call) -> bool:
@@ -43,6 +45,8 @@ def is_short(call: Call) -> bool:
     if call.tools is not None or call.template_args:
         return False
     characters = sum(map(_characters, call.messages)) + sum(map(len, call.prompts))
+    if call.messages and call.defaults is not None:
+        characters += len(call.defaults.system_prompt or "")
     prompts = len(call.messages) + len(call.prompts)
     return characters + _PROMPT_CHARACTERS * prompts <= _SHORT_CHARACTERS
 

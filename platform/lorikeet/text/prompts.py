@@ -5,9 +5,10 @@ import os
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
@@ -17,24 +18,37 @@ from lorikeet.answer_stream.harmony import REQUIRED_MARKS
 from lorikeet.answer_stream.reasoning import (
     MISTRAL_TAGS,
     THINK_TAGS,
+    ThinkTags,
     tags_of,
     thinking_behind,
     thinking_within,
 )
-from lorikeet.answer_stream.tool_syntax import HARMONY, ToolSyntax, syntax_of
+from lorikeet.answer_stream.tool_syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
     InvalidSetting,
     UnsupportedParameter,
 )
-from lorikeet.protocol.messages import Call, Endpoint, Format, Thinking, TokenIds, ToolUse
+from lorikeet.protocol.messages import (
+    AnswerMarks,
+    Call,
+    Endpoint,
+    Format,
+    Thinking,
+    TokenIds,
+    ToolUse,
+)
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.text.harmony_prompts import (
     EFFORT,
     harmony_messages,
     harmony_tools,
     harmony_variables,
 )
+
+if TYPE_CHECKING:  # it takes a second
+    from transformers import PreTrainedTokenizerFast
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
@@ -73,8 +87,27 @@ _ANY_TOOL = {
 }
 
 
+class ChatTemplate(Protocol):
+    """Chat template as PromptEncoder renders it.
+
+    texts: texts of the template, or of several for different chats.
+    text_with_tools: text for chats with tools.
+    names: all names, such as variables, that occur in `texts`.
+    """
+
+    texts: Sequence[str]
+    text_with_tools: str
+    names: frozenset[str]
+
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """Return the prompt of a chat. Raises InvalidInput if the template fails."""
+        ...
+
+
 class PromptEncoder:
     """Encoder of prompts with the base model's tokenizer and chat template.
+
+    special_tokens: texts of special tokens by the names of the template's variables.
 
     syntax: the model's syntax of tool calls; None if it has no known one.
     takes_tools: whether calls may have tools.
@@ -98,21 +131,50 @@ class PromptEncoder:
         from transformers import PreTrainedTokenizerFast
 
         os.environ.setdefault(_PARALLELISM, "false")  # one request takes one core, not all
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
-        if self._tokenizer.chat_template is None:
-            self._tokenizer.chat_template = _processor_template(model)
-        self.backend: Tokenizer = self._tokenizer.backend_tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processor_template(model)
+        self.backend: Tokenizer = tokenizer.backend_tokenizer
+        self.special_tokens: Mapping[str, str] = tokenizer.special_tokens_map
         # Many trainers save tokenizer.json with the truncation and padding of their last batch.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
-        templates = _templates(self._tokenizer.chat_template)
-        self._variables = _names_in(templates)
+        special = (self.backend.id_to_token(token) for token in self.vocabulary.special)
+        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        self._read_template(None if tokenizer.chat_template is None else _BaseTemplate(tokenizer))
+
+    def with_template(self, template: ChatTemplate) -> "PromptEncoder":
+        """Return an encoder with this tokenizer and another chat template, which is rendered some
+        ten times to find what it takes.
+        """
+        other = copy(self)
+        other._read_template(template)
+        return other
+
+    def with_marks(self, marks: AnswerMarks | None) -> "PromptEncoder":
+        """Return this encoder, with the syntax and tags of an adapter's own chat template if
+        `marks` has them. It then encodes nothing.
+        """
+        if marks is None:
+            return self
+        other = copy(self)
+        other.syntax = None if marks.syntax is None else SYNTAXES[marks.syntax]
+        other.think_tags = ThinkTags(*marks.tags)
+        return other
+
+    def marks(self) -> AnswerMarks:
+        """Return the names of the encoder's syntax and tags, for `with_marks` in a replica."""
+        syntax = next((name for name, each in SYNTAXES.items() if each is self.syntax), None)
+        return AnswerMarks(syntax, tuple(self.think_tags))
+
+    def _read_template(self, template: ChatTemplate | None) -> None:
+        self._template = template
+        templates = () if template is None else template.texts
+        self._variables = frozenset() if template is None else template.names
         self._wants_parts = False
         self._wants_parts = self._shows_only_parts()
         self._system_only_first = self._takes_system_only_first()
-        special = (self.backend.id_to_token(token) for token in self.vocabulary.special)
-        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         renders_tools = self._renders_tools()
         self.syntax = self._syntax(renders_tools=renders_tools)
         self.takes_tools = renders_tools and self.syntax is not None
@@ -133,7 +195,7 @@ class PromptEncoder:
         if call.endpoint is not Endpoint.COMPLETIONS:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
-            text = self._render_call(call)
+            text = self._marked_text(call)
             return (self._tokens(text, "messages", max_context, add_special_tokens=False),)
         return tuple(
             self._tokens(prompt, "prompt", max_context)
@@ -141,6 +203,13 @@ class PromptEncoder:
             else array(_INT32, prompt)
             for prompt in call.prompts
         )
+
+    def prompt_text(self, call: Call) -> str:
+        """Return the prompt of a chat as the chat template writes it.
+
+        Raises InvalidInput if the chat template refuses the messages.
+        """
+        return self._marked_text(call).replace(_WITHIN_MARK, "")
 
     def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
         """Return whether the model never thinks, may begin to think or has begun, at the end of a
@@ -170,17 +239,42 @@ class PromptEncoder:
                 unread.append(EFFORT)  # the model thinks nevertheless
         return (*unread, *call.left_out)
 
-    def encode_turn(self, text: str, max_context: int) -> TokenIds:
+    def encode_turn(
+        self, text: str, max_context: int, defaults: RequestDefaults | None = None
+    ) -> TokenIds:
         """Return the token ids of a prompt that has only a user's message, or of the bare text if
         there is no chat template.
 
         text: the message.
         max_context: see `encode`.
+        defaults: the adapter's own request defaults.
         """
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             return self._tokens(text, "prompt", max_context)
-        text = self._render([{"role": "user", "content": text}])
+        text = self._render(_with_system_prompt([{"role": "user", "content": text}], defaults))
         return self._tokens(text, "prompt", max_context, add_special_tokens=False)
+
+    def encode_text(self, text: str, max_context: int, *, add_special_tokens: bool) -> TokenIds:
+        """Return the token ids of a text.
+
+        max_context: see `encode`.
+        add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
+
+        Raises ContextLengthExceeded if a long text exceeds the context.
+        """
+        return self._tokens(text, "prompt", max_context, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included.
+
+        Raises InvalidInput for a token that the vocabulary lacks.
+        """
+        for token in {*tokens}:
+            if self.backend.id_to_token(token) is None:
+                raise InvalidInput(
+                    f"tokens: {token} is not in the base model's vocabulary", param="tokens"
+                )
+        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
     def _tokens(
         self, text: str, param: str, max_context: int, *, add_special_tokens: bool = True
@@ -271,7 +365,7 @@ class PromptEncoder:
 
     def _renders_tools(self) -> bool:
         """Return True if the chat template shows tools to the model."""
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             return False
         try:
             return self._render(_HELLO) != self._render(_HELLO, [_ANY_TOOL])
@@ -285,9 +379,9 @@ class PromptEncoder:
 
         renders_tools: whether the chat template shows tools to the model.
         """
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             return None
-        syntax = syntax_of(self._tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+        syntax = syntax_of(self._template.text_with_tools)
         if syntax is HARMONY:
             return HARMONY if self.vocabulary.added.keys() >= {*REQUIRED_MARKS} else None
         return syntax if renders_tools else None
@@ -295,22 +389,25 @@ class PromptEncoder:
     def _check_tools(self, use: ToolUse, answer: Format | None) -> None:
         if self.syntax is None or not self.takes_tools:
             raise UnsupportedParameter(
-                "this base model's chat template renders no tools, or in an unknown syntax: "
+                "the model's chat template renders no tools, or in an unknown syntax: "
                 "leave tools out, or use a model that was trained with tools",
                 param="tools",
             )
         if answer is not None and not use.forced and not self.syntax.before:
             raise UnsupportedParameter(
-                "this base model writes tool calls as plain JSON, which a JSON answer would look "
+                "the model writes tool calls as plain JSON, which a JSON answer would look "
                 f'like: want the tool_choice "required" or "none", or no {answer.param}',
                 param=answer.param,
             )
 
-    def _render_call(self, call: Call) -> str:
+    def _marked_text(self, call: Call) -> str:
+        """Return the prompt of a chat, with _WITHIN_MARK in texts of special tokens that messages
+        spell.
+        """
         tools: Sequence[Mapping[str, Any]] = call.tools.tools if call.tools else ()
         given = {**call.template_defaults, **call.template_args}
         known = {name: value for name, value in given.items() if name in self._variables}
-        messages: Sequence[Mapping[str, Any]] = call.messages
+        messages = _with_system_prompt(call.messages, call.defaults)
         if self.syntax is HARMONY:
             known, messages = harmony_variables(known), harmony_messages(messages)
             messages, tools = self._spelled(messages), self._spelled(harmony_tools(tools))
@@ -357,25 +454,17 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> str:
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             raise InvalidInput(
                 "this base model has no chat template: use /v1/completions", param="messages"
             )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [_in_parts(m) if self._wants_parts else dict(m) for m in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                **self._xml_tools(tools),
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **arguments,
-            )
-        # A template may fail in any way on a variable of an unexpected type.
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidInput(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return str(text)
+        return self._template.render(
+            [_in_parts(m) if self._wants_parts else dict(m) for m in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            **self._xml_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+            **arguments,
+        )
 
     def _xml_tools(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the tools as the template variable `xml_tools`, which SmolLM 3's template uses.
@@ -385,6 +474,37 @@ class PromptEncoder:
         if not tools or "xml_tools" not in self._variables:
             return {}
         return {"xml_tools": [tool["function"] for tool in tools]}
+
+
+class _BaseTemplate:
+    """Chat template of a base model, rendered by transformers in this process."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        self.texts = _templates(tokenizer.chat_template)
+        self.names = _names_in(self.texts)
+        self.text_with_tools = str(tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        # A template may fail in any way on a variable of an unexpected type.
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidInput(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+
+def _with_system_prompt(
+    messages: Sequence[Mapping[str, Any]], defaults: RequestDefaults | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return messages after an adapter's system prompt, unless a message is a system message."""
+    if defaults is None or defaults.system_prompt is None:
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": defaults.system_prompt}, *messages]
 
 
 def _processor_template(model: Path) -> str | None:
@@ -425,12 +545,12 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
+def _templates(template: str | Mapping[str, str]) -> Sequence[str]:
     """Return the texts of a tokenizer's chat templates.
 
     template: one template, or several by name.
     """
-    return [template or ""] if isinstance(template, str | None) else list(template.values())
+    return [template] if isinstance(template, str) else list(template.values())
 
 
 def _names_in(templates: Sequence[str]) -> frozenset[str]:

@@ -20,11 +20,16 @@ class TenantThreads:
     """Threads that run functions for tenants. For use in one event loop.
 
     Further functions wait until a thread is free, and those of one tenant until fewer than
-    _THREADS_PER_TENANT of its functions run.
+    `per_tenant` of its functions run.
     """
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="encode")
+    def __init__(self, threads: int = _THREADS, per_tenant: int = _THREADS_PER_TENANT) -> None:
+        """Make no threads yet.
+
+        threads, per_tenant: maximum numbers of threads, for all tenants together and for one.
+        """
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._per_tenant = per_tenant
         self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
@@ -32,7 +37,7 @@ class TenantThreads:
 
         A function that has begun runs to its end, even if the caller is cancelled.
         """
-        slot = self._tenant_slots.setdefault(tenant, asyncio.Semaphore(_THREADS_PER_TENANT))
+        slot = self._tenant_slots.setdefault(tenant, asyncio.Semaphore(self._per_tenant))
         await slot.acquire()
         loop, working = asyncio.get_running_loop(), self._threads.submit(work)
 

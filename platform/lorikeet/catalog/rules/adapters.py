@@ -13,6 +13,7 @@ from lorikeet.catalog.changes import (
     AliasMoved,
     AliasRolledBack,
     Change,
+    DefaultsSet,
     ShareEnded,
     ShareGiven,
     VersionRegistered,
@@ -23,6 +24,7 @@ from lorikeet.catalog.records import AdapterRecord, AliasShare, BlobFacts, Versi
 from lorikeet.catalog.rules.quota import check_quota
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
+from lorikeet.request_defaults import RequestDefaults
 
 Changes = Sequence[Change]
 
@@ -33,14 +35,17 @@ def register(
     name: str,
     facts: BlobFacts,
     *,
+    defaults: RequestDefaults | None = None,
     shared: bool | None = None,
     alias: str | None = None,
     since: int | None = None,
 ) -> Changes:
-    """Add a version with these facts, unless a usable version holds the same blob.
+    """Add a version with these facts, unless a usable version holds the same blob with the same
+    request defaults.
 
     An adapter's only usable version becomes prod.
 
+    defaults: the version's own request defaults; None: the base model's.
     shared: open the adapter to every tenant; None keeps the present setting.
     alias: alias to point to the version.
     since: number of the log entry that the caller's decision was based on; None: the newest.
@@ -53,11 +58,13 @@ def register(
     if since is not None and record.retired_since(since):
         raise Conflict(f"{record.label} was retired after this version was sent: send it again")
     changes: list[Change] = []
-    held = record.with_digest(facts.digest)
+    held = record.registered(facts.digest, defaults)
     number = held.version if held else len(record.versions) + 1
     if held is None:
         known = {field.name: getattr(facts, field.name) for field in fields(facts)}
         changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **known))
+        if defaults is not None:
+            changes.append(DefaultsSet(tenant=tenant, name=name, version=number, defaults=defaults))
     if shared is not None and shared != record.shared:
         changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
     moving = {alias} if alias else set()

@@ -1,5 +1,7 @@
 """The commands `list` and `show`: print adapters and their versions."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,8 @@ from lorikeet.cli.arguments import Adapter, AsOf, Tenant
 from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
 from lorikeet.sizes import show_size
 from lorikeet_engine.adapter_format import OUTER_MODULES
+
+_SHOWN_CHARACTERS = 60
 
 
 def list_adapters(
@@ -71,7 +75,11 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
     for what, versions in touched.items():
         print_line(f"Version {', '.join(versions)} changes {what}")
     for version in reversed(answer["versions"]):
-        for line in _base_lines(version):
+        if version["defaults"] is not None:
+            own = show_defaults(version["defaults"])
+            print_line(f"Version {version['version']} has its own {own}")
+    for version in reversed(answer["versions"]):
+        for line in (*show_invocation(version), *_base_lines(version)):
             print_line(f"Version {version['version']} {line}")
 
 
@@ -94,6 +102,32 @@ def show_touched(version: dict[str, Any]) -> str:
     if count := touches["tokens"]:
         changed.append(f"{count} trained token{'s' * (count != 1)}")
     return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
+
+
+def show_invocation(version: dict[str, Any]) -> Iterator[str]:
+    """Describe the invocation of a version that is an activated LoRA."""
+    if tokens := version["invocation_tokens"]:
+        shown = ", ".join(map(str, tokens))
+        yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"
+
+
+def show_defaults(defaults: dict[str, Any]) -> str:
+    """Describe a version's own request defaults, in Rich markup."""
+    return ", ".join(map(escape, _defaults(defaults)))
+
+
+def _defaults(defaults: dict[str, Any]) -> Iterator[str]:
+    if (template := defaults["chat_template"]) is not None:
+        digest = hashlib.sha256(template.encode()).hexdigest()[:12]
+        yield f"chat template ({show_size(len(template.encode()))}, SHA-256 {digest}…)"
+    if (prompt := defaults["system_prompt"]) is not None:
+        shown = prompt if len(prompt) <= _SHOWN_CHARACTERS else f"{prompt[:_SHOWN_CHARACTERS]}…"
+        yield f"system prompt {json.dumps(shown, ensure_ascii=False)}"
+    if stop := defaults["stop"]:
+        yield f"stop strings {json.dumps(stop, ensure_ascii=False)}"
+    if ids := defaults["stop_token_ids"]:
+        yield f"stop tokens {', '.join(map(str, ids))}"
+    yield from (f"{name} {value}" for name, value in defaults["sampling"].items())
 
 
 def _base_lines(version: dict[str, Any]) -> Iterator[str]:

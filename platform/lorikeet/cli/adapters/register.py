@@ -1,22 +1,37 @@
 """The command register: packs an adapter into one file, and uploads it to the catalog."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lorikeet.chat_template import template_digest
-from lorikeet.cli.adapters.list_and_show import show_ranks, show_touched
+from lorikeet.cli.adapters.list_and_show import (
+    show_defaults,
+    show_invocation,
+    show_ranks,
+    show_touched,
+)
+from lorikeet.cli.adapters.request_defaults import (
+    ChatTemplate,
+    DefaultsOptions,
+    GenerationConfig,
+    Stop,
+    SystemPrompt,
+    UseChatTemplate,
+    UseGenerationConfig,
+)
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import AdminClient, admin
-from lorikeet.cli.arguments import Adapter
+from lorikeet.cli.arguments import Adapter, AdapterName
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
+from lorikeet.tokenizer_vocabulary import read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -57,12 +72,19 @@ def register(
     base_model: ForBaseModel = None,
     smoke: Smoke = False,
     revision: Revision = None,
+    chat_template: ChatTemplate = None,
+    use_chat_template: UseChatTemplate = False,
+    system_prompt: SystemPrompt = None,
+    stop: Stop = None,
+    generation_config: GenerationConfig = None,
+    use_generation_config: UseGenerationConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Add an adapter, or a new version of one.
 
     The first version becomes prod at once, later ones with --promote. Registering the same weights
-    again gives the same version. To resume an interrupted upload, repeat the command.
+    with the same chat template, system prompt and other defaults again gives the same version. To
+    resume an interrupted upload, repeat the command.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
@@ -70,26 +92,62 @@ def register(
         check_source(source, revision)
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
-    about = {"tenant": adapter.tenant, "base_model": base_model}
-    digest, template, vocabulary = _send(admin(ctx), source, revision, about, quiet=as_json)
-    wanted = {
-        "digest": digest,
-        "chat_template": template,
-        "vocabulary": vocabulary and vocabulary._asdict(),
-        "promote": promote,
-        "shared": shared,
-        "base_model": base_model,
-        "smoke": smoke,
-    }
-    path = f"/adapters/{adapter.path}/versions"
-    answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    for kind in ("base_warning", "template_warning", "vocabulary_warning"):
-        if answer[kind] is not None:
-            print_warning(answer[kind])
+    options = DefaultsOptions(
+        chat_template,
+        use_chat_template,
+        system_prompt,
+        stop,
+        generation_config,
+        use_generation_config,
+    )
+    options.check()
+    answer, is_new = register_source(
+        admin(ctx),
+        source,
+        adapter,
+        options,
+        revision=revision,
+        quiet=as_json,
+        promote=promote,
+        shared=shared,
+        base_model=base_model,
+        smoke=smoke,
+    )
     if as_json:
         print_json(answer)
     else:
         _print_version(answer, is_new=is_new)
+
+
+def register_source(
+    server: AdminClient,
+    source: str,
+    adapter: AdapterName,
+    defaults: DefaultsOptions,
+    *,
+    revision: str | None = None,
+    quiet: bool,
+    base_model: str | None,
+    **options: bool | None,
+) -> tuple[dict[str, Any], bool]:
+    """Upload an adapter, register it, and print the server's warnings.
+
+    Returns the version as JSON, and whether it is new. Raises LorikeetError.
+
+    defaults: options that set request defaults.
+    revision, quiet: as in `open_source`.
+    base_model: name of the served base model; None: the one that the adapter names.
+    options: promote, shared and smoke, as in the admin API.
+    """
+    about = {"tenant": adapter.tenant, "base_model": base_model}
+    sent = _send(server, source, revision, about, defaults, quiet=quiet)
+    wanted = {**sent, "base_model": base_model, **options}
+    path = f"/adapters/{adapter.path}/versions"
+    answer, is_new = with_retries(lambda: server.post_new(path, wanted))
+    for kind in ("base_warning", "template_warning", "vocabulary_warning"):
+        if answer[kind] is not None:
+            print_warning(answer[kind])
+    return answer, is_new
 
 
 def _send(
@@ -97,29 +155,41 @@ def _send(
     source: str,
     revision: str | None,
     about: dict[str, str | None],
+    options: DefaultsOptions,
     *,
     quiet: bool,
-) -> tuple[str, str | None, TokenizerVocabulary | None]:
-    """Pack a source into one file and upload it.
-
-    Returns the SHA-256 of the file, that of the adapter's chat template or None, and the vocabulary
-    of its tokenizer or None.
+) -> dict[str, Any]:
+    """Pack a source into one file and upload it; return what the registration says of the source.
 
     source, revision, quiet: as in `open_source`.
     about: tenant and base model, which the server checks before any byte is sent.
+    options: options that set request defaults.
     """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
-            digest, template = _pack(folder, blob), template_digest(folder)
-            vocabulary = read_vocabulary(folder)
+            defaults, digest = options.read(folder), pack(folder, blob)
+            template, vocabulary = template_digest(folder), read_vocabulary(folder)
         send_blob(server, blob, digest, about, quiet=quiet)
-        return digest, template, vocabulary
+    return {
+        "digest": digest,
+        "chat_template": template,
+        "vocabulary": vocabulary and vocabulary._asdict(),
+        "defaults": defaults,
+    }
 
 
-def _pack(folder: Path, blob: Path) -> str:
+def pack(folder: Path, blob: Path, warn: Callable[[str], None] = print_warning) -> str:
+    """Write an adapter's folder to one file, and return its SHA-256. Raises LorikeetError.
+
+    warn: gets warnings about the folder.
+    """
     try:
-        return write_blob(folder, blob, print_warning)
+        return write_blob(folder, blob, warn)
+    except PermissionError as error:
+        raise LorikeetError(
+            f"{error.filename or folder} may not be read: `chmod -R u+rX {folder}` as its owner"
+        ) from error
     except OSError as error:
         raise LorikeetError(
             f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "
@@ -134,8 +204,12 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
         f" {show_size(answer['size_bytes'])}, rank {show_ranks(answer)},"
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
-        f"changes {show_touched(answer)}\n"
-        f"digest {answer['digest']}"
+        f"changes {show_touched(answer)}"
     )
+    for line in show_invocation(answer):
+        print_line(line)
+    print_line(f"digest {answer['digest']}")
+    if answer["defaults"] is not None:
+        print_line(f"has its own {show_defaults(answer['defaults'])}")
     if "smoke" in answer:
         print_smoke(answer["smoke"])

@@ -6,6 +6,7 @@ presigned address in the store, or without one: then the part goes to the server
 
 import base64
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from rich.progress import (
 )
 
 from lorikeet.cli.admin_client import AdminClient, Json, ServerUnavailable
-from lorikeet.cli.output import print_error
+from lorikeet.cli.output import is_shown, print_error
 from lorikeet.errors import LorikeetError, NotFound, StoreError, Unavailable
 from lorikeet.sizes import show_size
 
@@ -86,16 +87,15 @@ class _ProgressBar:
         self._total = total
         self._sent: dict[int, int] = {}  # part → bytes sent, of unfinished parts
         self._lock = threading.Lock()
-        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("Uploading"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=console,
+            console=Console(stderr=True),
             transient=True,
-            disable=quiet or not console.is_terminal,
+            disable=quiet or not is_shown(sys.stderr),
         )
         self._bar = self._progress.add_task("upload", total=total)
 

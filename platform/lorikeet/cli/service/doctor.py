@@ -30,9 +30,9 @@ def doctor(
 ) -> None:
     """Check everything that `serve run serve_app:app` needs, and propose fixes.
 
-    Run it on the service's machine, in the same environment, with the same PORT if `make serve` has
-    one. It takes seconds and leaves nothing behind. The exit status is 0 if the service can start,
-    and 1 if not.
+    `lorikeet serve` begins with these checks. Run it on the service's machine, in the same
+    environment, with the same PORT. It takes seconds and leaves nothing behind. The exit status is
+    0 if the service can start, and 1 if not.
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """

@@ -15,11 +15,13 @@ from lorikeet.sizes import write_size
 _SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
 _PAGE = """\
 # Settings
-Every setting is an environment variable, read once when the service starts. An unknown name or a \
-wrong value stops the start, with an error that names the remedy. `lorikeet settings` shows the \
-current values, and `lorikeet doctor` checks that the service can start with them \
-([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, `2.5GiB` or `80GB`, as in commands and \
-files.
+Every setting is an environment variable, read once when the service starts, and an option of \
+`lorikeet serve`, which goes first: `LORIKEET_MAX_RANK` is `--max-rank`. Base models are its \
+arguments, and an own model has one replica there. An unknown name or a wrong value stops the \
+start, with an error that names the remedy. `lorikeet settings` shows the current values, and \
+`lorikeet doctor` checks that the service can start with them \
+([own-model.md](own-model.md#doctor)). Sizes are bytes, `512MiB`, `2.5GiB` or `80GB`, as in \
+commands and files.
 
 | variable | default | meaning |
 |---|---|---|
@@ -40,7 +42,7 @@ def settings(
 ) -> None:
     """Show every LORIKEET_ setting: its value in this environment, and its meaning.
 
-    `serve run serve_app:app` would read the same values here.
+    `lorikeet serve` and `serve run` would read the same values here.
 
     Example: `LORIKEET_REPLICAS=4 lorikeet settings`
     """

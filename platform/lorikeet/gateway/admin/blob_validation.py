@@ -74,6 +74,7 @@ def validate_blob(
         gpu_bytes=gpu_bytes,
         touches=spec.touches,
         trained_on=spec.base_model,
+        invocation_tokens=spec.invocation_tokens,
     )
 
 
@@ -95,20 +96,37 @@ def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) ->
     return base_model
 
 
-def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the name of the served base model that a blob says it was trained on.
+def matching_names(declared: str, base_models: Mapping[str, ServedModel]) -> list[str]:
+    """Return the names of the served base models that may be the one an adapter was trained on.
 
-    Names and aliases are compared without owner or folder. If no served name equals the name in the
-    blob, a model also matches if one of the two is a quantized copy of the other. Raises
-    InvalidAdapter unless exactly one served base model matches.
+    Names and aliases are compared without owner or folder. If no served name equals the declared
+    one, a model also matches if one of the two is a quantized copy of the other.
+
+    declared: name that the adapter's files give its base model.
+    """
+    names = {name: (name, *base.aliases) for name, base in base_models.items()}
+    found = [n for n, known in names.items() if last_part(declared) in map(last_part, known)]
+    return found or [n for n, known in names.items() if any(same_model(declared, k) for k in known)]
+
+
+def declared_base_model(blob: Path) -> str:
+    """Return the name that a blob gives its base model; empty: none.
+
+    Raises InvalidAdapter if the file is no blob.
     """
     declared = trained_on(blob)
     if declared is None:
         raise InvalidAdapter("not a packed adapter: `lorikeet register` packs PEFT's folder")
-    names = {name: (name, *base.aliases) for name, base in base_models.items()}
-    found = [n for n, known in names.items() if last_part(declared) in map(last_part, known)]
-    if not found:
-        found = [n for n, known in names.items() if any(same_model(declared, k) for k in known)]
+    return declared
+
+
+def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
+    """Return the name of the served base model that a blob says it was trained on.
+
+    Raises InvalidAdapter unless exactly one served base model matches.
+    """
+    declared = declared_base_model(blob)
+    found = matching_names(declared, base_models)
     if len(found) != 1:
         says = f"says that it was trained on {declared!r}" if declared else "names no base model"
         raise InvalidAdapter(

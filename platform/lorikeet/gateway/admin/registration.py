@@ -15,6 +15,7 @@ from lorikeet.gateway.admin.blob_validation import check_base_model, validate_bl
 from lorikeet.gateway.admin.serializers import Json, described_version_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, ValueScan, base_copies
 
@@ -31,6 +32,7 @@ class RegistrationRequest:
     promote: also point the alias prod to the new version.
     shared: whether all tenants may use the adapter; None: unchanged.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
+    defaults: the version's own request defaults; None: the base model's.
     """
 
     tenant: str
@@ -39,12 +41,13 @@ class RegistrationRequest:
     promote: bool = False
     shared: bool | None = None
     base_model: str | None = None
+    defaults: RequestDefaults | None = None
 
 
 class RegisteredVersion(NamedTuple):
     """Version of an adapter, as JSON, that a registration created or found to exist.
 
-    is_new: whether the adapter had no version with this blob before.
+    is_new: whether the adapter had no version with this blob and these request defaults before.
     """
 
     version: Json
@@ -131,6 +134,7 @@ class Registration:
         exists = await self._catalog_view.ask(partial(_is_version, order, facts))
         register = partial(
             self._services.catalog.register,
+            defaults=order.defaults,
             shared=order.shared,
             promote=order.promote,
             actor=order.actor,
@@ -151,9 +155,9 @@ class Registration:
 
         def find(state: CatalogState) -> AdapterRef:
             record = state.find(order.tenant, order.name)
-            same = record and record.with_digest(facts.digest)
+            same = record and record.registered(facts.digest, order.defaults)
             number = same.version if same else len(record.versions) + 1 if record else 1
-            return AdapterRef(order.tenant, order.name, number, facts.digest)
+            return facts.ref(order.tenant, order.name, number)
 
         return await self._catalog_view.ask(find)
 
@@ -186,4 +190,4 @@ class Registration:
 
 def _is_version(order: RegistrationRequest, facts: BlobFacts, state: CatalogState) -> bool:
     record = state.find(order.tenant, order.name)
-    return record is not None and record.with_digest(facts.digest) is not None
+    return record is not None and record.registered(facts.digest, order.defaults) is not None

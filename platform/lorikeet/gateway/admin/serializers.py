@@ -18,6 +18,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import LimitOptions
+from lorikeet.gateway.admin.adapter_defaults import defaults_json
 from lorikeet.gateway.services import ServedModel
 from lorikeet.placement.pin_dry_run import PinDryRun
 from lorikeet.placement.pin_placement import Shortfall
@@ -53,6 +54,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "touches": None if version.touches is None else asdict(version.touches),
         "base_model": version.base_model,
         "trained_on": version.trained_on,
+        "invocation_tokens": list(version.invocation_tokens),
         "created": version.created,
         "retired": version.retired,
         "aliases": list(adapter.aliases_of(version.version)),
@@ -62,7 +64,8 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
 def described_version_json(
     adapter: AdapterRecord, version: VersionRecord, base_models: Mapping[str, ServedModel]
 ) -> Json:
-    """Return one version of an adapter as JSON, with the served base model's quantization.
+    """Return one version of an adapter as JSON, with the served base model's quantization and the
+    version's own request defaults.
 
     Member base_warning: difference between the served weights and the weights that the version was
     trained on, in words; null: no known difference.
@@ -70,6 +73,7 @@ def described_version_json(
     served = base_models.get(version.base_model)  # None if no longer served
     quantization = served.quantization if served else None
     return version_json(adapter, version) | {
+        "defaults": defaults_json(version.defaults),
         "base_quantization": quantization,
         "base_warning": base_warning(version.trained_on, version.base_model, quantization),
     }
@@ -182,10 +186,17 @@ def key_json(key: KeyRecord) -> Json:
 
 
 def entry_json(entry: Entry) -> Json:
-    """Return an entry of the catalog's log as JSON, without the hashes of keys."""
+    """Return an entry of the catalog's log as JSON, without the hashes of keys.
+
+    Request defaults are shown by the names of those that are set.
+    """
     body: Json = _ENTRY.dump_python(entry, mode="json")
     for change in body["changes"]:
         change.pop("sha256", None)
+        if "defaults" in change:
+            change["defaults"] = [
+                name for name, value in change["defaults"].items() if value not in (None, [], {})
+            ]
     return body
 
 

@@ -15,6 +15,7 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.gateway.services import Services
 from lorikeet.protocol.messages import Continuation, Refusal, SmokeResult, SmokeTest
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 
 PROMPTS = (
@@ -63,6 +64,7 @@ def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRou
             request.state.request_id,
             wanted.prompts,
             wanted.max_tokens,
+            version.defaults,
         )
         return {"adapter": record.label, "version": version.version, **seen}
 
@@ -76,6 +78,7 @@ async def smoke_test(
     request_id: str,
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = MAX_TOKENS,
+    defaults: RequestDefaults | None = None,
 ) -> dict[str, Any]:
     """Generate on a replica with and without an adapter; report how much the answers differ, as
     JSON.
@@ -87,6 +90,8 @@ async def smoke_test(
     request_id: beginning of the ids of the test's requests on the replica.
     prompts: user messages.
     max_tokens: limit of each answer.
+    defaults: the adapter's own request defaults, whose chat template and system prompt write the
+        prompts of both.
     """
     if base_model not in services.base_models:
         raise Unavailable(
@@ -94,7 +99,7 @@ async def smoke_test(
             "add it to LORIKEET_BASE_MODELS"
         )
     context = services.engines.max_context(base_model)
-    encoded = await services.encoders.encode_turns(base_model, prompts, context)
+    encoded = await services.encoders.encode_turns(base_model, prompts, context, defaults)
     test = SmokeTest(request_id, adapter, encoded, max_tokens)
     try:
         async with asyncio.timeout(services.first_item_timeout_s):

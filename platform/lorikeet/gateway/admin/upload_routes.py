@@ -11,6 +11,7 @@ All of them are idempotent.
 import base64
 import hashlib
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge
+from lorikeet.gateway.admin.adapter_defaults import DefaultsBody, checked_defaults
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
@@ -65,6 +67,7 @@ class RegisterUpload(Body):
         the blob was made from.
     vocabulary: vocabulary of the tokenizer in that folder.
     promote, shared, base_model: see RegistrationRequest.
+    defaults: the version's own request defaults; null: the base model's.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
     """
 
@@ -75,6 +78,7 @@ class RegisterUpload(Body):
     shared: bool | None = None
     base_model: str | None = None
     smoke: bool = False
+    defaults: DefaultsBody | None = None
 
 
 def upload_routes(
@@ -196,10 +200,15 @@ class UploadEndpoints:
         await registration.run(uploads.download, wanted.digest, order.actor, blob)
         facts = await self._validated(order, wanted.digest, blob)
         await registration.run(uploads.keep, wanted.digest, order.actor, blob)
-        smoke: Json = {}
+        services, smoke = self._services, Json()
+        defaults = await checked_defaults(
+            wanted.defaults, services.encoders, order.tenant, facts.base_model
+        )
+        order = replace(order, defaults=defaults)
         if wanted.smoke:
             ref = await registration.next_ref(order, facts)
-            smoke = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
+            seen = await smoke_test(services, facts.base_model, ref, request_id, defaults=defaults)
+            smoke = {"smoke": seen}
         made = await registration.record(order, blob, facts)
         return made._replace(
             version=made.version | smoke | self._warnings(wanted, facts.base_model)
@@ -208,11 +217,12 @@ class UploadEndpoints:
     def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:
         """Return warnings of differences between the trainer's folder and the base model's."""
         served, sent = self._services.base_models[base_model], wanted.vocabulary
+        has_own = wanted.defaults is not None and wanted.defaults.chat_template is not None
         trained = None if sent is None else TokenizerVocabulary(sent.trained, sent.added)
         return {
-            "template_warning": template_warning(
-                wanted.chat_template, served.chat_template, base_model
-            ),
+            "template_warning": None
+            if has_own
+            else template_warning(wanted.chat_template, served.chat_template, base_model),
             "vocabulary_warning": vocabulary_warning(trained, served.vocabulary, base_model),
         }
 

@@ -346,7 +346,7 @@ class CountTokensRequest(PromptRequest):
     """Request of POST /v1/messages/count_tokens."""
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call, without its adapter, which no token count depends on."""
+        """Return the request as a Call without its adapter, whose weights no count depends on."""
         call = self._as_chat().to_call(context, format_param=self._format_param())
         return replace(
             call,

@@ -18,19 +18,26 @@ from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
     LOAD,
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    SKYRL_LOAD,
+    TOKENIZE,
     UNLOAD,
+    DetokenizeRequest,
     LoadRequest,
+    SkyrlLoadRequest,
+    TokenizeRequest,
     UnloadRequest,
 )
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
-    *(MessagesRequest, CountTokensRequest, LoadRequest, UnloadRequest),
+    *(MessagesRequest, CountTokensRequest),
+    *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -171,6 +178,7 @@ def _pushing() -> dict[str, Any]:
             _query("wait", "", "state to wait for: none, ready or durable; else ready"),
             _query("lifetime_s", "", "seconds until it expires, never durable, 1 to 86400"),
             _query("keep", "", "with lifetime_s: number of newest expiring versions kept, 1 to 15"),
+            _query("defaults_of", "", "version or alias with the request defaults that it gets"),
             _query("timeout_s", "", "seconds to wait for that state, 0 to 600; else 60"),
         ],
         "requestBody": {
@@ -184,12 +192,16 @@ def _pushing() -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     """Return the operations of vLLM's endpoints for trainers."""
+    errors = _ERRORS | _CONFLICT
     nothing = "Do nothing: requests keep the version of an adapter with which they began"
     refused = "Refuse to change the base model's weights"
     posts = dict.fromkeys(NO_OPS, nothing) | dict.fromkeys(REFUSED, refused)
     return {
-        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, _ERRORS | _CONFLICT),
+        LOAD: _generate("Load an adapter from a folder", "LoadRequest", _TEXT, errors),
+        SKYRL_LOAD: _generate("Load an adapter for SkyRL", "SkyrlLoadRequest", _JSON, errors),
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
+        TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
+        DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
     }

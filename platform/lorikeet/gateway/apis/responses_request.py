@@ -259,7 +259,7 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call, without its adapter, which no token count depends on.
+        """Return the request as a Call without its adapter, whose weights no count depends on.
 
         Raises InvalidInput for fields with which a response cannot be created either.
         """

@@ -15,6 +15,7 @@ from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
+from lorikeet_engine.adapter import AdapterRef
 
 _OWNER = "lorikeet"
 _ADAPTERS_OF_READ = 200
@@ -58,10 +59,10 @@ def model_routes(
         async with reads.admitted(request) as caller:
             found = await authenticator.resolve_model(model, caller.tenant.name)
         entry = _base_entry(model)
-        if (ref := found.adapter) is not None:
+        if isinstance(ref := found.adapter, AdapterRef):
             entry = _entry(model, ref.tenant, found.created, found.base_model)
         entry["max_model_len"] = context_of(found.base_model, caller)
-        if defaults := services.base_models[found.base_model].sampling_defaults:
+        if defaults := services.base_models[found.base_model].sampling_of(found.defaults):
             entry["sampling_defaults"] = defaults
         is_anthropics = client_api(request.scope) is ClientApi.ANTHROPIC
         return _anthropics_entry(entry) if is_anthropics else entry

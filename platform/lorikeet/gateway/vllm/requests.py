@@ -1,20 +1,29 @@
 """Paths and bodies of vLLM's endpoints for trainers."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lorikeet.gateway.body import Body
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
+from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, Message, check_answered
+from lorikeet.gateway.apis.chat_request import ChatRequest, TemplateFields
+from lorikeet.gateway.apis.fields import TokenId
+from lorikeet.gateway.apis.tools import Tools
+from lorikeet.gateway.body import Body, misfit, unsupported
+from lorikeet.protocol.messages import Call, Endpoint
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SKYRL_LOAD = "/skyrl/v1/load_lora_adapter"
 QUESTIONS = ("/server_info", "/get_world_size", "/is_paused")
 NO_OPS = ("/pause", "/resume", "/reset_prefix_cache")
 REFUSED = (
     *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/collective_rpc", "/sleep", "/wake_up"),
 )
-PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED})
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED, TOKENIZE, DETOKENIZE, SKYRL_LOAD})
 """Paths outside /v1, which the tenants' listener passes on."""
 
 
@@ -33,6 +42,12 @@ class LoadRequest(Body):
     load_inplace: bool = False
 
 
+class SkyrlLoadRequest(LoadRequest):
+    """Body of SkyRL's request to load an adapter, which replaces another of the name by default."""
+
+    load_inplace: bool = True
+
+
 class UnloadRequest(Body):
     """Body of a request to unload an adapter, with vLLM's fields.
 
@@ -42,3 +57,50 @@ class UnloadRequest(Body):
     dropped: ClassVar[Collection[str]] = {"lora_int_id"}
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TokenizeRequest(TemplateFields, ApiRequest):
+    """Body of a request for the token ids of a prompt, a text or a chat, with vLLM's fields.
+
+    add_special_tokens: add the tokenizer's special tokens to a text; null: true. A chat has those
+        of its template alone.
+    return_token_strs: return each token's text in the vocabulary, too.
+    """
+
+    prompt: str | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
+    tools: Tools = Field(default=[])
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise misfit("prompt", "want either it or messages")
+        if self.messages is not None:
+            if self.add_special_tokens:
+                raise unsupported("add_special_tokens", hint=" with messages")
+            check_answered(self.messages)
+            self.check_continuation(self.messages[-1])
+        return self
+
+    def session(self) -> None:
+        """Return None: the request belongs to no session."""
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return a chat as a Call that only counts tokens."""
+        fields = {name: getattr(self, name) for name in (*TemplateFields.model_fields, "messages")}
+        chat = ChatRequest.unchecked(model=self.model, tools=self.tools, **fields)
+        return replace(chat.to_call(context), endpoint=Endpoint.COUNT_TOKENS, max_tokens=0)
+
+
+class DetokenizeRequest(Body):
+    """Body of a request for the text of tokens, with vLLM's fields."""
+
+    max_values: ClassVar[int] = 2**18
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    tokens: list[TokenId]

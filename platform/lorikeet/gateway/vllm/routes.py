@@ -41,12 +41,15 @@ from lorikeet.gateway.vllm.requests import (
     NO_OPS,
     QUESTIONS,
     REFUSED,
+    SKYRL_LOAD,
     UNLOAD,
     LoadRequest,
+    SkyrlLoadRequest,
     UnloadRequest,
 )
 from lorikeet.gateway.vllm.shared_adapter import SharedAdapter
 from lorikeet.retry_after import STORE_AWAY_S
+from lorikeet.tenancy.read_limiter import ReadLimiter
 
 _LOADERS = 4
 _LOADED = PushQuery(
@@ -60,6 +63,7 @@ def vllm_routes(endpoints: "VllmEndpoints") -> APIRouter:
     """Return the routes of vLLM's endpoints for trainers."""
     router = APIRouter()
     router.add_api_route(LOAD, endpoints.load, methods=["POST"])
+    router.add_api_route(SKYRL_LOAD, endpoints.load_for_skyrl, methods=["POST"])
     router.add_api_route(UNLOAD, endpoints.unload, methods=["POST"])
     answers = (endpoints.server_info, endpoints.world_size, endpoints.is_paused)
     for path, answer in zip(QUESTIONS, answers, strict=True):
@@ -85,41 +89,31 @@ class VllmEndpoints:
         registration: Registration,
         pipeline: PushPipeline,
         pushes: PushEndpoints,
+        reads: ReadLimiter,
         folder: Path,
     ) -> None:
         """folder: folder below which each tenant has a folder of its name."""
         self._services, self._catalog_view = services, catalog_view
         self._registration, self._pipeline, self._pushes = registration, pipeline, pushes
-        self._folder = folder.absolute()
+        self._reads, self._folder = reads, folder.absolute()
         # Own threads, since the shared file system may hang.
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="load")
 
     async def load(self, request: Request) -> Response:
-        """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
-        it.
+        """Load an adapter for vLLM's clients."""
+        name = await self._load(request, LoadRequest)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-        Repeating the request has no further effect (idempotent).
-        """
-        async with self._pushes.admitted(request) as pusher:
-            body = await read_json(request, LoadRequest)
-            name = _named(pusher, body.lora_name)
-            if not body.load_inplace:
-                await self._check_free(pusher, name)
-            push = await self._push(pusher, name, body.lora_path)
-            await self._pushes.wait(request, push, _LOADED)
-            push.note_stages(pusher.trace)
-            if not push.ready.is_set():
-                raise Unavailable(
-                    f"{body.lora_name} is not on every replica yet: send it again",
-                    retry_after_s=STORE_AWAY_S,
-                )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    async def load_for_skyrl(self, request: Request) -> dict[str, str]:
+        """Load an adapter for SkyRL."""
+        return {"status": "ok", "lora_name": await self._load(request, SkyrlLoadRequest)}
 
     async def unload(self, request: Request) -> Response:
         """End the loaded versions of an adapter. Requests that were accepted before are
         answered.
         """
         async with self._pushes.admitted(request) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
             body = await read_json(request, UnloadRequest)
             name = _named(pusher, body.lora_name)
             if not await self._pipeline.end(pusher.caller.tenant.name, name):
@@ -181,19 +175,42 @@ class VllmEndpoints:
             }
 
     async def refuse(self, request: Request) -> dict[str, Any]:
-        """Refuse an update of the base model's weights."""
+        """Refuse to change or unload the base model's weights."""
         async with self._asked(request):
             raise UnsupportedParameter(
-                f"{request.scope['route'].path}: the base model's weights are shared by all "
-                f"tenants and cannot change: train a LoRA adapter, and load it by {LOAD}"
+                f"{request.scope['route'].path} is not served, as all tenants share the base "
+                f"model's weights: train a LoRA adapter, and load it by {LOAD}"
             )
+
+    async def _load(self, request: Request, schema: type[LoadRequest]) -> str:
+        """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
+        it. Returns the adapter's name, as the client wrote it.
+
+        Repeating the request has no further effect (idempotent).
+        """
+        async with self._pushes.admitted(request) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
+            body = await read_json(request, schema)
+            name = _named(pusher, body.lora_name)
+            if not body.load_inplace:
+                await self._check_free(pusher, name)
+            push = await self._push(pusher, name, body.lora_path)
+            await self._pushes.wait(request, push, _LOADED)
+            push.note_stages(pusher.trace)
+            if not push.ready.is_set():
+                raise Unavailable(
+                    f"{body.lora_name} is not on every replica yet: send it again",
+                    retry_after_s=STORE_AWAY_S,
+                )
+        return body.lora_name
 
     @asynccontextmanager
     async def _asked(self, request: Request) -> AsyncGenerator[AdmittedPusher, None]:
         """Admit a request whose body has no effect."""
         async with self._pushes.admitted(request) as pusher:
             pusher.hold.body_is_here()
-            yield pusher
+            with self._reads.reading(pusher.caller.tenant.name):
+                yield pusher
 
     def _gpus(self, base_model: str) -> int:
         return self._services.adapter_memory.gpus.get(base_model, 1)
@@ -205,18 +222,18 @@ class VllmEndpoints:
         """
         tenant, key = pusher.caller
         record = await self._catalog_view.ask(lambda state: state.find(tenant.name, name))
-        others = [
-            each
-            for each in self._pipeline.pushed.of(tenant.name, name)
-            if each.expires is None or each.actor != key.id
-        ]
-        if others or (record is not None and not record.retired):
-            who = "by another key" if others else "as a registered adapter"
-            raise InvalidInput(
-                f"the lora adapter {name!r} has already been loaded, {who}: choose another name, "
-                "unload it, or set load_inplace to true",
-                param="lora_name",
-            )
+        pushed = self._pipeline.pushed.of(tenant.name, name)
+        if (record and not record.retired) or any(each.expires is None for each in pushed):
+            who = "as a registered adapter"
+        elif any(each.actor != key.id for each in pushed):
+            who = "by another key"
+        else:
+            return
+        raise InvalidInput(
+            f"the lora adapter {name!r} has already been loaded, {who}: choose another name, "
+            "unload it, or set load_inplace to true",
+            param="lora_name",
+        )
 
     async def _push(self, pusher: AdmittedPusher, name: str, path: str) -> Push:
         """Make an adapter's blob from its folder, and begin its push.

@@ -1,12 +1,38 @@
 """Adapters in repositories of the Hugging Face Hub, or of the server that HF_ENDPOINT names."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lorikeet.adapter_files import adapter_files
+from lorikeet.cli.output import is_shown
 from lorikeet.errors import InvalidInput, LorikeetError
 
 PREFIX = "hf:"
+
+
+@contextmanager
+def reading_the_hub(where: str, *, quiet: bool) -> Iterator[None]:
+    """Turn errors of the Hub's client within the block into LorikeetErrors that say what to do.
+
+    where: what is read, for the errors.
+    quiet: show no progress bars; otherwise they are shown if stderr is a terminal.
+    """
+    try:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if quiet or not is_shown(sys.stderr):
+            disable_progress_bars()
+        yield
+    except LorikeetError:
+        raise
+    except ImportError as error:
+        raise LorikeetError(
+            "reading from the Hugging Face Hub needs huggingface_hub: pip install huggingface_hub"
+        ) from error
+    except Exception as error:  # huggingface_hub passes on undocumented errors of HTTP libraries
+        raise _explained(error, where) from error
 
 
 def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
@@ -14,21 +40,14 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
 
     repository: organisation/name.
     revision: a branch, tag or commit; None: the default branch.
-    quiet: show no progress bar; otherwise one is shown if stderr is a terminal.
+    quiet: show no progress bars.
 
     Raises LorikeetError if the Hub cannot be read, or the repository holds no adapter.
     """
-    try:
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError as error:
-        raise LorikeetError(
-            "reading from the Hugging Face Hub needs huggingface_hub: pip install huggingface_hub"
-        ) from error
-    if quiet or not sys.stderr.isatty():
-        disable_progress_bars()
     where = f"{PREFIX}{repository}" + (f" at {revision}" if revision else "")
-    try:
+    with reading_the_hub(where, quiet=quiet):
+        from huggingface_hub import HfApi, snapshot_download
+
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
@@ -41,10 +60,6 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
         return fetched(
             *adapter_files(where, sizes, lambda name: (fetched(name) / name).read_bytes())
         )
-    except LorikeetError:
-        raise
-    except Exception as error:  # huggingface_hub passes on undocumented errors of HTTP libraries
-        raise _explained(error, where) from error
 
 
 def _explained(error: Exception, where: str) -> LorikeetError:

@@ -1,4 +1,4 @@
-"""`make stop` stops the service of its folder, and no other."""
+"""`lorikeet stop` stops the service of its folder, and no other."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import time
-from demo.running import hold_pid_file
+from lorikeet.cli.serve.running import hold_pid_file
 with hold_pid_file():
     print("held", flush=True)
     time.sleep(60)
@@ -19,7 +19,7 @@ with hold_pid_file():
 
 
 def python(folder, *arguments):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
@@ -39,19 +39,19 @@ def service(tmp_path):
 
 
 def stop(folder):
-    process = python(folder, "-m", "demo.running")
+    process = python(folder, "-m", "lorikeet", "stop")
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     return said
 
 
-def test_make_stop_stops_the_service_of_this_folder(service, tmp_path):
+def test_stop_ends_the_service_of_this_folder(service, tmp_path):
     assert stop(tmp_path) == "Stopped.\n"
     assert service.wait(10) != 0
     assert stop(tmp_path) == "No service of this folder runs.\n"
 
 
-def test_make_stop_interrupts_the_service_as_ctrl_c_does(service, tmp_path):
+def test_stop_interrupts_the_service_as_ctrl_c_does(service, tmp_path):
     """And not by SIGTERM, after which the service kills its processes within ten seconds."""
     stop(tmp_path)
     assert "KeyboardInterrupt" in service.stderr.read()
@@ -63,7 +63,7 @@ def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path)
         done = subprocess.check_output(
             ["make", "--no-print-directory", "-f", ROOT / "Makefile", "clean", bin_folder],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             text=True,
         )
         assert done.splitlines() == list(filter(None, [said, "rm -rf .lorikeet"]))
@@ -71,7 +71,7 @@ def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path)
     assert not (tmp_path / ".lorikeet").exists()
 
 
-def test_make_stop_stops_no_other_process(service, tmp_path):
+def test_stop_ends_no_other_process(service, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert stop(elsewhere) == "No service of this folder runs.\n"
@@ -100,13 +100,13 @@ def test_a_second_start_does_not_fill_the_catalog_of_the_first(service, tmp_path
         monkeypatch.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
     second = python(tmp_path, "-m", "demo.serve")
     _, said = second.communicate(timeout=60)
-    assert said == "the service of this folder runs already: `make stop` stops it\n"
-    assert not (tmp_path / ".lorikeet" / "catalog").exists()
+    assert said == "Error: the service of this folder runs already: `lorikeet stop` stops it\n"
+    assert not (tmp_path / ".lorikeet" / "demo").exists()
 
 
 def test_a_second_service_of_a_folder_is_refused(service, tmp_path):
     second = python(tmp_path, "-c", HOLDER)
     _, said = second.communicate(timeout=30)
     assert second.returncode == 1
-    assert "runs already: `make stop`" in said
+    assert "runs already: `lorikeet stop`" in said
     assert (tmp_path / ".lorikeet").stat().st_mode & 0o077 == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from demo.service_process import STOP_SIGNAL
+from lorikeet.cli.serve.service_process import STOP_SIGNAL
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +29,9 @@ except KeyboardInterrupt:
 # With a third argument the service answers seconds before its start is over.
 RUNNER = """
 import os, signal, subprocess, sys, time
-from demo.service_process import (
-    STOP_SIGNAL, ServiceProcess, Terminated, raise_when_terminated, say,
+from lorikeet.cli.output import say
+from lorikeet.cli.serve.service_process import (
+    STOP_SIGNAL, ServiceProcess, Terminated, raise_when_terminated,
 )
 
 class SlowlyStarted(subprocess.Popen):
@@ -65,9 +66,9 @@ class Run:
         service = SERVICE.format(sleeps_s=sleeps_s, stops_s=stops_s)
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUNNER, service, str(within_s), *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             stdout=output,
-            stderr=output,
+            stderr=subprocess.STDOUT,
             preexec_fn=lambda: [
                 signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
                 for each in (signal.SIGHUP, signal.SIGINT)
@@ -119,7 +120,7 @@ def test_a_signal_ends_the_service_and_its_workers(piped, number):
     assert b"Stopped." in run.process.stdout.read()
 
 
-def test_make_stop_ends_a_background_service_of_a_script_without_an_error(piped):
+def test_stop_ends_a_background_service_of_a_script_without_an_error(piped):
     run, worker = piped(ignored=[signal.SIGINT], stops_s=1)
     assert run.send(STOP_SIGNAL) == 0
     assert is_gone(worker)

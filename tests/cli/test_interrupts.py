@@ -1,4 +1,4 @@
-"""Ctrl-C ends `make serve` without a traceback, at every stage."""
+"""Ctrl-C ends `lorikeet serve` without a traceback, at every stage."""
 
 import os
 import signal
@@ -19,9 +19,11 @@ class serve:
     start = staticmethod(lambda **_: None)
     shutdown = staticmethod(lambda: print("shut down"))
 class start:  # which imports more of Ray
-    refuse_bad_start = staticmethod(lambda _: None)
     def run_or_exit(*_, **__): raise KeyboardInterrupt
+class application:
+    app = None
 sys.modules["lorikeet.serving.start"] = start
+sys.modules["lorikeet.serving.application"] = application
 """
 
 
@@ -48,39 +50,24 @@ def test_ctrl_c_during_a_start(
     tmp_path: Path, imports: str, init: str, status: int, said: str
 ) -> None:
     (tmp_path / "ray.py").write_text(RAY.format(imports, init))
-    (tmp_path / "serve_app.py").write_text("app = None")
-    done = run(tmp_path, "demo.serve_on_port", "127.0.0.1", "9100")
+    done = run(tmp_path, "lorikeet.serving.run", "127.0.0.1", "9100")
     assert (done.returncode, done.stdout, done.stderr) == (status, said, "")
 
 
-def test_ctrl_c_while_the_start_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["demo.serve", "lorikeet"])
+def test_ctrl_c_while_the_command_is_imported(tmp_path: Path, module: str) -> None:
     (tmp_path / "psutil.py").write_text(INTERRUPTED)
-    done = run(tmp_path, "demo.serve")
+    done = run(tmp_path, module, "serve")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
     assert not (tmp_path / ".lorikeet").exists()
 
 
-FILLED = """
-import os, signal
-from demo import start
-start.fill_catalog = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-start._answers = lambda _: False
-raise SystemExit(start.main())
-"""
-
-
-def test_ctrl_c_while_the_catalog_is_filled(tmp_path: Path) -> None:
-    (tmp_path / "filled.py").write_text(FILLED)
-    done = run(tmp_path, "filled")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-STARTING = """
+STAGE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from demo import start
+from lorikeet.cli.serve import run
+from lorikeet.cli.serve.environment import service_environment
 DEAF = Path("deaf")
-os.environ["PORT"] = "1"  # a port without a service
 SERVICE = '''
 import pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,28 +77,58 @@ time.sleep(60)
 def interrupt():
     while not DEAF.exists():
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
-start.fill_catalog = lambda *_: start.DemoKeys("lk_a", {})
-start._answers = lambda _: False
-start._command = lambda *_: [sys.executable, "-c", SERVICE]
-start._TERMINATE_S = 0.2
-threading.Thread(target=interrupt).start()
-raise SystemExit(start.main())
+    os.kill(os.getpid(), {number})
+def prepare(_):
+    {prepare}
+    return run.Prepared(None, None, None)
+run._check = lambda _: {check}
+run._command = lambda _: [sys.executable, "-c", SERVICE]
+run._TERMINATE_S = 0.2
+threading.Thread(target=interrupt, daemon=True).start()
+raise SystemExit(run.run_service(service_environment(os.environ | {{"PORT": "9"}}), prepare))
 """
+KILL = "os.kill(os.getpid(), {number})"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("stage", ["check", "prepare"])
+def test_a_signal_before_the_service_runs_ends_it_at_once(
+    tmp_path: Path, stage: str, number: int, status: int
+) -> None:
+    stages = {"check": "None", "prepare": "pass"} | {stage: KILL.format(number=int(number))}
+    (tmp_path / "stage.py").write_text(STAGE.format(number=int(number), **stages))
+    done = run(tmp_path, "stage")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+SLOW_IMPORT = "import pathlib, time; pathlib.Path('deaf').touch(); time.sleep(60)"
+
+
+def test_ctrl_c_ends_the_checks_too(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import pathlib, time; pathlib.Path('deaf').touch(); time.sleep(60)"
+    )
+    script = STAGE.format(number=int(signal.SIGINT), prepare="pass", check="None")
+    (tmp_path / "stage.py").write_text(script.replace("run._check = lambda _: None", ""))
+    begun_s = time.monotonic()
+    done = run(tmp_path, "stage")
+    assert time.monotonic() - begun_s < 30
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_start_that_ignores_ctrl_c_is_killed_soon(tmp_path: Path) -> None:
-    (tmp_path / "starting.py").write_text(STARTING)
+    script = STAGE.format(number=int(signal.SIGINT), prepare="pass", check="None")
+    (tmp_path / "stage.py").write_text(script)
     begun_s = time.monotonic()
-    done = run(tmp_path, "starting")
+    done = run(tmp_path, "stage")
     assert time.monotonic() - begun_s < 30
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.splitlines()[-1] == "Killed."
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == "Killed."
 
 
 IMPORTS = """
 import os, signal
-from demo.interrupts import killed_by_sigint
+from lorikeet.interrupts import killed_by_sigint
 with killed_by_sigint():
     os.kill(os.getpid(), signal.SIGINT)
 print("goes on")
@@ -125,7 +142,7 @@ def test_a_program_that_ignores_ctrl_c_goes_on(tmp_path: Path) -> None:
     said = subprocess.check_output(
         ["bash", "-c", ignored],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         text=True,
     )
     assert said == "goes on\n"

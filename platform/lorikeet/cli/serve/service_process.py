@@ -1,22 +1,26 @@
-"""Process of `serve run` that ends with all it started, even if its terminal or script dies."""
+"""Process of the service that ends with all it started, even if its terminal or script dies."""
 
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
 import psutil
 
+from lorikeet.cli.output import say
+
 STOP_SIGNAL = signal.SIGUSR1
-"""Signal of `make stop`: raises KeyboardInterrupt in `make serve`, where SIGINT may be ignored.
+"""Signal of `lorikeet stop`: raises KeyboardInterrupt where SIGINT may be ignored.
 
 SIGTERM would leave the service less time, as its senders may kill soon after.
 """
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_LAST_LINES_S = 1.0
 
 
 class Terminated(BaseException):
@@ -31,11 +35,22 @@ def raise_when_terminated() -> None:
 
 
 class ServiceProcess:
-    """Command in a session of its own, which includes all processes that it starts."""
+    """Command in a session of its own, which includes all processes that it starts.
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._command, self._environ = command, environ
-        self._process: subprocess.Popen[bytes] | None = None
+    The command reads nothing, and writes to this process's stderr.
+
+    on_line: gets each line of the command's output, which is then not written to stderr.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self._command, self._environ, self._on_line = command, environ, on_line
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the command. A signal that arrives during the start raises at the end of the start.
@@ -44,7 +59,7 @@ class ServiceProcess:
         where exceptions of signals are caught.
         """
         came: list[int] = []
-        # A shell's & ignores SIGINT, which children would inherit: `serve run` must heed SIGINT.
+        # A shell's & ignores SIGINT, which children would inherit: the command must heed SIGINT.
         heeded = [each for each in _TERMINATING if signal.getsignal(each) is not signal.SIG_IGN]
         before = {
             each: signal.signal(each, lambda number, _: came.append(number))
@@ -54,11 +69,19 @@ class ServiceProcess:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._on_line else sys.__stderr__,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
                 start_new_session=True,  # Ctrl-C reaches it once, from here, and no worker
             )
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+        if self._on_line is not None:
+            self._reader = threading.Thread(target=self._read, name="service output", daemon=True)
+            self._reader.start()
         for number in came:
             signal.raise_signal(number)
 
@@ -87,14 +110,24 @@ class ServiceProcess:
             say("Killed.")
             return 1
         self._kill_session()
+        if self._reader is not None:
+            self._reader.join(_LAST_LINES_S)
         say("Stopped.")
         return 0
 
     @property
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
             raise RuntimeError("start() has not been called")
         return self._process
+
+    def _read(self) -> None:
+        """Pass the command's output on, until it is closed."""
+        output = self._started.stdout
+        assert output is not None
+        assert self._on_line is not None
+        for line in output:
+            self._on_line(line.rstrip("\n"))
 
     def _kill_session(self) -> None:
         """Kill the processes left in the session. Ray's workers need this, as they have process
@@ -104,14 +137,6 @@ class ServiceProcess:
             with suppress(OSError):  # the process has just ended
                 if os.getsid(pid) == self._started.pid:
                     os.kill(pid, signal.SIGKILL)
-
-
-def say(text: str) -> None:
-    """Print a text, unless the output is closed."""
-    try:
-        print(text, flush=True)
-    except OSError:  # the flush at exit must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

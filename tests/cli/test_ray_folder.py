@@ -1,4 +1,4 @@
-"""Folder that `make serve` gives Ray: private to the user, or refused with a remedy."""
+"""Folder that `lorikeet serve` gives Ray: private to the user, or refused with a remedy."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import start
+from lorikeet.cli.serve.environment import make_ray_folder, service_environment
 from lorikeet.errors import InvalidSetting
 
 
@@ -24,4 +24,10 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_ray_folder_path_taken_by_a_file_is_refused(path: Path, make) -> None:
     make(path)
     with pytest.raises(InvalidSetting, match="not a folder of yours alone"):
-        start._ray_folder()
+        make_ray_folder(service_environment({}))
+
+
+def test_a_given_ray_folder_is_left_alone(path: Path, tmp_path: Path) -> None:
+    make_ray_folder(service_environment({"RAY_TMPDIR": str(tmp_path / "own")}))
+    assert not path.exists()
+    assert not (tmp_path / "own").exists()

@@ -1,0 +1,5 @@
+"""The `lorikeet` command: python -m lorikeet."""
+
+from lorikeet.cli import main
+
+main()

@@ -1,0 +1,78 @@
+"""vLLM's endpoints /tokenize and /detokenize, for keys that may infer."""
+
+import time
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+
+from lorikeet.gateway.apis.api_request import CallContext
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
+from lorikeet.gateway.body import Body, read_body
+from lorikeet.gateway.large_bodies import LargeBodies
+from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.services import Services
+from lorikeet.gateway.vllm.requests import (
+    DETOKENIZE,
+    TOKENIZE,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from lorikeet_engine.request import SchedulingParams
+
+_BYTES_OF_READ = 16 * 2**10
+"""Number of a body's bytes that cost one read, in addition to one for the request."""
+
+B = TypeVar("B", bound=Body)
+
+
+def token_routes(
+    services: Services, authenticator: RequestAuthenticator, reads: TenantReads
+) -> APIRouter:
+    """Return the routes that convert prompts to token ids and token ids to text."""
+    router, bodies = APIRouter(), LargeBodies()
+
+    async def read(request: Request, caller: Caller, schema: type[B]) -> B:
+        body = await read_body(request)
+        reads.limiter.count(caller.tenant.name, len(body) / _BYTES_OF_READ)
+        return await bodies.parse_json(request, body, schema, caller.tenant.name)
+
+    @router.post(TOKENIZE)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        async with reads.admitted(request) as caller:
+            body, tenant = await read(request, caller, TokenizeRequest), caller.tenant.name
+            model = await authenticator.resolve_model(body.model, tenant)
+            max_context = services.engines.max_context(model.base_model)
+            encoders = services.encoders
+            if body.prompt is not None:
+                ids = await encoders.encode_text(
+                    model.base_model,
+                    tenant,
+                    body.prompt,
+                    max_context,
+                    add_special_tokens=body.add_special_tokens is not False,
+                )
+            else:
+                scheduling = SchedulingParams(tenant)
+                context = CallContext(
+                    request.state.request_id, int(time.time()), caller, scheduling, model
+                )
+                call = body.to_call(context)
+                encoded = await encoders.encode(
+                    model.base_model, call, max_context, request.receive
+                )
+                (ids,) = encoded.prompts
+            texts = None
+            if body.return_token_strs:
+                texts = await encoders.token_strings(model.base_model, tenant, ids)
+            counted = {"count": len(ids), "max_model_len": max_context}
+            return counted | {"tokens": list(ids), "token_strs": texts}
+
+    @router.post(DETOKENIZE)
+    async def detokenize(request: Request) -> dict[str, str]:
+        async with reads.admitted(request) as caller:
+            body, tenant = await read(request, caller, DetokenizeRequest), caller.tenant.name
+            model = await authenticator.resolve_model(body.model, tenant)
+            text = await services.encoders.decode(model.base_model, tenant, body.tokens)
+            return {"prompt": text}
+
+    return router
