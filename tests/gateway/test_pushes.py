@@ -35,6 +35,33 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
     assert trainer.show(digest_of(blob)).json() == version
 
 
+@pytest.mark.parametrize("way", ["register", "push"])
+def test_a_replica_learns_an_activated_loras_invocation_with_the_request(
+    trainer: Trainer, way: str
+) -> None:
+    gateway = trainer.gateway
+    gateway.register("acme/support")
+    gateway.post("/v1/chat/completions", chat()).raise_for_status()
+    tokens = list(gateway.engines.encoded[-1].prompts[0][-2:])
+    for invocation in (tokens, [*tokens, tokens[0]]):
+        blob = trainer.blob(config={"alora_invocation_tokens": invocation})
+        if way == "push":
+            model = trainer.push(blob, wait="ready").json()["model"]
+        else:
+            version = gateway.upload("acme/policy", blob).raise_for_status().json()
+            assert version["invocation_tokens"] == invocation
+            model = f"acme/policy@{version['version']}"
+        answer = gateway.post("/v1/chat/completions", chat(model)).raise_for_status()
+        adapter = gateway.engines.last.adapter
+        assert adapter is not None
+        assert adapter.invocation_tokens == tuple(invocation)
+        why = gateway.admin("GET", f"/requests/{answer.headers['x-request-id']}").json()
+        assert why["invoked"] == (invocation == tokens)
+    answer = gateway.post("/v1/chat/completions", chat())
+    why = gateway.admin("GET", f"/requests/{answer.headers['x-request-id']}").json()
+    assert why["invoked"] is None
+
+
 def test_a_version_that_is_ready_is_listed_before_it_is_durable(trainer: Trainer) -> None:
     gateway = trainer.gateway
     before = gateway.catalog.reader.refresh().seq

@@ -275,12 +275,12 @@ class PushPipeline:
 
         Returns the version if replicas may hold it and the store lacks it, else None.
         """
-        tenant, name, digest = key = push.version.key
+        tenant, name, _ = key = push.version.key
         ref: AdapterRef | None = None
         keeping: asyncio.Task[None] | None = None
         self.pushed.carry(key)
         try:
-            ref = AdapterRef(tenant, name, await self._number(push.version), digest)
+            ref = push.version.facts.ref(tenant, name, await self._number(push.version))
             keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
