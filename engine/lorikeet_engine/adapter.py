@@ -1,7 +1,17 @@
-"""Identity of adapters, and the tiers that hold their weights."""
+"""Identity of adapters and of their compositions, and the tiers that hold their weights."""
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
+
+from lorikeet_engine.errors import InvalidRequest
+
+MAX_MEMBERS = 8
+"""Largest number of adapters that a composition adds up."""
+MAX_WEIGHT = 2.0
+"""Largest absolute weight of an adapter in a composition."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -10,15 +20,106 @@ class AdapterRef:
 
     digest: SHA-256 of the adapter's blob, 64 lower-case hex digits. Two refs with the same digest
         have the same weights, so caches are keyed by the digest alone.
+    invocation_tokens: of an activated LoRA (aLoRA), the tokens from which on it changes a prompt;
+        () for other adapters.
     """
 
     tenant: str
     name: str
     version: int
     digest: str
+    invocation_tokens: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def members(self) -> "tuple[AdapterRef, ...]":
+        """Adapters to add up: this one alone. A Composition has several."""
+        return (self,)
 
     def __str__(self) -> str:
         return f"{self.tenant}/{self.name}@{self.version}"
+
+    def active_from(self, prompt: Sequence[int]) -> int | None:
+        """Return the position of the first token of a prompt that the adapter changes.
+
+        An activated LoRA changes the last occurrence of its invocation tokens in the prompt and all
+        that follows, as in PEFT. Other adapters change every token. None: the prompt does not have
+        the invocation tokens, so that the base model alone computes prompt and answer.
+        """
+        if not self.invocation_tokens:
+            return 0
+        width = array("i").itemsize
+        tokens, sought = (array("i", ids).tobytes() for ids in (prompt, self.invocation_tokens))
+        at = tokens.rfind(sought)
+        while at > 0 and at % width:  # between two tokens
+            at = tokens.rfind(sought, 0, at + len(sought) - 1)
+        return at // width if at >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Weighted sum of adapters: W·x + Σ weight · B·A·x, with each adapter's own scaling in B.
+
+    Equals PEFT's add_weighted_adapter with combination_type="cat". Adapters are in the order of
+    their digests, so that a composition is the same, and computed the same, in whichever order it
+    was asked for.
+
+    members, weights: the adapters, and the weight of each.
+    digest: key of what is computed with the composition; contains the digests of its adapters.
+    """
+
+    members: tuple[AdapterRef, ...]
+    weights: tuple[float, ...]
+    digest: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones, none an
+        activated LoRA, with weights of at most MAX_WEIGHT.
+        """
+        if not 1 <= len(self.members) <= MAX_MEMBERS:
+            raise InvalidRequest(
+                f"{len(self.members)} adapters: a request composes at most {MAX_MEMBERS}",
+                param="adapters",
+            )
+        for ref, weight in zip(self.members, self.weights, strict=True):
+            if ref.invocation_tokens:
+                raise InvalidRequest(
+                    f"{ref} is an activated LoRA, which changes only a part of the prompt: name it "
+                    "alone, without a weight",
+                    param="adapters",
+                )
+            if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
+                raise InvalidRequest(
+                    f"the weight of {ref} is {weight}: want {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}",
+                    param="adapters",
+                )
+        pairs = sorted(zip(self.members, self.weights, strict=True), key=lambda p: p[0].digest)
+        for (ref, _), (other, _) in pairwise(pairs):
+            if ref.digest == other.digest:
+                raise InvalidRequest(
+                    f"{ref} and {other} have the same weights: name each adapter once",
+                    param="adapters",
+                )
+        digest = "+".join(f"{weight!r}*{ref.digest}" for ref, weight in pairs)
+        object.__setattr__(self, "members", tuple(ref for ref, _ in pairs))
+        object.__setattr__(self, "weights", tuple(weight for _, weight in pairs))
+        object.__setattr__(self, "digest", digest)
+
+    def __str__(self) -> str:
+        pairs = zip(self.weights, self.members, strict=True)
+        return "+".join(str(ref) if weight == 1 else f"{weight:g}*{ref}" for weight, ref in pairs)
+
+    def active_from(self, _: Sequence[int]) -> int:
+        """Return 0: a composition changes every token of a prompt."""
+        return 0
+
+
+Adapter = AdapterRef | Composition
+"""Adapter of a request: one, or several added up."""
+
+
+def member_digests(digest: str) -> list[str]:
+    """Return the digests of the adapters behind an Adapter's digest."""
+    return [each.rpartition("*")[2] for each in digest.split("+")] if "*" in digest else [digest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Engine:
         choices = self._input_processor.process(request)
         residency = self._tiers.residency(request.adapter) if request.adapter else None
         for choice in choices:
-            choice.timings.residency = residency
+            choice.timings.residency = residency if choice.adapter else None
         self._requests.submit(request.request_id, choices)
         if residency is not None:
             self._counters.lookups.add(residency)
@@ -308,7 +308,8 @@ class Engine:
         for digest, error in damaged.items():
             self._cache.forget_adapter(digest)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-                if sequence.adapter is None or sequence.adapter.digest != digest:
+                used = sequence.adapter.members if sequence.adapter else ()
+                if digest not in [member.digest for member in used]:
                     continue
                 runs = sequence.status is SequenceStatus.RUNNING
                 if runs or sequence.has_own_output or sequence.kv.score_from:

@@ -14,6 +14,7 @@ EngineError
 └── AdapterError         an error of one adapter
     ├── AdapterRejected  not an acceptable adapter, with `field` and reason
     ├── AdapterTooLarge  a rank or a size above the configured limit
+    ├── AdapterNotComposable  an adapter that cannot be added to others
     ├── AdapterNotReady  still loading when the request could wait no longer
     ├── AdapterLoadFailed  an accepted adapter that could not be loaded to the GPU
     │   └── AdapterMissing  because the store does not have its blob
@@ -125,6 +126,14 @@ class AdapterRejected(AdapterError):
 
 class AdapterTooLarge(AdapterError):
     """Adapter whose rank or size in bytes is above the configured limit."""
+
+
+class AdapterNotComposable(AdapterError):
+    """Adapter that cannot be added to others, since it is more than matrices A and B of linears.
+
+    adapter: the adapter.
+    param: field of the request that names it.
+    """
 
 
 class AdapterNotReady(AdapterError):

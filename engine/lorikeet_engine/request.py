@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -167,7 +168,7 @@ class Request:
     prompts: tuple[tuple[int, ...], ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     salt: str = ""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     made: tuple[tuple[int, ...] | None, ...] = ()
@@ -198,6 +199,17 @@ class TokenLogprobs:
     rank: int | None = None
 
 
+class MemberLoad(NamedTuple):
+    """Load of one adapter of a composition.
+
+    residency: tier that held the adapter when the request came.
+    load_s: seconds for which the request waited for the adapter.
+    """
+
+    residency: Residency
+    load_s: float
+
+
 @dataclass(frozen=True)
 class EngineTimings:
     """Duration of each phase of one choice until its newest token, in seconds.
@@ -209,6 +221,7 @@ class EngineTimings:
     cached_tokens: number of prompt tokens that were in the KV cache.
     preemptions: number of times that the choice was preempted.
     steps: number of steps that the choice took part in.
+    members: loads of a composition's adapters, in the composition's order; () without one.
     """
 
     queued_s: float = 0.0
@@ -218,6 +231,7 @@ class EngineTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    members: tuple[MemberLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

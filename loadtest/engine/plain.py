@@ -17,7 +17,7 @@ from itertools import chain, groupby, pairwise
 import numpy as np
 import torch
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.batch_builder import (
@@ -233,7 +233,7 @@ def sequences_of(answers: Series[Answer], groups: int) -> list[Sequence]:
     return sequences
 
 
-def lease_of(tiers: Tiers, ref: AdapterRef) -> AdapterLease:
+def lease_of(tiers: Tiers, ref: Adapter) -> AdapterLease:
     """Bring an adapter to the device, and lease it."""
     deadline = time.monotonic() + _LOADED_WITHIN_S
     while (lease := tiers.lease(ref)) is None:

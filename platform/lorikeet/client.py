@@ -110,6 +110,7 @@ class Client:
         wait: Wait = "ready",
         lifetime_s: int | None = None,
         keep: int | None = None,
+        defaults_of: str | None = None,
         timeout_s: float = 60.0,
     ) -> PushResult:
         """Send a version of an adapter, and return once it has reached the state `wait`.
@@ -123,6 +124,8 @@ class Client:
         lifetime_s: seconds after which the version is deleted; such an ephemeral version never
             becomes durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
+        defaults_of: alias or number of the adapter's version whose own chat template, system prompt
+            and other request defaults the version gets; None: the base model's.
 
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
@@ -142,7 +145,7 @@ class Client:
                 "timeout_s": f"{timeout_s:g}",
                 "alias": alias,
             }
-            wanted |= {"lifetime_s": lifetime_s, "keep": keep}
+            wanted |= {"lifetime_s": lifetime_s, "keep": keep, "defaults_of": defaults_of}
             query = {field: str(value) for field, value in wanted.items() if value is not None}
             version = _version(self._ask("PUT", path, deadline_s, self._publishing(), query, blob))
         if wait != "none" and not getattr(version, wait):

@@ -101,6 +101,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.EngineClosed: "unavailable",
     engine.EngineOverloaded: "overloaded",
     engine.AdapterError: "adapter_load_failed",
+    engine.AdapterNotComposable: "invalid_value",
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
     engine.AdapterOverflows: "adapter_overflows",

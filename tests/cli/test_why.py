@@ -20,9 +20,9 @@ from lorikeet.protocol.messages import (
     StreamItem,
 )
 from lorikeet.protocol.status_update import StatusUpdate
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.adapter_format import write_blob
-from lorikeet_engine.request import EngineTimings
+from lorikeet_engine.request import EngineTimings, MemberLoad
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
@@ -119,6 +119,34 @@ def test_the_base_models_weight_format_is_shown(
         said = lorikeet.do("why", send(lorikeet, model="acme/quantised")).splitlines()
     assert "Base model tiny, weights awq" in said
     assert any("Note that it was trained on unsloth/Tiny-bnb-4bit" in line for line in said)
+
+
+async def added_up(base_model: str, encoded: EncodedCall) -> AsyncGenerator[StreamItem, None]:
+    adapter = encoded.call.adapter
+    assert isinstance(adapter, Composition)
+    yield AnswerHeader("r7", adapter.digest, Residency.DISK)
+    yield AnswerHeader("r7", adapter.digest, Residency.DISK, load_s=0.25)
+    loads = (MemberLoad(Residency.GPU, 0.0), MemberLoad(Residency.DISK, 0.25))
+    yield FinalUsage(12, 8, 34, (EngineTimings(queued_s=0.5, load_s=0.25, members=loads),))
+    yield b"{}"
+
+
+def test_each_adapter_of_several_is_shown_with_its_weight_and_wait(
+    lorikeet: Lorikeet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", added_up)
+    for seed, name in enumerate(("tone", "domain")):
+        lorikeet.do("register", str(peft_folder(tmp_path / name, seed=seed)), f"acme/{name}")
+    adapters = [{"name": "tone", "weight": -0.5}, {"name": "domain"}]
+    said = lorikeet.do("why", send(lorikeet, adapters=adapters)).splitlines()
+    assert "Asked for tiny: 2 adapters added up" in said
+    told = [line.partition(", ") for line in said if " · acme/" in line]
+    assert {begin for begin, _, _ in told} == {"  -0.5 · acme/tone@1", "  1 · acme/domain@1"}
+    assert [end.partition(": ")[2] for _, _, end in told] == [
+        "on tier gpu, waited 0.0 ms",
+        "on tier disk, waited 250.0 ms",
+    ]
+    assert "Its farthest adapter was on tier disk when it came; it waited 250.0 ms for it" in said
 
 
 def test_a_refusal_names_its_code(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution.kv_tensors import kv_shape
 from lorikeet_engine.execution.prompt_scores import PromptScores
@@ -148,9 +148,9 @@ class Answers:
         return self.tokens[request_id, choice]
 
 
-def load_adapters(answers: Answers, refs: Iterable[AdapterRef | None]) -> None:
+def load_adapters(answers: Answers, refs: Iterable[Adapter | None]) -> None:
     """Step the engine until every adapter is on the device, so that all can share one batch."""
-    wanted = [ref for ref in refs if ref is not None]
+    wanted = [member for ref in refs if ref is not None for member in ref.members]
     for ref in wanted:
         answers.engine.pin(ref)
     answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in wanted))
@@ -164,7 +164,7 @@ def compile_grammars(engine: Engine) -> None:
 def greedy(
     request_id: str,
     *prompts: list[int],
-    adapter: AdapterRef | None = None,
+    adapter: Adapter | None = None,
     max_tokens: int = 12,
     n: int = 1,
     salt: str = "",

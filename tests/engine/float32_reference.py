@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.draws import SamplingRow
@@ -18,6 +18,7 @@ from tests.engine import engine_driver
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_world import composed
 
 # Largest error of a log-probability against the reference: 36 eps of bfloat16, 0.28. Each of ten
 # or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:
@@ -304,7 +305,7 @@ class Float32Reference:
         self.tolerance = _TOLERANCES.get(family, TOLERANCE)
         self.checkpoint = _save_model(family, folder / "model")
         self.shelf = BlobShelf(folder / "blobs")
-        self.refs: dict[str | None, AdapterRef | None] = {None: None}
+        self.refs: dict[str | None, Adapter | None] = {None: None}
         base = transformers.AutoModelForCausalLM.from_pretrained(
             self.checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).to(device)
@@ -318,6 +319,12 @@ class Float32Reference:
                 self._model = peft.PeftModel.from_pretrained(base, saved, adapter_name=name)
             else:
                 self._model.load_adapter(saved, name)
+
+    def compose(self, name: str, weights: Mapping[str, float]) -> None:
+        """Make a composition of adapters. weights: weight of each adapter by its name."""
+        names, factors = [*weights], [*weights.values()]
+        self._model.add_weighted_adapter(names, factors, name, combination_type="cat")
+        self.refs[name] = composed(self.refs, weights)
 
     @torch.inference_mode()
     def logprobs(self, name: str | None, tokens: list[int]) -> torch.Tensor:

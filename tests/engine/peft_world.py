@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peft
 import torch
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter, AdapterRef, Composition
 from lorikeet_engine.engine import Engine
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
@@ -19,7 +20,7 @@ from tests.engine.moe_adapters import (
     save_shared,
     shared_deltas,
 )
-from tests.engine.peft_adapters import loaded, save_adapter
+from tests.engine.peft_adapters import activation, invoking, loaded, save_adapter
 
 _NUMBERED_RANK, _SHARED_RANK, _SHARED_ALPHA = 3, 2, 8
 
@@ -38,10 +39,12 @@ class PeftWorld:
         tokens: int,
         shortest: int = 9,
         longer: int = 8,
+        compositions: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> None:
         """Save the adapters, and generate every answer.
 
         adapters: LoraConfig's arguments by name.
+        compositions: weights of adapters, by the name of a composition.
         tokens: tokens of each answer.
         shortest: tokens of the base model's prompt.
         longer: tokens that each adapter's prompt has more than the prompt before.
@@ -49,20 +52,32 @@ class PeftWorld:
         self.checkpoint = checkpoint
         self.folder = folder
         self.tokens = tokens
-        self.names = (None, *adapters)
+        self.names = (None, *adapters, *compositions)
+        self._compositions = compositions
         self.shelf = BlobShelf(folder / "blobs")
-        self.refs: dict[str | None, AdapterRef | None] = {None: None}
-        self.prompts = {name: prompt(shortest + longer * i) for i, name in enumerate(self.names)}
+        self.refs: dict[str | None, Adapter | None] = {None: None}
+        self.prompts = {
+            name: invoking(
+                prompt(shortest + longer * i),
+                adapters.get(name or "", {}).get("alora_invocation_tokens", ()),
+            )
+            for i, name in enumerate(self.names)
+        }
         self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)
             self.refs[name] = self.shelf.add(folder / name, name)
             self.expected[name] = self.generated(self.model(name), self.prompts[name])
+        for name, weights in compositions.items():
+            self.refs[name] = composed(self.refs, weights)
+            self.expected[name] = self.generated(self.model(name), self.prompts[name])
         self.logits = cache(self._logits)
 
     def model(self, name: str | None) -> Any:
-        """Load PEFT's model of an adapter from the adapter's folder."""
+        """Load PEFT's model of an adapter or a composition from the adapters' folders."""
         model = loaded(self.checkpoint)
+        if name in self._compositions:
+            return peft_sum(model, self.folder, self._compositions[name])
         return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
 
     def generated(self, model: Any, prompt: list[int]) -> list[int]:
@@ -87,7 +102,9 @@ class PeftWorld:
         model: adapter of the model that computes the logits.
         """
         ids = self.prompts[name] + self.expected[name][:-1]
-        logits: torch.Tensor = self.model(model)(torch.tensor([ids])).logits[0]
+        loaded = self.model(model)
+        activated = activation(loaded, self.prompts[name], len(ids))
+        logits: torch.Tensor = loaded(torch.tensor([ids]), **activated).logits[0]
         return logits[-self.tokens :]
 
 
@@ -135,6 +152,29 @@ class MoeWorld(PeftWorld):
             gate_and_up = weight.chunk(2, dim=1)
             {"w1": gate_and_up[0], "w2": weight, "w3": gate_and_up[1]}[linear].add_(delta)
         return model
+
+
+def composed(
+    refs: Mapping[str | None, Adapter | None], weights: Mapping[str, float]
+) -> Composition:
+    """Compose adapters. weights: the weight of each adapter by its name in `refs`."""
+    members = [ref for name in weights if isinstance(ref := refs[name], AdapterRef)]
+    return Composition(tuple(members), tuple(weights.values()))
+
+
+def peft_sum(model: Any, folder: Path, weights: Mapping[str, float]) -> Any:
+    """Add adapters up as PEFT does with combination_type="cat".
+
+    folder: folder with each adapter's folder.
+    weights: the weight of each adapter by its name.
+    """
+    first, *others = weights
+    adapted = peft.PeftModel.from_pretrained(model, folder / first, adapter_name=first)
+    for name in others:
+        adapted.load_adapter(folder / name, adapter_name=name)
+    adapted.add_weighted_adapter([*weights], [*weights.values()], "sum", combination_type="cat")
+    adapted.set_adapter("sum")
+    return adapted.eval()
 
 
 def ask(world: PeftWorld, answers: Answers) -> dict[str | None, list[int]]:

@@ -7,7 +7,7 @@ model reads from the KV pages.
 import pytest
 import torch
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Composition, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import AdapterDamaged
 from lorikeet_engine.request import Request, SamplingParams
@@ -36,7 +36,9 @@ class Served(Answers):
         super().__init__(engine)
 
     def ask(self, request_id: str, sampling: SamplingParams, adapter: str | None = "good") -> None:
-        ref = self.refs[adapter] if adapter else None
+        ref: Adapter | None = self.refs[adapter] if adapter and adapter != "both" else None
+        if adapter == "both":
+            ref = Composition((*self.refs.values(),), (1.0, 1.0))
         self.submit(Request(request_id, (PROMPT,), sampling, adapter=ref))
 
     def expected(self, sampling: SamplingParams, adapter: str | None = "good") -> list[int]:
@@ -105,6 +107,24 @@ def test_requests_on_a_damaged_adapter_fail_within_the_stated_steps(make_served,
     assert served.of("base") == served.expected(LONG, None)
     assert served.of("again") == served.expected(SHORT)
     assert served.engine.status().tiers[Residency.GPU].checksum_failures == 1
+
+
+def test_requests_fail_that_compose_a_damaged_adapter_with_another(make_served):
+    served = make_served()
+    served.ask("spoilt", LONG, "both")
+    served.ask("kin", LONG, "other")
+    served.begun("spoilt", "kin")
+    damage(served.engine, served.refs["good"])
+    served.steps_until_failed("spoilt")
+    assert isinstance(served.errors["spoilt"], AdapterDamaged)
+    cached = served.engine.status().cached_tokens
+    served.ask("again", SHORT, "both")
+    served.all()
+    assert list(served.errors) == ["spoilt"]
+    assert served.engine.status().cached_tokens == cached, "its pages have left the prefix cache"
+    served.ask("warm", SHORT, "both")
+    served.all()
+    assert served.engine.status().cached_tokens - cached == len(PROMPT) - hash_model.PAGE
 
 
 def test_pages_computed_with_a_damaged_adapter_leave_the_prefix_cache(make_served, monkeypatch):

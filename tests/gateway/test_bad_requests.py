@@ -51,7 +51,7 @@ def anthropics_error_of(answer: Any) -> dict[str, Any]:
 BAD_VALUES = [
     ({"messages": [TURN]}, "model", "required"),
     (chat(model=""), "model", "at least 1"),
-    (chat(model="m" * 257), "model", "at most 256"),
+    (chat(model="m" * 2049), "model", "at most 2048"),
     ({"model": "tiny"}, "messages", "required"),
     ({"model": "tiny", "messages": []}, "messages", "at least 1"),
     ({"model": "tiny", "messages": "hi"}, "messages", "valid"),

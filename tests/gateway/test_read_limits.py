@@ -15,6 +15,7 @@ from lorikeet.catalog.records import Scope
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.routes import usage as usage_routes
 from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.gateway.vllm.requests import DETOKENIZE, LOAD, PATHS, TOKENIZE, UNLOAD
 from lorikeet.tenancy import read_limiter
 from lorikeet.usage.reader import UsageReader
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, ReplayEngines, chat
@@ -24,6 +25,7 @@ DAYS_400 = "/v1/usage?from=2025-01-01&to=2026-02-04&by=day,adapter"
 COUNT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 PARAMS = {"model": "tiny", "request_id": "0" * 32, "response_id": "resp_0", "name": "support"}
 BURST = 20
+INFERRING = {TOKENIZE, DETOKENIZE}
 
 
 @pytest.fixture
@@ -35,24 +37,27 @@ def few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tenant_routes(gateway: Gateway) -> list[tuple[str, str]]:
     """Return method and path of each route that a tenant reaches."""
-    services = Services(gateway.catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, ReplayEngines())
+    parts = gateway.catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, ReplayEngines()
+    services = Services(*parts, load_from=gateway.folder)
     routes = [each for each in create_app(services).routes if isinstance(each, Route | APIRoute)]
     return [
         (method, route.path)
         for route in routes
-        if route.path.startswith("/v1/")
+        if route.path.startswith("/v1/") or route.path in PATHS
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
 
 
 @pytest.mark.usefixtures("few_reads")
-def test_every_route_of_a_tenant_has_a_rate(gateway: Gateway) -> None:
+def test_every_route_of_a_tenant_has_a_rate(unchanged: Gateway) -> None:
+    gateway = unchanged
     walked = tenant_routes(gateway)
     assert {"/v1/usage", "/v1/models", "/v1/openapi.json"} <= {path for _, path in walked}
+    assert {LOAD, *PATHS} <= {path for _, path in walked}
     for number, (method, path) in enumerate(walked):
         tenant = f"t{number}"
         gateway.catalog.create_tenant(tenant, actor="test", requests_per_min=BURST, burst_s=60.0)
-        publishes = path.startswith("/v1/adapters")
+        publishes = path.startswith("/v1/adapters") or path in {LOAD, UNLOAD, *PATHS} - INFERRING
         scopes, adapters = ({Scope.PUBLISH}, ("*",)) if publishes else ({Scope.INFER}, ())
         _, key = gateway.catalog.create_key(tenant, scopes, adapters=adapters, actor="test")
         url = path.replace("{model:path}", "{model}").format(**PARAMS, digest="0" * 64)

@@ -291,7 +291,7 @@ def test_no_path_leaves_the_tenants_folder(
     assert error["param"] == "lora_path"
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
 def test_a_file_that_is_a_link_or_a_pipe_is_not_read(
     trainer: LoadingTrainer, tmp_path: Path, kind: str
 ) -> None:
@@ -301,6 +301,8 @@ def test_a_file_that_is_a_link_or_a_pipe_is_not_read(
         (folder / name).unlink()
         if kind == "link":
             (folder / name).symlink_to(other / name)
+        elif kind == "hard link":
+            (folder / name).hardlink_to(other / name)
         else:
             os.mkfifo(folder / name)
         assert name in error_of(trainer.load(folder), 400)["message"]

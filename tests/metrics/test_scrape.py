@@ -136,6 +136,20 @@ def test_tokens_are_counted_by_tenant_and_by_adapter(gateway: Gateway) -> None:
     assert page.labels("lorikeet_adapter_requests_total", "adapter") == adapters.keys()
 
 
+def test_a_composition_counts_for_each_of_its_adapters(gateway: Gateway) -> None:
+    gateway.register("acme/tone", seed=1)
+    for model in ("acme/support+acme/tone", "acme/tone"):
+        assert gateway.post(CHAT, chat(model)).is_success
+    page = scrape(gateway)
+    for adapter, requests in {"acme/support": 1, "acme/tone": 2}.items():
+        assert page.total("lorikeet_adapter_requests_total", adapter=adapter) == requests
+    assert page.labels("lorikeet_adapter_requests_total", "adapter") == {
+        "acme/support",
+        "acme/tone",
+    }
+    assert page.total("lorikeet_requests_total") == 2
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_latencies_are_counted_by_the_adapters_tier(gateway: Gateway, stream: bool) -> None:
     for model in ("acme/support", "acme/support", "tiny"):

@@ -12,11 +12,19 @@ from demo.tasks import TASKS
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Refusal,
+    StreamItem,
+)
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet.usage.ledger import UsageAccount, UsageCounts, add_to
 from lorikeet.usage.reader import UsageReader
+from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import EngineTimings, Failed, SamplingParams, SchedulingParams, Tokens
 from tests.serving.local_gateway import answer_of
@@ -154,3 +162,35 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
     assert counted[base].prompt_tokens > 0
     assert counted[base].output_tokens >= 1
     assert counted[base].slot_s == counted[base].loads == 0
+
+
+def test_a_composition_is_billed_once_and_its_loads_by_adapter(settings):
+    state = CatalogReader(open_store(settings.catalog)).refresh()
+    refs = [state.resolve(f"{TASK.tenant}/{name}", TASK.tenant) for name in ("rot13", "reverse")]
+    composition = Composition(tuple(refs), (0.5, 1.5))
+    composed = replace(CALL, adapter=composition, prompts=("once upon",), n=1)
+    both, *each = (
+        UsageAccount(TASK.tenant, BASE, name)
+        for name in ("quillon/reverse+quillon/rot13", "quillon/rot13", "quillon/reverse")
+    )
+
+    async def scenario() -> list[StreamItem]:
+        replica = Replica("r1", BASE, settings)
+        try:
+            return [item async for item in answer_of(replica, composed)]
+        finally:
+            replica.close()
+
+    items = asyncio.run(scenario())
+    (usage,) = (item for item in items if isinstance(item, FinalUsage))
+    header = next(item for item in items if isinstance(item, AnswerHeader))
+    assert (header.digest, header.residency) == (composition.digest, Residency.REMOTE)
+    (timings,) = usage.timings
+    assert [load.residency for load in timings.members] == [Residency.REMOTE] * 2
+    assert max(load.load_s for load in timings.members) == timings.load_s > 0
+    counted = used(settings)
+    assert (counted[both].requests, counted[both].output_tokens) == (1, 8)
+    assert counted[both].loads == counted[both].slot_s == 0
+    for account in each:
+        assert (counted[account].requests, counted[account].loads) == (0, 1)
+        assert counted[account].slot_s > 0

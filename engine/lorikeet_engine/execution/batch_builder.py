@@ -105,6 +105,7 @@ class StepInput:
     max_rank: upper bound of the ranks of the adapters in segments.
     changes_experts: whether some adapter changes linears of experts.
     has_vectors: whether some adapter has vectors for linears (LoraWeights.vectors).
+    composed: whether some slot is a composition's (LoraWeights.members).
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
@@ -124,6 +125,7 @@ class StepInput:
     max_rank: int
     changes_experts: bool
     has_vectors: bool
+    composed: bool
     head_segments: Int32s
     head_rank: int
     head_rows: int
@@ -160,9 +162,10 @@ class StepInput:
                 device,
                 changes_experts=self.changes_experts,
                 has_vectors=self.has_vectors,
+                composed=self.composed,
             ),
             head_segments=_upload_segments(
-                self.head_segments, self.head_rank, device, self.head_rows
+                self.head_segments, self.head_rank, device, self.head_rows, composed=self.composed
             ),
             states=None if self.states is None else self.states.upload(device),
         )
@@ -178,16 +181,20 @@ class LogitsInput:
         `rows`.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
+    composed: whether some slot is a composition's.
     """
 
     rows: Int64s
     head_segments: Int32s
     head_rank: int
     head_rows: int
+    composed: bool
 
     def upload(self, device: torch.device) -> tuple[torch.Tensor, Segments | None]:
         """Copy the indices and lm_head's segments to the device; the host waits for nothing."""
-        heads = _upload_segments(self.head_segments, self.head_rank, device, self.head_rows)
+        heads = _upload_segments(
+            self.head_segments, self.head_rank, device, self.head_rows, composed=self.composed
+        )
         return upload(self.rows, device), heads
 
 
@@ -197,12 +204,31 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     Chunks whose adapters change lm_head come first, chunks without an adapter last.
     """
     leased = [
-        (not _changes_head(lease), lease.slot, chunk)
-        for chunk in chunks
-        if (lease := chunk.sequence.lease)
+        (not _changes_head(lease), lease.slot, chunk) for chunk in chunks if (lease := chunk.lease)
     ]
     leased.sort(key=itemgetter(0, 1))
-    return [chunk for *_, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
+    return [chunk for *_, chunk in leased] + [c for c in chunks if c.lease is None]
+
+
+def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
+    """Divide chunks in which an adapter begins to change tokens: the tokens before become a chunk
+    of their own, among the chunks without an adapter.
+
+    Attention computes both as sequences that share KV pages: keys and values of all tokens of a
+    step are written before attention reads them. So chunks with states cannot be divided.
+
+    chunks: chunks in the order of group_by_adapter.
+    → chunks in the order of group_by_adapter; the rows of logits keep their order
+    """
+    whole = list[Chunk]()
+    before = list[Chunk]()
+    for chunk in chunks:
+        begins = chunk.sequence.active_from
+        if chunk.start < begins < chunk.end:
+            before.append(chunk._replace(end=begins, completes=False))
+            chunk = chunk._replace(start=begins)
+        whole.append(chunk)
+    return whole + before
 
 
 def build_step_input(
@@ -210,7 +236,7 @@ def build_step_input(
 ) -> StepInput:
     """Build the input of a step that computes these chunks.
 
-    chunks: chunks to compute, in the order of group_by_adapter.
+    chunks: chunks to compute, in the order of divide_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
     Logits are computed for each chunk that completes its sequence, in the order of the chunks.
@@ -226,7 +252,7 @@ def build_step_input(
     query_starts = np.append(starts, len(owner))
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     return StepInput(
         token_ids=ids,
         positions=positions,
@@ -241,6 +267,7 @@ def build_step_input(
         max_rank=max((lease.rank for lease in leases), default=0),
         changes_experts=any(lease.changes_experts for lease in leases),
         has_vectors=any(lease.has_vectors for lease in leases),
+        composed=any(lease.composed for lease in leases),
         head_segments=head_segments(chunks, rows),
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
@@ -320,7 +347,7 @@ def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
     rows: [chunks], number of rows of logits that each chunk has. The rows lie in the order of the
         chunks.
     """
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
@@ -331,10 +358,11 @@ def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> 
     rows: indices in the step of the tokens whose logits are computed, in the order of the chunks.
     of_chunks: [chunks], how many of the rows belong to each chunk.
     """
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
-    return LogitsInput(rows, head_segments(chunks, of_chunks), rank, token_rows)
+    composed = any(lease.composed for lease in leases)
+    return LogitsInput(rows, head_segments(chunks, of_chunks), rank, token_rows, composed)
 
 
 def _changes_head(lease: AdapterLease) -> bool:
@@ -380,8 +408,10 @@ def _upload_segments(
     *,
     changes_experts: bool = False,
     has_vectors: bool = False,
+    composed: bool = False,
 ) -> Segments | None:
     if not segments.size:
         return None
     slots, starts, lengths = upload(segments, device).unbind()
-    return Segments(slots, starts, lengths, max_rank, max_rows, changes_experts, has_vectors)
+    kinds = changes_experts, has_vectors, composed
+    return Segments(slots, starts, lengths, max_rank, max_rows, *kinds)

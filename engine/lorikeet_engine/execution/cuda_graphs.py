@@ -7,8 +7,9 @@ recorded graphs.
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms. Passes
 are captured for a ladder of sizes: tokens × segments of adapters. A mixture of experts has each
 pass twice, for adapters that change experts and for others. Steps with vectors of adapters, as DoRA
-has them, have passes of two numbers of segments. A step uses the smallest pass that is
-large enough; the rest of the static tensors is padding, which writes no key and uses no adapter.
+has them, have passes of two numbers of segments, steps with compositions as well, and steps with
+both of one number. A step uses the smallest pass that is large enough; the rest of the static
+tensors is padding, which writes no key and uses no adapter.
 
 The graphs do not depend on the adapters of a step: each replay computes the list of tiles
 (kernels/lora/tiles.py) from the static segments. The upper bound of the ranks is fixed at the
@@ -93,11 +94,13 @@ class _Adapters(NamedTuple):
     segments: largest number of adapter segments; 0 for batches without adapters.
     on_experts: whether the adapters may change linears of experts.
     vectors: whether the adapters may have vectors for linears (LoraWeights.vectors).
+    composed: whether slots may be compositions' (LoraWeights.members).
     """
 
     segments: int
     on_experts: bool
     vectors: bool
+    composed: bool
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
@@ -173,12 +176,14 @@ class CudaGraphs:
         segments = batch.segments
         used = 0 if segments is None else len(segments)
         on_experts = self._has_experts and segments is not None and segments.changes_experts
-        vectors = segments is not None and segments.has_vectors
+        kind = (False, False) if segments is None else (segments.has_vectors, segments.composed)
         by_adapters = next(passes for size, passes in ladder.items() if size >= rows)
         captured = next(
             captured
             for held, captured in by_adapters.items()
-            if held.segments >= used and held.on_experts >= on_experts and held.vectors == vectors
+            if held.segments >= used
+            and held.on_experts >= on_experts
+            and (held.vectors, held.composed) == kind
         )
         self._fill(batch, rows, used)
         return captured.forward(batch)[:rows]
@@ -237,14 +242,18 @@ class CudaGraphs:
 
     def _adapters(self, *counts: int) -> list[_Adapters]:
         """Return the combinations to capture: each segment count, with and without changed experts;
-        and with vectors, which few steps have, one small count and the largest.
+        with vectors or with compositions, which few steps have, one small count and the largest;
+        and with both, the largest.
 
         counts: numbers of adapter segments, ascending.
         """
         kinds = (False, True) if self._has_experts else (False,)
-        found = {_Adapters(n, on_experts and n > 0, False) for n in counts for on_experts in kinds}
-        some = {next((n for n in counts if n >= _FEW_SEGMENTS), counts[-1]), counts[-1]}
-        return sorted(found | {_Adapters(n, self._has_experts, True) for n in some})
+        found = [(n, on_experts and n > 0, False, False) for n in counts for on_experts in kinds]
+        most = counts[-1]
+        for n in (next((n for n in counts if n >= _FEW_SEGMENTS), most), most):
+            found += [(n, self._has_experts, True, False), (n, self._has_experts, False, True)]
+        found.append((most, self._has_experts, True, True))
+        return sorted({_Adapters(*each) for each in found})
 
     def _static_batch(self, size: int, held: _Adapters, *, whole: bool) -> Batch:
         """Return a batch over the static tensors, for capturing a pass.
@@ -263,6 +272,7 @@ class CudaGraphs:
                 self._limits.rank,
                 changes_experts=held.on_experts,
                 has_vectors=held.vectors,
+                composed=held.composed,
             )
         each, ones = np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32)
         table = PageTable(each, np.zeros(size, np.int32), ones)

@@ -75,13 +75,22 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
         for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # 2: a prompt, so not only decodes
             if sum(lengths) <= settings.max_batch_tokens:
-                for rank, vectors in product(ranks, (False, True)):
-                    step = lengths, adapters, rank
-                    _run(runner, sampler, settings, *step, graphs=False, vectors=vectors)
+                # one adapter suffices for compositions' kernels, which differ by ranks and regimes
+                compositions = (False, True) if adapters == 1 else (False,)
+                for rank, vectors, composed in product(ranks, (False, True), compositions):
+                    _run(
+                        runner,
+                        sampler,
+                        settings,
+                        *(lengths, adapters, rank),
+                        graphs=False,
+                        vectors=vectors,
+                        composed=composed,
+                    )
     for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # larger numbers of lm_head's rows
         if rows <= settings.max_running:
-            for rank in ranks:
-                _run(runner, sampler, settings, [1] * rows, 1, rank)
+            for rank, composed in product(ranks, (False, True)):
+                _run(runner, sampler, settings, [1] * rows, 1, rank, composed=composed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +103,7 @@ class DummyLease:
     head_rows: int = 0
     changes_experts: bool = True
     has_vectors: bool = False
+    composed: bool = False
 
     def release(self) -> None:
         """Do nothing: nothing is held."""
@@ -111,6 +121,7 @@ def _run(
     depth: int = 0,
     graphs: bool = True,
     vectors: bool = False,
+    composed: bool = False,
 ) -> None:
     """Run a dummy step.
 
@@ -123,10 +134,11 @@ def _run(
     graphs: whether CUDA graphs may be used; False compiles the kernels of steps that are too large
         for graphs.
     vectors: whether the adapters may have vectors for linears.
+    composed: whether the slots may be compositions'.
     """
     each = (rank, rank, min(rank, 1))
     leases = [
-        DummyLease(i, *each, has_vectors=vectors) if i < adapters else None
+        DummyLease(i, *each, has_vectors=vectors, composed=composed) if i < adapters else None
         for i in range(len(lengths))
     ]
     windows = runner.kv_windows

@@ -48,6 +48,7 @@ class PackedLayout:
     head_rank: LoRA rank of lm_head's A and B; does not count replaced rows.
     head_rows: number of replaced rows of lm_head.
     changes_experts: whether there are matrices of experts.
+    has_token_rows: whether rows of trained tokens are replaced, in lm_head or the embeddings.
     shared_a: (layer, linear) of linears that have the same A as the preceding linear.
     vectors: [layers + 1, modules] int64, on the CPU: element offset in the span of each linear's
         vectors; −1 for a linear without vectors. None: no linear has vectors.
@@ -61,6 +62,7 @@ class PackedLayout:
     head_rank: int
     head_rows: int
     changes_experts: bool
+    has_token_rows: bool
     shared_a: frozenset[tuple[int, int]] = frozenset()
     vectors: torch.Tensor | None = None
 
@@ -135,6 +137,7 @@ class PackedLayout:
             head_rank=int(table[outer, shape.index(HEAD.name), 2]),
             head_rows=int(table[outer, of_head, 2]),
             changes_experts=_changes_experts(table, shape),
+            has_token_rows=bool(table[outer, [of_head, of_embeddings], 2].any()),
             shared_a=shared_a,
             vectors=places if vectors else None,
         )

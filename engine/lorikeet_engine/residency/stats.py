@@ -63,6 +63,10 @@ class ResidencyStats:
         """Remember the size of an adapter's image on one GPU."""
         self._seen.measured(digest, elements)
 
+    def elements(self, digest: str) -> int | None:
+        """Return the size of an adapter's image on one GPU; None if unknown."""
+        return self._seen.elements(digest)
+
     def on_result(self, result: LoadResult) -> None:
         """Count a load to host or disk that has ended, and include its time in the means."""
         self.failures += result.error is not None
@@ -127,7 +131,7 @@ class ResidencyStats:
         return int(self._times.reads.size_bytes)
 
     def _image_bytes(self, digest: str) -> int | None:
-        elements = self._seen.elements(digest)
+        elements = self.elements(digest)
         return None if elements is None else elements * self._itemsize
 
     def _adapter(

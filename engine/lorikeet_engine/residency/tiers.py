@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Composition, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.errors import AdapterDamaged, AdapterMissing
+from lorikeet_engine.errors import AdapterDamaged, AdapterMissing, AdapterTooLarge
 from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.changes import ResidencyChanges
@@ -27,6 +27,7 @@ from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters, Lease, LoadReason
 from lorikeet_engine.residency.gpu.arena import allocate_weights
+from lorikeet_engine.residency.gpu.compositions import CompositionLease, Compositions
 from lorikeet_engine.residency.gpu.image_copies import ImageCopies
 from lorikeet_engine.residency.gpu.rank_arenas import arena_of
 from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
@@ -102,6 +103,7 @@ class Tiers:
         clock, pool = time.monotonic, SlotPool(self.weights.arena.numel(), max_slots)
         self._pool = pool
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), clock, note)
+        self._compositions = Compositions(self._gpu, self.arena, limits.max_rank, max_slots, clock)
         shared = None if followers is None else followers.memory
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note, shared)
         kind = fingerprint(shape, limits, dtype, world)
@@ -140,9 +142,11 @@ class Tiers:
         """
         return self._gpu.victim(self.weights.arena.itemsize)
 
-    def residency(self, ref: AdapterRef) -> Residency:
-        """Return the tier nearest to the GPU that holds an adapter now."""
-        return self.residency_of(ref.digest)
+    def residency(self, ref: Adapter) -> Residency:
+        """Return the tier nearest to the GPU that holds an adapter now; of a composition, the tier
+        of its farthest adapter.
+        """
+        return min(self.residency_of(member.digest) for member in ref.members)
 
     def residency_of(self, digest: str) -> Residency:
         """Return the tier nearest to the GPU that holds the adapter with this digest now."""
@@ -163,35 +167,44 @@ class Tiers:
         """Return the measured costs of loads between tiers."""
         return self._stats.costs()
 
-    def load_s(self, ref: AdapterRef) -> float:
+    def load_s(self, ref: Adapter) -> float:
         """Return the estimated seconds until an adapter requested now would be on the GPU.
 
         The time includes loads in progress. 0 for an adapter on the GPU.
         """
-        return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
+        costs, loading_bytes = self.load_costs(), self.loading_bytes
+        tiers = (self.residency_of(member.digest) for member in ref.members)
+        return sum(costs.load_s(tier, loading_bytes) for tier in tiers)
 
-    def copy_s(self, ref: AdapterRef) -> float:
+    def copy_s(self, ref: Adapter) -> float:
         """Return the estimated seconds of an adapter's copy from the host to the GPU.
 
         0 if the adapter was requested already, or is on the GPU.
         """
-        if ref.digest in self._requests or self._gpu.placed(ref.digest):
-            return 0.0
-        return self._stats.copy_s(ref.digest)
+        digests = (member.digest for member in ref.members)
+        return sum(
+            self._stats.copy_s(digest)
+            for digest in digests
+            if not (digest in self._requests or self._gpu.placed(digest))
+        )
 
-    def loaded_at_s(self, ref: AdapterRef) -> float:
+    def loaded_at_s(self, ref: Adapter) -> float:
         """Return the monotonic time at which an adapter's copy to the GPU was complete.
 
         The adapter must be on the GPU.
         """
-        return self._gpu.loaded_at_s(ref.digest)
+        return max(self._gpu.loaded_at_s(member.digest) for member in ref.members)
 
-    def rank(self, ref: AdapterRef) -> int | None:
-        """Return the largest LoRA rank of an adapter that is on the GPU, else None."""
-        return self._gpu.rank(ref.digest)
+    def rank(self, ref: Adapter) -> int | None:
+        """Return the largest LoRA rank of an adapter that is on the GPU, else None.
 
-    def request(self, ref: AdapterRef, tenant: str = "") -> None:
-        """Begin to load an adapter to the GPU.
+        The rank of a composition is the sum of its adapters' ranks.
+        """
+        ranks = [self._gpu.rank(member.digest) for member in ref.members]
+        return sum(rank or 0 for rank in ranks) if None not in ranks else None
+
+    def request(self, ref: Adapter, tenant: str = "") -> None:
+        """Begin to load an adapter to the GPU, or all adapters of a composition at once.
 
         If it is there already, protect it from eviction until it is leased, but not longer than
         GUARD_S seconds.
@@ -200,24 +213,23 @@ class Tiers:
 
         tenant: tenant whose request needs the adapter.
         """
-        if not self._gpu.guard(ref.digest):
-            self._requests.request(ref, tenant)
+        for member in ref.members:
+            if not self._gpu.guard(member.digest):
+                self._requests.request(member, tenant)
 
-    def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
+    def lease(self, ref: Adapter, tenant: str = "") -> Lease | CompositionLease | None:
         """Lease an adapter for a tenant's request; return None until it is on the GPU.
 
-        A leased adapter is not evicted.
+        A leased adapter is not evicted. A composition is leased once all its adapters are on the
+        GPU.
 
         Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next call of
-        `request` tries again.
+        `request` tries again. Raises AdapterNotComposable or AdapterTooLarge for a composition that
+        can never be leased.
         """
-        user = SlotUser(tenant, ref)
-        lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
-        if lease is not None:
-            self._usage.leased(user)
-        elif error := self._requests.take_failure(ref.digest):
-            raise error
-        return lease
+        if isinstance(ref, Composition):
+            return self._lease_composition(ref, tenant)
+        return self._lease_one(ref, tenant)
 
     def advance(self) -> float | None:
         """Place loaded adapters on the GPU; begin loads for pins and prefetches.
@@ -330,6 +342,39 @@ class Tiers:
         self._loader.close()
         self._copies.close()
         self._disk.close()
+
+    def _lease_composition(self, ref: Composition, tenant: str) -> CompositionLease | None:
+        self._check_size(ref)
+        lease = self._compositions.lease(ref, lambda i: self._lease_one(ref.members[i], tenant))
+        if lease is None:
+            for member in ref.members:
+                if error := self._requests.take_failure(member.digest):
+                    raise error
+            if self.residency(ref) is not Residency.REMOTE:  # a download may take long
+                self._compositions.gather(ref)
+        return lease
+
+    def _lease_one(self, ref: AdapterRef, tenant: str) -> Lease | None:
+        user = SlotUser(tenant, ref)
+        lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
+        if lease is not None:
+            self._usage.leased(user)
+        elif error := self._requests.take_failure(ref.digest):
+            raise error
+        return lease
+
+    def _check_size(self, ref: Composition) -> None:
+        """Raise AdapterTooLarge if a composition's adapters do not fit on the GPU together, as far
+        as their sizes are known.
+        """
+        elements = sum(self._stats.elements(member.digest) or 0 for member in ref.members)
+        if elements > self._pool.elements or len(ref.members) > self._pool.slots:
+            raise AdapterTooLarge(
+                f"the adapters of {ref} do not fit on the GPU together: compose fewer, or enlarge "
+                "the adapter memory",
+                elements=elements,
+                max_elements=self._pool.elements,
+            )
 
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0

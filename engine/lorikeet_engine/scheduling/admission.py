@@ -16,7 +16,7 @@ no slot, or too few KV pages      all: the next slot and pages that come free ar
 from collections.abc import Iterable
 from typing import Protocol
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.sequence import AdapterLease, OvertakeCount, Sequence
@@ -30,32 +30,32 @@ class AdapterProvider(Protocol):
     Implemented by Tiers (residency/tiers.py).
     """
 
-    def residency(self, ref: AdapterRef) -> Residency:
+    def residency(self, ref: Adapter) -> Residency:
         """Return the nearest tier (GPU, host, disk, remote) that holds an adapter now."""
 
-    def copy_s(self, ref: AdapterRef) -> float:
+    def copy_s(self, ref: Adapter) -> float:
         """Return the seconds of an adapter's copy to the GPU; 0 if the adapter was requested
         before.
         """
 
-    def loaded_at_s(self, ref: AdapterRef) -> float:
+    def loaded_at_s(self, ref: Adapter) -> float:
         """Return the time at which an adapter on the GPU was loaded there, by the monotonic
         clock.
         """
 
-    def request(self, ref: AdapterRef, tenant: str) -> None:
+    def request(self, ref: Adapter, tenant: str) -> None:
         """Begin to load an adapter to the GPU for a tenant's request.
 
         If the adapter is on the GPU already, it is protected from eviction for a while. A second
         call for the same adapter changes nothing.
         """
 
-    def rank(self, ref: AdapterRef) -> int | None:
+    def rank(self, ref: Adapter) -> int | None:
         """Return an adapter's largest LoRA rank on any linear; None if the adapter is not on the
         GPU.
         """
 
-    def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
+    def lease(self, ref: Adapter, tenant: str) -> AdapterLease | None:
         """Lease an adapter's GPU slot to a tenant; a leased adapter is not evicted.
 
         Returns None if the adapter is not on the GPU. Raises AdapterError if loading the adapter
@@ -115,7 +115,7 @@ class Admission:
 
         True if this step has refused the adapter before, or if `reserved_for` is set.
         """
-        ref = sequence.request.adapter
+        ref = sequence.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
@@ -123,7 +123,7 @@ class Admission:
         self._include(sequence)
         sequence.overtakes = OvertakeCount()
 
-    def _leased(self, sequence: Sequence, ref: AdapterRef, admitted: int) -> bool:
+    def _leased(self, sequence: Sequence, ref: Adapter, admitted: int) -> bool:
         if self.is_blocked(sequence):
             return False
         has_room = self._has_room(ref)
@@ -140,7 +140,7 @@ class Admission:
             self._pass_over(sequence, ref, has_room, admitted)
         return False
 
-    def _has_room(self, ref: AdapterRef) -> bool:
+    def _has_room(self, ref: Adapter) -> bool:
         """Whether the step's limits on adapters and ranks allow this adapter in addition.
 
         The rank of an adapter that is not on the GPU counts as 0.
@@ -150,12 +150,11 @@ class Admission:
         ranks = self._ranks + (self._adapters.rank(ref) or 0)
         return len(self._active) < self._max_adapters and ranks <= self._max_ranks
 
-    def _pass_over(
-        self, sequence: Sequence, ref: AdapterRef, has_room: bool, admitted: int
-    ) -> None:
+    def _pass_over(self, sequence: Sequence, ref: Adapter, has_room: bool, admitted: int) -> None:
         self._adapters.request(ref, sequence.request.scheduling.tenant)
         # An adapter that stays on the host mostly waits for GPU memory that leases occupy.
-        if has_room and self._adapters.residency(ref) is not Residency.HOST:
+        tiers = (self._adapters.residency(member) for member in ref.members)
+        if has_room and Residency.HOST not in tiers:
             sequence.overtakes.pause()
             return
         sequence.overtakes.update(admitted)

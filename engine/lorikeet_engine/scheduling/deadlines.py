@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from lorikeet_engine.errors import AdapterNotReady, EngineError, EngineOverloaded
 from lorikeet_engine.request import Request, SchedulingParams
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
@@ -56,7 +56,7 @@ class Deadlines:
     """Deadlines by which requests must begin. Methods may be called on any thread."""
 
     def __init__(
-        self, wait_s: Callable[[SchedulingParams], float], load_s: Callable[[AdapterRef], float]
+        self, wait_s: Callable[[SchedulingParams], float], load_s: Callable[[Adapter], float]
     ) -> None:
         """Start without deadlines.
 

@@ -106,8 +106,10 @@ class PagePool:
             self.forget([pages[key] for pages in self._pages_of if key in pages])
 
     def forget_adapter(self, digest: str) -> None:
-        """Remove the keys of all pages computed with an adapter, so that no sequence finds them."""
-        self.forget(page for page, adapter in enumerate(self._adapters) if adapter == digest)
+        """Remove the keys of all pages computed with an adapter, alone or in a composition, so that
+        no sequence finds them.
+        """
+        self.forget(page for page, of in enumerate(self._adapters) if of and digest in of)
 
     def release(self, pages: Reversible[int]) -> None:
         """Drop one reference from each of these pages of a sequence.

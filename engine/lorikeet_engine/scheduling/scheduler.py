@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
@@ -184,6 +184,8 @@ class Scheduler:
         if timings.requested_s is None and self._adapters.residency(ref) is not Residency.GPU:
             timings.requested_s = time.monotonic()
             sequence.copy_s = self._adapters.copy_s(ref)
+        if isinstance(ref, Composition) and not timings.member_tiers:
+            timings.member_tiers = tuple(map(self._adapters.residency, ref.members))
         self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
@@ -430,7 +432,7 @@ class Scheduler:
         spare: number of other sequences; one free page per group is left for each of them.
         """
         sequence = turn.sequence
-        end = self._cache.reach(sequence.kv, sequence.length, spare)
+        end = self._chunk_end(sequence, self._cache.reach(sequence.kv, sequence.length, spare))
         if not budget.fits(sequence, end):
             return []
         chunk = budget.take(sequence, end)
@@ -440,6 +442,19 @@ class Scheduler:
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
+
+    def _chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Return the number of first tokens of a sequence beyond which its next chunk may not go.
+
+        A chunk ends where an activated LoRA begins to change tokens, if it cannot be divided there
+        (divide_by_adapter): states pass from one token to the next, and scores of a prompt come
+        from one chunk.
+
+        end: number of first tokens that have KV pages.
+        """
+        begins = sequence.active_from
+        is_whole = self._cache.states is not None or sequence.to_score > 0
+        return min(end, begins) if is_whole and sequence.kv.computed < begins else end
 
     def _with_state(self, chunk: Chunk) -> Chunk:
         state = self._cache.state_use(chunk.sequence.kv, chunk.start, chunk.end)
@@ -455,8 +470,13 @@ class Scheduler:
         timings.begun_s = time.monotonic()
         timings.cached_tokens = min(sequence.kv.computed, sequence.prompt_length)
         self._counters.sequence_begun(sequence)
-        if timings.requested_s is not None and sequence.adapter is not None:
-            timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
+        ref = sequence.adapter
+        if ref is None:
+            return
+        if timings.requested_s is not None:
+            timings.loaded_s = self._adapters.loaded_at_s(ref)
+        if timings.member_tiers:
+            timings.members_loaded_s = tuple(map(self._adapters.loaded_at_s, ref.members))
 
     def _preempt(self, sequence: Sequence) -> None:
         # The sequence keeps its tokens; those whose pages leave the cache are computed again.

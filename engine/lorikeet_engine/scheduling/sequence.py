@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import EngineTimings, FinishReason, Request
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import EngineTimings, FinishReason, MemberLoad, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
@@ -76,6 +76,10 @@ class AdapterLease(Protocol):
     def has_vectors(self) -> bool:
         """Whether the adapter has vectors for linears, as DoRA has."""
 
+    @property
+    def composed(self) -> bool:
+        """Whether the slot is a composition's."""
+
     def release(self) -> None:
         """Return the lease, so that the adapter may be evicted; a second call does nothing."""
 
@@ -122,6 +126,7 @@ class SequenceTimings:
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
+    member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -134,6 +139,8 @@ class SequenceTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    member_tiers: tuple[Residency, ...] = ()
+    members_loaded_s: tuple[float, ...] = ()
 
     def engine_timings(self) -> EngineTimings:
         """Return the durations of all phases up to now; call it when the latest token has just been
@@ -155,7 +162,14 @@ class SequenceTimings:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
+            members=self._member_loads(queued_s) if self.member_tiers else (),
         )
+
+    def _member_loads(self, queued_s: float) -> tuple[MemberLoad, ...]:
+        since_s = self.begun_s if self.requested_s is None else self.requested_s
+        assert since_s is not None, "a token of no step"
+        pairs = zip(self.member_tiers, self.members_loaded_s, strict=True)
+        return tuple(MemberLoad(t, min(max(at_s - since_s, 0.0), queued_s)) for t, at_s in pairs)
 
 
 class Sequence:
@@ -180,6 +194,9 @@ class Sequence:
     decode_tokens: number of tokens that the next decode computes: the last sampled token and the
         forced tokens.
     kv: KV pages of the sequence.
+    adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
+        prompt does not have the invocation tokens of the request's activated LoRA.
+    active_from: position of the first token that the adapter changes; 0 without an adapter.
     lease: lease of the adapter; None if the sequence holds none.
     penalty_slot: device counters of the sequence's tokens while it runs; None if no penalty or bias
         changes the logits.
@@ -227,6 +244,8 @@ class Sequence:
         self.decode_tokens = 1
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
+        self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
+        self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0
         if sampling.prompt_logprobs is not None and scored and self.prompt_length > 1:
             self.kv.score_from = 0
@@ -236,11 +255,6 @@ class Sequence:
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
         self.status = SequenceStatus.WAITING if made is None else SequenceStatus.PREEMPTED
-
-    @property
-    def adapter(self) -> AdapterRef | None:
-        """Adapter that the sequence runs under; None for the base model alone."""
-        return self.request.adapter
 
     @property
     def output_length(self) -> int:
@@ -255,7 +269,7 @@ class Sequence:
     @property
     def awaits_adapter(self) -> bool:
         """Whether the sequence has an adapter but no lease of it yet."""
-        return self.lease is None and self.request.adapter is not None
+        return self.lease is None and self.adapter is not None
 
     @property
     def complete(self) -> bool:
@@ -381,6 +395,11 @@ class Chunk(NamedTuple):
     def length(self) -> int:
         """Number of tokens in the chunk."""
         return self.end - self.start
+
+    @property
+    def lease(self) -> AdapterLease | None:
+        """Lease of the adapter that changes the chunk's last token; None if none does."""
+        return self.sequence.lease if self.end > self.sequence.active_from else None
 
 
 class ScoredRows(NamedTuple):

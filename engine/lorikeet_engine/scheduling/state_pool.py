@@ -151,9 +151,9 @@ class StatePool:
                     self._free.move_to_end(slot, last=False)
 
     def forget_adapter(self, digest: str) -> None:
-        """Drop all cached states that were computed with an adapter."""
-        slots = self._slot_of.values()
-        self.forget_keys([k for s in slots if self._adapters[s] == digest and (k := self._keys[s])])
+        """Drop all cached states that were computed with an adapter, alone or in a composition."""
+        slots = [s for s in self._slot_of.values() if digest in (self._adapters[s] or "")]
+        self.forget_keys([key for slot in slots if (key := self._keys[slot])])
 
     def _forget(self, slot: int) -> None:
         key = self._keys[slot]

@@ -14,6 +14,7 @@ from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.logprobs_format import LogprobsJson, SampledToken
 from lorikeet.error_shapes import openai_error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
+from lorikeet_engine.adapter import Composition
 
 DONE = b"data: [DONE]\n\n"
 
@@ -247,13 +248,24 @@ def json_body(
 
 
 def _adapter(call: Call) -> bytes:
-    """Return an answer's JSON member `adapter`; b"" for the base model."""
-    ref = call.adapter
-    if ref is None:
+    """Return an answer's JSON member `adapter`, or `adapters` of a composition; b"" for the base
+    model.
+    """
+    adapter = call.adapter
+    if adapter is None:
         return b""
-    version = ref.version if call.is_recorded else None
-    known = {"name": f"{ref.tenant}/{ref.name}", "version": version, "digest": ref.digest}
-    return b',"adapter":' + dump(known)
+    known = [
+        {
+            "name": f"{ref.tenant}/{ref.name}",
+            "version": ref.version if call.is_recorded else None,
+            "digest": ref.digest,
+        }
+        for ref in adapter.members
+    ]
+    if not isinstance(adapter, Composition):
+        return b',"adapter":' + dump(known[0])
+    pairs = zip(known, adapter.weights, strict=True)
+    return b',"adapters":' + dump([each | {"weight": weight} for each, weight in pairs])
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:

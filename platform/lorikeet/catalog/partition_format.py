@@ -33,7 +33,7 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack request defaults in schemas 2 to 4.
+3, and lack invocation tokens and request defaults in schemas 2 to 4.
 """
 
 Json = Any
@@ -157,8 +157,9 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    trained_on = [] if v.trained_on is None else [v.trained_on]
-    return [*row, " ".join(linears), *numbers, *trained_on]
+    trained_on: list[Json] = [] if v.trained_on is None else [v.trained_on]
+    invocation = [v.invocation_tokens] if v.invocation_tokens else []
+    return [*row, " ".join(linears), *numbers, *trained_on, *invocation]
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -196,8 +197,15 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
     digest, size, rank, base_model, created, retired, gpu, *touched = row
     touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
     trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
+    invocation = tuple(touched[6]) if len(touched) > 6 else ()
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
-    return VersionRecord(*once, touches=touches, trained_on=trained_on, defaults=defaults)
+    return VersionRecord(
+        *once,
+        touches=touches,
+        trained_on=trained_on,
+        invocation_tokens=invocation,
+        defaults=defaults,
+    )
 
 
 @cache  # versions share the few different sets of linears

@@ -133,6 +133,7 @@ class BlobFacts:
     gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
     touches: linears and tokens that the adapter changes; None if an older release registered it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
+    invocation_tokens: see AdapterRef.
     """
 
     digest: str
@@ -142,6 +143,11 @@ class BlobFacts:
     gpu_bytes: int
     touches: TouchedModules | None = field(default=None, kw_only=True)
     trained_on: str | None = field(default=None, kw_only=True)
+    invocation_tokens: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def ref(self, tenant: str, name: str, version: int) -> AdapterRef:
+        """Return the reference to this blob as a version of an adapter."""
+        return AdapterRef(tenant, name, version, self.digest, self.invocation_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +259,7 @@ class AdapterRecord:
 
     def ref(self, version: VersionRecord) -> AdapterRef:
         """Return the reference to this version."""
-        return AdapterRef(self.tenant, self.name, version.version, version.digest)
+        return version.ref(self.tenant, self.name, version.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lorikeet_engine.adapter import Adapter
+
 
 class AdapterUses:
     """Counter of the requests in flight on this gateway, by their adapter's digest.
@@ -19,18 +21,17 @@ class AdapterUses:
         return digest in self._requests
 
     @contextmanager
-    def using(self, digest: str | None) -> Iterator[None]:
-        """Count a request that uses an adapter, until the context ends.
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Count a request that uses an adapter or a composition, until the context ends.
 
-        digest: SHA-256 of the adapter's blob; None: the request uses no adapter.
+        adapter: None: the request uses no adapter.
         """
-        if digest is None:
-            yield
-            return
-        self._requests[digest] += 1
+        digests = [member.digest for member in adapter.members] if adapter else []
+        self._requests.update(digests)
         try:
             yield
         finally:
-            self._requests[digest] -= 1
-            if not self._requests[digest]:
-                del self._requests[digest]
+            for digest in digests:
+                self._requests[digest] -= 1
+                if not self._requests[digest]:
+                    del self._requests[digest]

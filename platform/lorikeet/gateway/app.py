@@ -85,8 +85,8 @@ def create_app(services: Services) -> FastAPI:
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
     if services.load_from is not None:
-        folder = services.load_from
-        vllm = VllmEndpoints(services, catalog_view, of_pushes, pipeline, pushes, folder)
+        parts = catalog_view, of_pushes, pipeline, pushes, read_limiter
+        vllm = VllmEndpoints(services, *parts, services.load_from)
         app.router.routes += vllm_routes(vllm).routes
         app.router.routes += token_routes(services, authenticator, reads).routes
     for router in (

@@ -1,6 +1,7 @@
 """Authentication: a request's tenant and key, and the base model and adapter that it names."""
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from fastapi import Depends
@@ -8,14 +9,15 @@ from starlette.requests import Request
 
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
+from lorikeet.errors import EndedKey, Forbidden, InvalidInput, InvalidKey, Unavailable
 from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.retry_after import REPAIR_S
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter, AdapterRef, Composition
+from lorikeet_engine.errors import InvalidRequest
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
 _SHOWN = 64  # characters of a name that may be any text
@@ -27,6 +29,10 @@ _REFUSALS = {
 }
 
 
+NamedAdapters = Sequence[tuple[str, float]]
+"""Adapters that a request composes: the name of each, as in `model`, and its weight."""
+
+
 class ResolvedModel(NamedTuple):
     """Base model and adapter that a request's `model` names.
 
@@ -36,10 +42,13 @@ class ResolvedModel(NamedTuple):
     trained_on: value of VersionRecord.trained_on; None for a base model.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
     defaults: the version's own request defaults; None: the base model's.
+
+    Ranks and sizes of a composition are sums over its adapters; it has request defaults if all its
+    adapters have the same.
     """
 
     base_model: str
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     rank: int = 0
     image_bytes: int = 0
     created: float = 0.0
@@ -125,33 +134,68 @@ class RequestAuthenticator:
         """
         if model in self._base_models:
             return ResolvedModel(model)
-
-        def find(state: CatalogState) -> ResolvedModel:
-            log = state
-            if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
-                owner, named, _ = model.partition("/")
-                state = self._pushed.applied_to(state, owner if named else tenant)
-            ref = state.resolve(model, tenant, session)
-            version = state.version_of(ref)
-            return ResolvedModel(
-                version.base_model,
-                ref,
-                version.max_rank,
-                version.gpu_bytes,
-                version.created,
-                version.trained_on,
-                state is log or _holds(log, ref, version.defaults),
-                version.defaults,
-            )
-
-        found = await self._catalog_view.find(find, (tenant, model))
-        if found.base_model not in self._base_models:
-            raise Unavailable(
-                f"{found.adapter} needs the base model {found.base_model!r}, "
-                "which is not served now: have your admin add it to LORIKEET_BASE_MODELS",
-                retry_after_s=REPAIR_S,
-            )
+        found = await self._catalog_view.find(
+            lambda state: self._adapter(state, model, tenant, session), (tenant, model)
+        )
+        self._check_served(found)
         return found
+
+    async def resolve_composition(
+        self, model: str, named: NamedAdapters, tenant: str, session: str | None = None
+    ) -> ResolvedModel:
+        """Return the base model of several adapters, and their composition.
+
+        A tenant may compose the adapters that it may name alone. All have one base model.
+
+        model: `model` of the request, which names the adapters or their base model.
+        named: names and weights of the adapters.
+        session: see resolve_model.
+
+        Raises UnknownModel and Unavailable as resolve_model, naming the adapter; InvalidInput for a
+        base model among the adapters, adapters of several base models, and for bad weights.
+        """
+        for name, _ in named:
+            if name in self._base_models:
+                raise InvalidInput(
+                    f"{name!r} is a base model: name adapters alone, whose base model is known",
+                    param="model",
+                )
+        found = await self._catalog_view.find(
+            lambda state: [self._adapter(state, name, tenant, session) for name, _ in named],
+            (tenant, model),
+        )
+        first = found[0]
+        for each in found:
+            self._check_served(each)
+            if each.base_model != first.base_model:
+                raise InvalidInput(
+                    f"{each.adapter} needs the base model {each.base_model!r}, and {first.adapter} "
+                    f"{first.base_model!r}: compose adapters of one base model",
+                    param="model",
+                )
+        if model in self._base_models and model != first.base_model:
+            raise InvalidInput(
+                f"{first.adapter} needs the base model {first.base_model!r}: name it as model",
+                param="model",
+            )
+        if len(found) == 1 and named[0][1] == 1:
+            return first
+        refs = [ref for each in found if isinstance(ref := each.adapter, AdapterRef)]
+        try:
+            composition = Composition(tuple(refs), tuple(weight for _, weight in named))
+        except InvalidRequest as error:
+            raise InvalidInput(error.message, param="model") from error
+        trained_on = {each.trained_on for each in found}
+        return ResolvedModel(
+            first.base_model,
+            composition,
+            sum(each.rank for each in found),
+            sum(each.image_bytes for each in found),
+            max(each.created for each in found),
+            first.trained_on if len(trained_on) == 1 else None,
+            all(each.is_recorded for each in found),
+            first.defaults if all(each.defaults == first.defaults for each in found) else None,
+        )
 
     async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
         """Return the adapters that a tenant may use, including pushed versions not yet in the
@@ -162,6 +206,41 @@ class RequestAuthenticator:
         return await self._catalog_view.ask(
             lambda state: self._pushed.applied_to(state, tenant).visible_to(tenant)
         )
+
+    def _adapter(
+        self, state: CatalogState, model: str, tenant: str, session: str | None
+    ) -> ResolvedModel:
+        """Return the adapter that `model` names for a tenant, and its base model.
+
+        session: see resolve_model.
+
+        Raises UnknownModel.
+        """
+        log = state
+        if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
+            owner, named, _ = model.partition("/")
+            state = self._pushed.applied_to(state, owner if named else tenant)
+        ref = state.resolve(model, tenant, session)
+        version = state.version_of(ref)
+        return ResolvedModel(
+            version.base_model,
+            ref,
+            version.max_rank,
+            version.gpu_bytes,
+            version.created,
+            version.trained_on,
+            state is log or _holds(log, ref, version.defaults),
+            version.defaults,
+        )
+
+    def _check_served(self, found: ResolvedModel) -> None:
+        """Raise Unavailable if an adapter's base model is not served here."""
+        if found.base_model not in self._base_models:
+            raise Unavailable(
+                f"{found.adapter} needs the base model {found.base_model!r}, "
+                "which is not served now: have your admin add it to LORIKEET_BASE_MODELS",
+                retry_after_s=REPAIR_S,
+            )
 
     async def _caller(self, request: Request, scope: Scope) -> Caller:
         key = await self._authenticate(request, scope)

@@ -43,11 +43,13 @@ _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
     ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
 )
+_LOADS = ": the operator switches it on by LORIKEET_LOAD_FROM; or push to /v1/adapters"
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }

@@ -176,7 +176,13 @@ class GenerateEndpoint:
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         items = await self._stored.items(body, caller.tenant.name)
-        model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
+        tenant, named = caller.tenant.name, body.named_adapters(self._services.base_models)
+        if named is None:
+            model = await self._authenticator.resolve_model(body.model, tenant, session)
+        else:
+            model = await self._authenticator.resolve_composition(
+                body.model, named, tenant, session
+            )
         # No await from here until `using` is entered: a version that ends now is kept.
         base_model, served = model.base_model, self._services.base_models[model.base_model]
         stores, now = self._stored.stores(body), int(time.time())
@@ -185,12 +191,12 @@ class GenerateEndpoint:
         context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)
         trace.set_call(call, base_model, served.quantization, model.trained_on)
-        digest = call.adapter.digest if call.adapter else None
         max_context = self._services.engines.max_context(base_model)
-        with self._services.uses.using(digest):
+        with self._services.uses.using(call.adapter):
             encoded = await self._services.encoders.encode(
                 base_model, call, max_context, request.receive
             )
+        trace.set_prompts(encoded.prompts)
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():
@@ -201,7 +207,7 @@ class GenerateEndpoint:
             [trace, RateLimitObserver(hold, encoded, base_model, max_context)],
             self._services.first_item_timeout_s,
             self._stored.saver(body, context, call),
-            self._services.uses.using(digest),
+            self._services.uses.using(call.adapter),
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:

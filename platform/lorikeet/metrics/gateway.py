@@ -111,7 +111,7 @@ class GatewayMetrics:
             tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         if request.tenant:
             self._tenants.count(request.tenant, tokens, outcome)
-        if (adapter := request.adapter) is not None:
+        for adapter in request.adapter.members if request.adapter else ():
             self._adapters.count(f"{adapter.tenant}/{adapter.name}", tokens)
 
     def count_not_stored(self) -> None:

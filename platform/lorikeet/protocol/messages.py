@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
@@ -145,7 +145,8 @@ class Call:
     created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
-    adapter_rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
+    adapter_rank, adapter_bytes: rank and size of the adapter, sums over a composition; 0 for the
+        base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
         number of an unrecorded version, so answers omit it.
     messages: messages of a chat, in any API; empty for completions.
@@ -184,7 +185,7 @@ class Call:
     created: int
     tenant: str
     model: str
-    adapter: AdapterRef | None
+    adapter: Adapter | None
     adapter_rank: int = 0
     adapter_bytes: int = 0
     is_recorded: bool = True
@@ -280,7 +281,8 @@ class AnswerHeader:
     The first header is the answer's first item and shows that the replica has taken the call. The
     second header comes with the first token, before the first bytes.
 
-    digest: SHA-256 of the adapter's blob; None for the base model.
+    digest: SHA-256 of the adapter's blob, or a composition's key of digests and weights; None for
+        the base model.
     residency: tier at which the adapter was found.
     status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second

@@ -9,7 +9,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
 from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.telemetry.status import SlotUse
@@ -70,6 +70,7 @@ class Metering:
                     )
                     self._ledger.add(account, slots)
 
-    def _account(self, tenant: str, adapter: AdapterRef | None) -> UsageAccount:
-        label = f"{adapter.tenant}/{adapter.name}" if adapter else None
+    def _account(self, tenant: str, adapter: Adapter | None) -> UsageAccount:
+        names = [f"{member.tenant}/{member.name}" for member in adapter.members] if adapter else []
+        label = "+".join(sorted(names)) or None
         return UsageAccount(tenant, self._base_model, label)

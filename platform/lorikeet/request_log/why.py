@@ -1,12 +1,13 @@
 """Explanation of a request's duration as JSON, for `lorikeet why`."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from lorikeet.base_warning import base_warning
 from lorikeet.protocol.messages import FinalUsage
 from lorikeet.request_log.record import AttemptRecord, EndedStage, RequestRecord, engine_s
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Composition, Residency
 
 Json = dict[str, Any]
 
@@ -32,6 +33,8 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         **_base_model(record),
         "adapter": str(record.adapter) if record.adapter else None,
         "digest": record.adapter.digest if record.adapter else None,
+        "invoked": record.invoked,
+        "adapters": _adapters(record),
         "stream": record.stream,
         "outcome": record.outcome,
         "code": record.code,
@@ -63,6 +66,28 @@ def _base_model(record: RequestRecord) -> Json:
         "base_quantization": quantization,
         "base_warning": base_warning(record.trained_on, name or "", quantization),
     }
+
+
+def _adapters(record: RequestRecord) -> list[Json] | None:
+    """Return each adapter of a composition, with its tier when the request came and the time that
+    the slowest choice waited for it; None without a composition.
+    """
+    composition = record.adapter
+    if not isinstance(composition, Composition):
+        return None
+    slowest = record.slowest
+    loads = slowest.members if slowest is not None else ()
+    known = zip_longest(composition.members, composition.weights, loads)
+    return [
+        {
+            "adapter": str(ref),
+            "digest": ref.digest,
+            "weight": weight,
+            "residency": _tier(load.residency) if load else None,
+            "load_ms": _ms(load.load_s) if load else None,
+        }
+        for ref, weight, load in known
+    ]
 
 
 def _tokens(usage: FinalUsage) -> Json:

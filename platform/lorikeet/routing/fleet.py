@@ -14,6 +14,7 @@ from lorikeet.routing.locations import AdapterLocations, PrefixIndex
 from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.ranking import (
     H200_LLAMA_8B,
+    MOST_OFF_GPU,
     CostCoefficients,
     Holders,
     RoutingRequest,
@@ -27,7 +28,7 @@ from lorikeet.routing.tracked_replica import (
     RoutingDecision,
     TrackedReplica,
 )
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Residency, member_digests
 
 UPDATE_AGE_S = 0.12
 """Assumed age, in seconds, of the live stats in a status update; an engine reports ten times a
@@ -133,10 +134,15 @@ class Fleet:
             self._locations.apply(replica, update)
 
     def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
-        """Record the tier at which a replica had an adapter when it accepted a request."""
+        """Record the tier at which a replica had an adapter when it accepted a request.
+
+        The tier of a composition tells of its adapters only if it is GPU.
+        """
         with self._lock:
-            if replica in self._replicas:
-                self._locations.set_tier(replica, digest, tier)
+            members = member_digests(digest)
+            if replica in self._replicas and (tier is Residency.GPU or len(members) == 1):
+                for member in members:
+                    self._locations.set_tier(replica, member, tier)
 
     def on_replica_lost(self, replica: str | None) -> None:
         """Mark a replica as lost: not usable until its next status, or for LOST_S seconds."""
@@ -253,8 +259,9 @@ class Fleet:
             if request_id not in self._in_flight:
                 return
             again, adapter = self._in_flight[request_id] is not None, request.adapter
-            if again and adapter and self._locations.tier(replica, adapter.digest) < Residency.GPU:
-                self._waiting.setdefault((replica, adapter), set()).add(request_id)
+            for member in adapter.members if again and adapter else ():
+                if self._locations.tier(replica, member.digest) < Residency.GPU:
+                    self._waiting.setdefault((replica, member), set()).add(request_id)
             self._assign(request_id, replica, request, candidates)
 
     def on_accepted(self, request_id: str, replica: str) -> None:
@@ -300,7 +307,8 @@ class Fleet:
             if digest is not None:
                 self._locations.remove_waiting(name, digest)
                 if name in self._replicas:
-                    self._locations.set_tier(name, digest, Residency.GPU)
+                    for member in member_digests(digest):
+                        self._locations.set_tier(name, member, Residency.GPU)
 
     def on_ended(self, request_id: str) -> None:
         """Stop tracking a request that has ended, answered or not."""
@@ -356,9 +364,12 @@ class Fleet:
         if digest is None:
             return None
         at, loading = self._locations.at, self._locations.loading_on(digest)
+        off_gpu = at(Residency.HOST, digest) or at(Residency.DISK, digest)
+        if not off_gpu and len(member_digests(digest)) > 1:
+            off_gpu = self._locations.partly_at(digest)[:MOST_OFF_GPU]
         return Holders(
             self._filter_usable(dict.fromkeys((*at(Residency.GPU, digest), *loading))),
-            self._filter_usable(at(Residency.HOST, digest) or at(Residency.DISK, digest)),
+            self._filter_usable(off_gpu),
             partial(rendezvous_candidates, digest, self._usable),
         )
 
@@ -379,7 +390,8 @@ class Fleet:
         load_bytes = 0
         if digest is not None:
             if not self._locations.on_gpu_or_loading(replica, digest):
-                load_bytes = request.work.adapter_bytes
+                new_share = self._locations.new_share(replica, digest)
+                load_bytes = round(new_share * request.work.adapter_bytes)
             self._locations.add_waiting(replica, digest)
         cached = self._prefixes.cached_tokens(request.prefix_hashes).get(replica, 0)
         tokens = max(1, request.work.prompt_tokens - cached)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lorikeet.protocol.messages import TokenIds
 from lorikeet.protocol.status_update import StatusUpdate
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Adapter, Residency, member_digests
 
 K = TypeVar("K")
 
@@ -27,7 +27,11 @@ PrefixHashes = tuple[int, ...]
 
 
 class AdapterLocations:
-    """Index of the replicas that hold or load each adapter, updated by replica, read by adapter."""
+    """Index of the replicas that hold or load each adapter, updated by replica, read by adapter.
+
+    A composition is at the tier of its farthest adapter, and is loading where each of its adapters
+    is loading or on the GPU. `moved` of updates and `set_tier` name single adapters.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[Residency, dict[str, tuple[str, ...]]] = {
@@ -41,14 +45,31 @@ class AdapterLocations:
         """Return the replicas whose nearest copy of an adapter is at `tier`, which must not be
         REMOTE.
         """
-        return self._holders[tier].get(digest, ())
+        if "*" not in digest:
+            return self._holders[tier].get(digest, ())
+        return tuple(name for name in self.partly_at(digest) if self.tier(name, digest) is tier)
+
+    def partly_at(self, digest: str) -> tuple[str, ...]:
+        """Return the replicas that have any adapter of a composition, those with the most first."""
+        members = member_digests(digest)
+        having = Counter(
+            name
+            for member in members
+            for holders in self._holders.values()
+            for name in holders.get(member, ())
+        )
+        return tuple(name for name, _ in having.most_common())
 
     def tier(self, replica: str, digest: str) -> Residency:
         """Return the nearest tier at which a replica has the adapter; REMOTE if the replica has no
         copy.
         """
         held = self._held.get(replica)
-        return held.get(digest, _NOWHERE) if held else _NOWHERE
+        if held is None:
+            return _NOWHERE
+        if "*" not in digest:
+            return held.get(digest, _NOWHERE)
+        return min(held.get(member, _NOWHERE) for member in member_digests(digest))
 
     def apply(self, replica: str, update: StatusUpdate) -> None:
         """Apply a status update.
@@ -86,23 +107,39 @@ class AdapterLocations:
         """Return the replicas where requests wait for the adapter, on the GPU already or still
         loading.
         """
-        return self._loading.get(digest, ())
+        if "*" not in digest:
+            return self._loading.get(digest, ())
+        members = member_digests(digest)
+        names = {name for member in members for name in self._loading.get(member, ())}
+        return [n for n in names if all(self.on_gpu_or_loading(n, each) for each in members)]
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:
         """Whether the adapter is on the replica's GPU or being loaded to it."""
         on_gpu = self.tier(replica, digest) is Residency.GPU
         return on_gpu or replica in self.loading_on(digest)
 
+    def new_share(self, replica: str, digest: str) -> float:
+        """Return the share of a composition's adapters that are neither on the replica's GPU nor
+        being loaded to it; 1.0 for a single adapter.
+        """
+        if "*" not in digest:
+            return 1.0
+        members = member_digests(digest)
+        new = [each for each in members if not self.on_gpu_or_loading(replica, each)]
+        return len(new) / len(members)
+
     def add_waiting(self, replica: str, digest: str) -> None:
         """Add one to the requests that wait for the adapter at a replica."""
-        self._loading.setdefault(digest, Counter())[replica] += 1
+        for member in member_digests(digest):
+            self._loading.setdefault(member, Counter())[replica] += 1
 
     def remove_waiting(self, replica: str, digest: str) -> None:
         """Subtract one from the requests that wait for the adapter at a replica."""
-        waiting = self._loading[digest]
-        decrement(waiting, replica)
-        if not waiting:
-            del self._loading[digest]
+        for member in member_digests(digest):
+            waiting = self._loading[member]
+            decrement(waiting, replica)
+            if not waiting:
+                del self._loading[member]
 
     def remove_replica(self, replica: str) -> None:
         """Drop everything known of a replica's adapters."""
@@ -118,16 +155,26 @@ class AdapterLocations:
             del self._holders[tier][digest]
 
 
-def prefix_hashes(prompt: TokenIds, *salt: str | None) -> PrefixHashes:
+def prefix_hashes(
+    prompt: TokenIds, tenant: str = "", adapter: Adapter | None = None
+) -> PrefixHashes:
     """Return the chained block hashes of a prompt, valid only in this process.
 
+    Blocks before the first token that the adapter changes have the hashes that they have for the
+    base model.
+
     prompt: token ids.
-    salt: values that must be equal for two requests to share cached prefixes, e.g. tenant, adapter.
+    tenant: tenant of the request; tenants share no cached prefixes.
+    adapter: None for the base model.
     """
-    chain, value, size = [], hash(salt), BLOCK_TOKENS * prompt.itemsize
+    chain, value, size = [], hash(tenant), BLOCK_TOKENS * prompt.itemsize
     ids = prompt[: MAX_HASHED_BLOCKS * BLOCK_TOKENS].tobytes()
-    for end in range(size, len(ids) + 1, size):
-        value = hash((value, ids[end - size : end]))
+    active_from = None if adapter is None else adapter.active_from(prompt)
+    changed = None if active_from is None else active_from // BLOCK_TOKENS * size
+    for start in range(0, len(ids) - size + 1, size):
+        if adapter is not None and start == changed:
+            value = hash((value, adapter.digest, active_from))
+        value = hash((value, ids[start : start + size]))
         chain.append(value)
     return tuple(chain)
 

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from lorikeet.protocol.messages import Candidate, Cost, Work
 from lorikeet.routing.locations import PrefixHashes
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 
 R = TypeVar("R", bound=Hashable)
@@ -78,7 +78,7 @@ class RoutingRequest(NamedTuple):
     """
 
     work: Work
-    adapter: AdapterRef | None = None
+    adapter: Adapter | None = None
     prefix_hashes: PrefixHashes = ()
     tenant: str | None = None
 
@@ -139,6 +139,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     queue_share: share of the waiting work that is served before the request, since the engine
         schedules tenants fairly.
     can_fetch: whether the replica can fetch adapters that it lacks.
+    new_share: share of a composition's adapters that would be loaded, taken as equally large.
     """
 
     replica: R
@@ -151,6 +152,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     loading: bool = False
     queue_share: float = 1.0
     can_fetch: bool = True
+    new_share: float = 1.0
 
 
 class Holders(NamedTuple, Generic[R]):
@@ -240,10 +242,11 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     longer_s += steps.seen_token_s * work.sequences * sees
     delay_s = status.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += status.waiting * costs.answer_tokens * longer_s
-    new_bytes = 0 if option.loading else work.adapter_bytes
+    adapter_bytes = round(option.new_share * work.adapter_bytes)
+    new_bytes = 0 if option.loading else adapter_bytes
     load_s, copy_s = costs.loads.load_s(option.tier, status.loading_bytes + new_bytes), 0.0
     if option.tier is not Residency.GPU and not option.loading:
-        if status.room_bytes is not None and status.room_bytes < work.adapter_bytes:
+        if status.room_bytes is not None and status.room_bytes < adapter_bytes:
             load_s += costs.answer_tokens * step_s / max(1, status.running)  # an answer must end
         copy_s = costs.copy_s + costs.evicted_use_s * option.evicted_uses
     return Cost(prefill_s, wait_s, load_s, costs.others_weight * delay_s, copy_s)

@@ -178,17 +178,19 @@ class TrackedReplica:
             return ReplicaOption(
                 self.name, status, self.costs, cached_tokens=cached_tokens, queue_share=queue_share
             )
+        new_share = locations.new_share(self.name, digest)
         return ReplicaOption(
             self.name,
             status,
             self.costs,
             locations.tier(self.name, digest),
             digest in self.decoding,
-            self._evicted_uses(request.work.adapter_bytes),
+            self._evicted_uses(round(new_share * request.work.adapter_bytes)),
             cached_tokens,
             self.name in locations.loading_on(digest),
             queue_share,
             fetchable and self.can_fetch(now_s),
+            new_share,
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:

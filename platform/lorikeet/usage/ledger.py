@@ -13,7 +13,8 @@ K = TypeVar("K")
 class UsageAccount(NamedTuple):
     """Account of usage: a tenant and the model that it used.
 
-    adapter: tenant/name; None for the base model alone.
+    adapter: tenant/name; names joined by + for a composition, whose slots and loads are counted for
+        each adapter; None for the base model alone.
     """
 
     tenant: str

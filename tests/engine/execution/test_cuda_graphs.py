@@ -9,6 +9,7 @@ import torch
 
 from loadtest.engine.random_adapters import RandomBlobs
 from loadtest.engine.random_model import random_model, write_config
+from lorikeet_engine.adapter import Composition
 from lorikeet_engine.adapter_format import BaseShape, decoder_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
@@ -327,7 +328,7 @@ def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, m
     answers.submit(greedy("r", list(range(20)), max_tokens=3))
     answers.all()
     assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
-    assert used == [(min(pieces), (0, False, False))]
+    assert used == [(min(pieces), (0, False, False, False))]
 
 
 def spied(ladder):
@@ -349,10 +350,10 @@ MOE_CONFIG = CONFIG | {
 
 
 class Either:
-    """AdapterSource made of several sources of one adapter each."""
+    """AdapterSource made of several sources."""
 
     def __init__(self, *sources):
-        self._sources = {source.refs[0].digest: source for source in sources}
+        self._sources = {ref.digest: source for source in sources for ref in source.refs}
 
     def fetch(self, ref, path):
         self._sources[ref.digest].fetch(ref, path)
@@ -372,10 +373,10 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
         used = spied(engine._runner._graphs._whole)
         engine._runner = twice = Twice(engine._runner)
         for adapters, held in (
-            ([None], (0, False, False)),
-            ([None, attention], (2, False, False)),
-            ([every], (2, True, False)),
-            ([attention, None, every], (2, True, False)),
+            ([None], (0, False, False, False)),
+            ([None, attention], (2, False, False, False)),
+            ([every], (2, True, False, False)),
+            ([attention, None, every], (2, True, False, False)),
         ):
             for i, adapter in enumerate(adapters):
                 name = f"{i} of {len(adapters)}, {held}"
@@ -388,27 +389,32 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
         engine.close()
 
 
-def test_adapters_with_dora_have_graphs_of_their_own(tmp_path, monkeypatch):
+def test_dora_and_compositions_have_graphs_of_their_own(tmp_path, monkeypatch):
     shape = BaseShape.from_config(CONFIG)
-    plain = RandomBlobs(tmp_path / "plain", shape, 1, 12)
+    plain = RandomBlobs(tmp_path / "plain", shape, 2, rank=8)
     scaled = RandomBlobs(tmp_path / "dora", shape, 1, 8, dora=True)
-    source = Either(plain, scaled)
-    engine = build(CONFIG, source, "cpu", "auto", tmp_path, monkeypatch)
-    answers, lora, dora = Answers(engine), plain.refs[0], scaled.refs[0]
+    engine = build(CONFIG, Either(plain, scaled), "cpu", "auto", tmp_path, monkeypatch)
+    answers, (lora, other), (dora,) = Answers(engine), plain.refs, scaled.refs
+    both = Composition((lora, other), (1.5, -0.5))
     try:
-        for adapter in (lora, dora):
+        for adapter in (both, dora):
             answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
         answers.all()
         used = spied(engine._runner._graphs._whole)
         engine._runner = twice = Twice(engine._runner)
-        for adapters, held in (([lora], (2, False, False)), ([lora, None, dora], (8, False, True))):
+        for adapters, held in (
+            ([lora], (2, False, False, False)),
+            ([lora, None, dora], (8, False, True, False)),
+            ([lora, both, None], (8, False, False, True)),
+            ([dora, both], (8, False, True, True)),
+        ):
             for i, adapter in enumerate(adapters):
-                name = f"{i} of {len(adapters)}"
+                name = f"{i} of {held}"
                 answers.submit(greedy(name, [3, 1, 4 + i], adapter=adapter, max_tokens=3))
             answers.all()
             assert {adapters for _, adapters in used} == {held}
             used.clear()
-        assert len(twice.compared) == 2 * 3
+        assert len(twice.compared) == 4 * 3
     finally:
         engine.close()
 

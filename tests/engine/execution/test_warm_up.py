@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from loadtest.engine.random_model import random_model, write_config
+from lorikeet_engine.adapter import Composition
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import warm_up
@@ -107,6 +109,10 @@ def test_warm_up_steps_span_exactly_the_kinds_that_the_settings_allow(make):
     batches = [batch for batch in recorder.batches if batch.segments]
     assert {len(batch.segments) for batch in batches} == {1, 2, 4, 5}
     assert {batch.segments.max_rank for batch in batches} == {1, 16, 32, 40}
+    composed = {
+        (b.segments.max_rank, b.segments.has_vectors) for b in batches if b.segments.composed
+    }
+    assert composed >= set(product((1, 16, 32, 40), (False, True)))
     heads = {(len(b.logit_rows), len(b.head_segments), b.head_segments.max_rank) for b in batches}
     few, dense = {(2, 1, rank) for rank in (1, 16, 32, 40)}, {(3, 1, rank) for rank in (1, 32, 40)}
     assert heads >= few | dense
@@ -161,7 +167,8 @@ def test_no_traffic_compiles_a_kernel_after_the_warm_up(make, refs, monkeypatch)
                 {"repetition_penalty": 1.2},
             ]
         )
-        tokens, ref = prompt(dice.randint(1, 200), i), dice.choice([None, *refs])
+        composed = Composition(tuple(dice.sample(refs[:5], 3)), (1.0, -0.5, 1.5))
+        tokens, ref = prompt(dice.randint(1, 200), i), dice.choice([None, composed, *refs])
         made = dice.randint(1, 40)
         answers.submit(greedy(f"{i}", tokens, adapter=ref, max_tokens=made, **params))
         for _ in range(dice.randint(0, 12)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 FILES = (
+    "test_compositions_triton.py",
     "test_delta_net_kernels.py",
     "test_delta_net_ring_kernels.py",
     "test_expert_lora.py",

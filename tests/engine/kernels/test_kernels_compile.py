@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.Tiles]:
     table, vectors = empty(300, 33, 11, 3, dtype=torch.int64), empty(300, 33, 11, dtype=torch.int64)
-    weights = LoraWeights(empty(1 << 20), table, vectors)
+    members = empty(300, 8, dtype=torch.int32), empty(300, 8, dtype=torch.float32)
+    weights = LoraWeights(empty(1 << 20), table, vectors, *members)
     runs = [empty(segments, dtype=torch.int32) for _ in range(3)]
     return weights, tiles.list_tiles(Segments(*runs, max_rank), tokens)
 
@@ -136,8 +138,10 @@ def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize(("tokens", "segments"), [(16, 16), (64, 8), (2048, 8)], ids=list(Regime))
 def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
-    for group in (QKV, GATE_UP, DOWN, HEAD):
+    kinds = [*product((QKV, GATE_UP, DOWN, HEAD), (False,)), (GATE_UP, True)]
+    for group, composed in kinds:
         weights, listed = lora(tokens, segments, rank)
+        listed = replace(listed, composed=composed)
         shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
         expand(shrunk, empty(tokens, sum(group.d_outs)))
         expand(shrunk, empty(tokens, sum(group.d_outs)), add=True)
@@ -148,7 +152,9 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
             expand_act_and_mul(empty(tokens, 2 * 14336), with_vectors)
     weights, listed = lora(tokens, segments, rank)
     ids, y = empty(tokens, dtype=torch.int64), empty(tokens, 4096)
-    gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)
+    for composed in (False, True):
+        listed = replace(listed, composed=composed)
+        gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)
     place_logits(shrink(y, weights, listed, 32, HEAD_ROWS), empty(tokens, 128_256))
     few = listed.regime == Regime.FEW
     assert compiled >= {
@@ -530,6 +536,7 @@ def test_operators_of_latent_attention(
     compiled: set[str], tokens: int, segments: int, plain: int
 ) -> None:
     weights, listed = lora(tokens, segments, 64)
+    listed = replace(listed, composed=plain == 192)
     step, count = LoraStep(weights, listed, listed), empty(1, dtype=torch.int32)
     width = 20 * (plain + 256)
     weight = AbsorbedWeight(empty(20, plain + 256, 512), plain, 3, LoraGroup((3,), 512, (width,)))

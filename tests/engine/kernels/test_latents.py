@@ -1,8 +1,11 @@
 """Kernels of latent attention equal torch; without a GPU they run in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from lorikeet_engine.adapter import MAX_MEMBERS
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import check_latents
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
@@ -100,17 +103,40 @@ def adapted(draw, device, ranks, lengths):
     return weight, segments, weights
 
 
+def composed(segments, weights):
+    """Make each segment's adapter a composition with the next segment's adapter."""
+    count, device = len(segments), weights.table.device
+    own = torch.arange(count)
+    members = torch.full((2 * count, MAX_MEMBERS), -1, dtype=torch.int32)
+    members[:, 0], members[count:, 1] = torch.cat([own, own]), own.roll(-1)
+    of_members = torch.ones(2 * count, MAX_MEMBERS)
+    of_members[count:, :2] = torch.tensor([0.5, -1.5])
+    weights = replace(
+        weights,
+        table=torch.cat([weights.table, torch.zeros_like(weights.table)]),
+        members=members.to(device),
+        member_weights=of_members.to(device),
+    )
+    slots, most = segments.slots + count, 2 * segments.max_rank
+    return replace(segments, slots=slots, max_rank=most, composed=True), weights
+
+
 STEPS = {
     "decodes": ([4, 0, 20, 70], [1, 1, 1, 1], 6),
     "prompts": ([8, 3, 0], [37, 1, 90], 140),
 }
 
 
+@pytest.mark.parametrize("compose", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("name", STEPS)
-def test_queries_are_absorbed_with_the_adapters_of_their_tokens(device, draw, name, interleaved):
+def test_queries_are_absorbed_with_the_adapters_of_their_tokens(
+    device, draw, name, interleaved, compose
+):
     ranks, lengths, tokens = STEPS[name]
     weight, segments, weights = adapted(draw, device, ranks, lengths)
+    if compose:
+        segments, weights = composed(segments, weights)
     q, (cos, sin) = draw(tokens, HEADS, PLAIN + ROTARY), turns_of(draw, tokens)
     count = torch.tensor([sum(lengths)], dtype=torch.int32, device=device)
     delta, tiles = LoraDelta(draw(*q.shape), count), list_tiles(segments, tokens)
@@ -122,10 +148,13 @@ def test_queries_are_absorbed_with_the_adapters_of_their_tokens(device, draw, na
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("compose", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_outputs_are_expanded_with_the_adapters_of_their_tokens(device, draw, name):
+def test_outputs_are_expanded_with_the_adapters_of_their_tokens(device, draw, name, compose):
     ranks, lengths, tokens = STEPS[name]
     weight, segments, weights = adapted(draw, device, ranks, lengths)
+    if compose:
+        segments, weights = composed(segments, weights)
     mixed, tiles = draw(tokens, HEADS, KV_RANK), list_tiles(segments, tokens)
     for step in (LoraStep(weights, segments, tiles), None):
         got, want = (each.expand_outputs(mixed, weight, step) for each in (fused, reference))

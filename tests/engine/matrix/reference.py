@@ -7,21 +7,30 @@ from typing import Any
 import peft
 import torch
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.matrix.storages import RoundedCache, Storage
 from tests.engine.models.fp8_models import set_weights
 from tests.engine.peft_adapters import loaded, save_adapter
+from tests.engine.peft_world import composed, peft_sum
+
+COMPOSITION = "composition"
+"""Name of the composition among the adapters of a family."""
 
 
 class SavedFamily:
     """Checkpoint of a family and its adapters, in PEFT's folders and as blobs.
 
     adapters: LoraConfig's arguments by name.
+    composition: weights of the adapters that COMPOSITION adds up.
     """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, adapters: Mapping[str, dict[str, Any]]
+        self,
+        checkpoint: Path,
+        folder: Path,
+        adapters: Mapping[str, dict[str, Any]],
+        composition: Mapping[str, float],
     ) -> None:
         self.checkpoint = checkpoint
         self.shelf = BlobShelf(folder / "blobs")
@@ -29,8 +38,10 @@ class SavedFamily:
             name: save_adapter(checkpoint, folder / name, seed, **lora)
             for seed, (name, lora) in enumerate(adapters.items())
         }
-        self.refs: dict[str | None, AdapterRef | None] = {None: None}
+        self.refs: dict[str | None, Adapter | None] = {None: None}
         self.refs |= {name: self.shelf.add(saved, name) for name, saved in self.folders.items()}
+        self.refs[COMPOSITION] = composed(self.refs, composition)
+        self.folder, self.composition = folder, composition
 
 
 class StoredReference:
@@ -52,6 +63,8 @@ class StoredReference:
         set_weights(base, self._weights)
         if adapter is None:
             return base
+        if adapter == COMPOSITION:
+            return peft_sum(base, family.folder, family.composition)
         return peft.PeftModel.from_pretrained(base, family.folders[adapter])
 
     def logits(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:

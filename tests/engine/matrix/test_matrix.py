@@ -23,7 +23,15 @@ from tests.engine.conftest import (
 )
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
-from tests.engine.matrix.traffic import ADAPTERS, ALL, FEATURES, answers_of, assert_equal
+from tests.engine.matrix.traffic import (
+    ADAPTERS,
+    ADDED,
+    ALL,
+    FEATURES,
+    WEIGHTS,
+    answers_of,
+    assert_equal,
+)
 from tests.engine.moe_adapters import BOTH
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_followers")
@@ -241,7 +249,7 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     if shape.experts or shape.recurrent or request.param in LATENT:
         of_linears = {name: adapters[name] | {"bias": "lora_only"} for name in ("dora", "biases")}
         adapters = adapters | of_linears
-    return SavedFamily(checkpoint, folder, adapters)
+    return SavedFamily(checkpoint, folder, adapters | {"added": ADDED}, WEIGHTS)
 
 
 @pytest.fixture(scope="module")

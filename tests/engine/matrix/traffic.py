@@ -11,7 +11,7 @@ from lorikeet_engine.adapter_format import BaseShape, read_config
 from lorikeet_engine.request import EngineTimings, Tokens
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import Answers, build, greedy, load_adapters, prompt
-from tests.engine.matrix.reference import SavedFamily, StoredReference
+from tests.engine.matrix.reference import COMPOSITION, SavedFamily, StoredReference
 from tests.engine.matrix.storages import Storage
 
 # Names of linears of all families; those of delta nets are fused in Qwen3-Next.
@@ -60,6 +60,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "bias": "all",
     },
 }
+# Added to "head" in a composition; every family has o_proj.
+ADDED = {
+    "r": 4,
+    "lora_alpha": 6,
+    "target_modules": ["v_proj", "o_proj", "kv_b_proj"],
+    "use_rslora": True,
+}
+WEIGHTS = {"head": 0.75, "added": -0.5}
 GRAMMAR = "below 250, end under 1"
 TOKENS, TOKENS_ALONE = 30, 8  # of each answer
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": 24, "max_running": 24}
@@ -73,6 +81,7 @@ TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     ("rows", 30, None),
     ("dora", 21, None),
     ("biases", 14, None),
+    (COMPOSITION, 19, None),
     ("all_linears", 50, None),
     ("all_linears", 33, None),
     ("some_linears", 13, GRAMMAR),
@@ -100,6 +109,7 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
     "token_rows": lambda answer: answer.adapter == "rows",
     "dora": lambda answer: answer.adapter == "dora",
     "biases": lambda answer: answer.adapter == "biases",
+    "composition": lambda answer: answer.adapter == COMPOSITION,
     "chunked_prefill": lambda answer: answer.timings.steps > len(answer.tokens),
     "preemption": lambda answer: answer.timings.preemptions > 0,
     "prefix_hit": lambda answer: answer.timings.cached_tokens > 0,

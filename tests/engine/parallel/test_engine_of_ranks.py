@@ -52,7 +52,8 @@ def build(world: PeftWorld, cache: Path, ranks: int, **settings: Any) -> Engine:
 def largest_adapter_bytes(world: PeftWorld) -> int:
     """Bytes of the largest whole adapter: few parts of adapters fit, so they come and go."""
     shape = ModelConfig.from_folder(world.checkpoint).shape
-    blobs = [world.shelf.folder / ref.digest for ref in world.refs.values() if ref]
+    refs = [member for ref in world.refs.values() if ref for member in ref.members]
+    blobs = [world.shelf.folder / ref.digest for ref in refs]
     specs = [read_spec(blob, shape, _LIMITS) for blob in blobs]
     return 4 * max(PackedLayout.of(spec, shape).elements for spec in specs)
 
@@ -80,7 +81,10 @@ def ranks_and_world(request, tiny_checkpoints, tmp_path_factory, one_thread, for
     if name in MOE:
         adapters = {"attention": ATTENTION, **PARAMETERS, "head": HEAD}
         return ranks, MoeWorld(checkpoint, folder, adapters, TOKENS)
-    return ranks, PeftWorld(checkpoint, folder, {**LINEARS, "head": HEAD}, TOKENS)
+    adapters, composition = {**LINEARS, "head": HEAD}, {"rank4_qv": 1.5, "rank12_mlp": -0.5}
+    return ranks, PeftWorld(
+        checkpoint, folder, adapters, TOKENS, compositions={"composed": composition}
+    )
 
 
 @pytest.fixture(scope="module")

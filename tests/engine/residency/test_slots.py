@@ -75,6 +75,7 @@ def layout_of(*sizes: int) -> PackedLayout:
         head_rank=0,
         head_rows=0,
         changes_experts=False,
+        has_token_rows=False,
     )
 
 

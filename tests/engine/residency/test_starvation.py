@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Composition, Residency
 from lorikeet_engine.request import Failed, Request, SamplingParams
 from lorikeet_engine.residency import loader, tiers
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
@@ -55,9 +55,12 @@ class Rush:
         return self._refs[name]
 
     def submit(self, name: str, tokens: int = 8) -> str:
+        """Submit a request for an adapter, or for a composition, such as "a+b"."""
         request = f"{name} {len(self._open) + self.ended.total()} {self._steps}"
         sampling = SamplingParams(tokens, temperature=0.0, ignore_eos=True)
-        self.engine.submit(Request(request, ((7, 8, 9),), sampling, adapter=self.ref(name)))
+        refs = [self.ref(each) for each in name.split("+")]
+        adapter = refs[0] if len(refs) == 1 else Composition(tuple(refs), (1.0,) * len(refs))
+        self.engine.submit(Request(request, ((7, 8, 9),), sampling, adapter=adapter))
         self._open[request] = name
         return request
 
@@ -164,3 +167,25 @@ def test_newcomers_with_other_adapters_do_not_starve_a_waiting_one(rush, host):
         one.submit(f"n{newcomers}", tokens=4)
         for _ in range(3):
             one.step()
+
+
+@pytest.mark.parametrize("host", [100, 1])
+def test_leased_adapters_give_way_to_a_composition(rush, host):
+    one = busy_with(rush(gpu=2, host=host), "a", "b")
+    one.submit("c+d")
+    assert MAX_OVERTAKES // 2 < one.passed_until("c+d") < 3 * MAX_OVERTAKES
+
+
+@pytest.mark.parametrize("host", [100, 1])
+@pytest.mark.parametrize("names", [("a+b", "c+d"), ("a+b", "b+c", "c+a"), ("a+b+c", "d+e+f")])
+def test_compositions_that_need_each_others_memory_are_served_one_after_another(rush, names, host):
+    one = rush(gpu=len(names[0].split("+")), host=host)
+    for name in names:
+        one.submit(name)
+    one.passed_until(*names)
+
+
+def test_busy_compositions_give_way_to_one_another(rush):
+    one = busy_with(rush(gpu=3), "a+b", "b+c")
+    one.submit("d+e")
+    assert one.passed_until("d+e") < 3 * MAX_OVERTAKES

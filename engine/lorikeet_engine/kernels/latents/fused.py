@@ -11,6 +11,8 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms
+from lorikeet_engine.kernels.lora import composition
+from lorikeet_engine.kernels.lora.composition import ranks_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
@@ -107,6 +109,7 @@ def _add_adapters(
         x, out, weights.arena, weights.table, tiles.rows, weight.layer,
         weights.table.stride(0), weights.table.stride(1), *x.stride()[:2], *out.stride()[:2],
         weight.group.linears[0], heads, width, weight.plain, kv_rank, x.shape[2], out.shape[2],
+        *composition.operands(weights, tiles),
         of_outputs=of_outputs,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=both[0] != both[1] or x.device.type == "cpu",
@@ -290,6 +293,8 @@ def _add_low_rank(
     kv_rank: tl.constexpr,
     d_in: tl.constexpr,
     d_out: tl.constexpr,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     of_outputs: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
@@ -304,6 +309,7 @@ def _add_low_rank(
     arena, table: see LoraWeights. tiles: Tiles.rows. slot_stride, layer_stride: strides of table.
     linear: index of kv_b_proj in the table. heads, width, plain, kv_rank: see AbsorbedWeight; width
         is plain + values.
+    members, member_weights: see LoraWeights; None: a step without compositions.
     upcast, precision: whether to multiply in float32, and its precision.
     block: columns of x and of out at once.
     """
@@ -311,23 +317,42 @@ def _add_low_rank(
     if (length == 0) | (slot < 0):
         return
     head = tl.program_id(1)
-    entry = table + slot * slot_stride + layer * layer_stride + linear * 3
-    rank = tl.load(entry + 2).to(tl.int32)
-    a = arena + tl.multiple_of(tl.load(entry), 16)
-    b = arena + tl.multiple_of(tl.load(entry + 1), 16) + head * width
+    place = layer * layer_stride + linear * 3
+    entry = table + slot * slot_stride + place
     token, k, column = tl.arange(0, block_tokens), tl.arange(0, block_rank), tl.arange(0, block)
+    if members is not None:
+        rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, place, True, k, kv_rank, 0
+        )[2]
+    else:
+        rank = tl.load(entry + 2).to(tl.int32)
+        a = arena + tl.multiple_of(tl.load(entry), 16)
+        b = arena + tl.multiple_of(tl.load(entry + 1), 16) + head * width
     row, real = (start + token).to(tl.int64), (token < length)[:, None]
     x_tile = x + row[:, None] * x_token + head * x_head + column[None, :]
     out_tile = out + row[:, None] * out_token + head * out_head + column[None, :]
     for done in range(0, rank, block_rank):
         ranks = (done + k).to(tl.int64)
         live = ranks < rank
-        if of_outputs:
-            first = a + ranks * kv_rank
-            second = b + plain + ranks * (heads * width)
+        if members is not None:
+            a_ranks = ranks_at(
+                table, members, member_weights, slot, slot_stride, place, True, done + k, kv_rank, 0
+            )
+            b_begins = ranks_at(
+                table, members, member_weights, slot, slot_stride, place, True, done + k,
+                heads * width, 1,
+            )[0]  # fmt: skip
+            a_rows = arena + a_ranks[0]
+            b_rows = arena + b_begins + head * width
         else:
-            first = b + ranks * (heads * width)
-            second = a + ranks * kv_rank
+            a_rows = a + ranks * kv_rank
+            b_rows = b + ranks * (heads * width)
+        if of_outputs:
+            first = a_rows
+            second = b_rows + plain
+        else:
+            first = b_rows
+            second = a_rows
         total = tl.zeros((block_tokens, block_rank), tl.float32)
         for begin in range(0, d_in, block):
             inside = begin + column < d_in
@@ -341,6 +366,8 @@ def _add_low_rank(
                 inputs = inputs.to(tl.float32)
                 matrix = matrix.to(tl.float32)
             total = tl.dot(inputs, matrix, total, input_precision=precision)
+        if members is not None:
+            total *= a_ranks[1][None, :]
         shrunk = total.to(arena.dtype.element_ty)
         for begin in range(0, d_out, block):
             inside = begin + column < d_out

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms
+from lorikeet_engine.kernels.lora.reference import joined_a, joined_b, pieces
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
 from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
@@ -86,15 +87,11 @@ def _adapters(
     """
     if step is None:
         return
-    segments, arena, (linear,) = step.segments, step.weights.arena, weight.group.linears
+    weights, group = step.weights, weight.group
     heads, width, kv_rank = weight.rows.shape
-    entries = step.weights.table[segments.slots.long(), weight.layer, linear].tolist()
-    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), entries, strict=True)
-    for start, length, (a_start, b_start, rank) in runs:
-        if rank:
-            a = arena[a_start : a_start + rank * kv_rank].view(rank, kv_rank)
-            b = arena[b_start : b_start + rank * heads * width].view(rank, heads, width)
-            yield slice(start, start + length), a.float(), b.float()
+    for rows, _, parts in pieces(weights, step.segments, weight.layer, group):
+        b = joined_b(weights, parts, heads * width)
+        yield rows, joined_a(weights, parts, kv_rank), b.view(-1, heads, width)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,6 +4,6 @@
 `types`: operands; `reference`: the equations in pure torch, which run on the CPU.
 Triton kernels: `shrink` (A·x), `expand` (B·v, for v = A·x), `expand_act` (B·v inside a prefill's
 SiLU), `gather` (A·x of embeddings), `token_rows` (trained embedding and head rows), `expert_rows`
-(experts).
+(experts); `composition`: the ranks of several adapters as one adapter's.
 `tiles` and `tuning`: the kernels' work list and launch parameters.
 """

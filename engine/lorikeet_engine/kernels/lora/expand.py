@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora import composition
+from lorikeet_engine.kernels.lora.composition import ranks_at
 from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
@@ -47,6 +49,7 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
         shrunk.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
         *shrunk.vector_operands(),
+        *composition.operands(weights, tiles),
         widths=group.d_outs,
         add=add,
         after_shrink=early,
@@ -114,6 +117,8 @@ def _expand_few(
     vectors: tl.tensor,
     vectors_of_slot: tl.tensor,
     vectors_of_layer: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     widths: tl.constexpr,
     add: tl.constexpr,
     after_shrink: tl.constexpr,
@@ -130,6 +135,7 @@ def _expand_few(
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
     vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: see LoraWeights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -138,8 +144,15 @@ def _expand_few(
     if (length == 0) | (slot < 0):
         return
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out)
-    entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
-    rank = tl.load(entry + 2).to(tl.int32)
+    linear = layer * layer_stride + (first_linear + index) * 3
+    entry = table + slot * slot_stride + linear
+    k = tl.arange(0, block_rank)
+    if members is not None:
+        begins, _, rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, linear, True, k, width, 1
+        )
+    else:
+        rank = tl.load(entry + 2).to(tl.int32)
     if vectors is not None:
         own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear + index
         gains = tl.load(own)
@@ -149,8 +162,11 @@ def _expand_few(
         return
     column = offset + tl.arange(0, block_out)
     inside = column < width
-    k = tl.arange(0, block_rank)
-    b_tile = arena + tl.multiple_of(tl.load(entry + 1), 16) + k[:, None] * width + column[None, :]
+    if members is not None:
+        b_tile = arena + begins[:, None] + column[None, :]
+    else:
+        b_start = tl.multiple_of(tl.load(entry + 1), 16)
+        b_tile = arena + b_start + k[:, None] * width + column[None, :]
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     if after_shrink:
         tl.extra.cuda.gdc_wait()
@@ -165,9 +181,15 @@ def _expand_few(
     if more_ranks:
         for done in range(block_rank, rank, block_rank):
             left = rank - done
-            b = tl.load(
-                b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
-            )
+            if members is not None:
+                begins = ranks_at(
+                    table, members, member_weights, slot, slot_stride, linear, True, done + k,
+                    width, 1,
+                )[0]  # fmt: skip
+                next_tile = arena + begins[:, None] + column[None, :]
+            else:
+                next_tile = b_tile + done * width
+            b = tl.load(next_tile, mask=(k < left)[:, None] & inside[None, :], other=0.0)
             more, second_more = _two_products(
                 v_row + done, b, k, left, second - done, token_stride, part_stride, parts,
                 block_parts,
@@ -258,6 +280,8 @@ def _expand(
     vectors: tl.tensor,
     vectors_of_slot: tl.tensor,
     vectors_of_layer: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     widths: tl.constexpr,
     add: tl.constexpr,
     after_shrink: tl.constexpr,
@@ -277,6 +301,7 @@ def _expand(
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
     vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: see LoraWeights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -287,8 +312,15 @@ def _expand(
     if (length == 0) | (slot < 0):
         return
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out * blocks)
-    entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
-    rank = tl.load(entry + 2).to(tl.int32)
+    linear = layer * layer_stride + (first_linear + index) * 3
+    entry = table + slot * slot_stride + linear
+    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
+    if members is not None:
+        begins, _, rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, linear, True, k, width, 1
+        )
+    else:
+        rank = tl.load(entry + 2).to(tl.int32)
     if vectors is not None:
         own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear + index
         gains = tl.load(own)
@@ -296,8 +328,8 @@ def _expand(
             return
     elif add and rank == 0:
         return
-    b_start = tl.multiple_of(tl.load(entry + 1), 16)
-    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
+    if members is None:
+        b_start = tl.multiple_of(tl.load(entry + 1), 16)
     row, real = (start + token).to(tl.int64), token < length
     part_stride = len(widths) * rank_stride
     v_tile = v + row[:, None] * (parts * part_stride) + index * rank_stride + k[None, :]
@@ -308,9 +340,13 @@ def _expand(
     for block in tl.range(blocks, num_stages=2):
         column = offset + block * block_out + tl.arange(0, block_out)
         inside = column < width
-        b_tile = arena + b_start + k[:, None] * width + column[None, :]
+        if members is not None:
+            b_tile = arena + begins[:, None] + column[None, :]
+        else:
+            b_tile = arena + b_start + k[:, None] * width + column[None, :]
         total = multiply(
             first_ranks, v_tile, b_tile, real, inside, k, rank, width,
+            (arena, table, members, member_weights, slot, slot_stride, linear), column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         out = delta + row[:, None] * delta_stride + begin + column[None, :]
@@ -333,6 +369,8 @@ def multiply(
     k: tl.tensor,
     rank: tl.tensor,
     width: tl.tensor,
+    of_adapter: tl.tuple,
+    column: tl.tensor,
     parts: tl.tensor,
     part_stride: tl.tensor,
     block_parts: tl.constexpr,
@@ -346,16 +384,26 @@ def multiply(
     v_tile, b_tile: pointers to the first block of ranks of v and of B.
     real, inside: masks of the tokens and of the columns that exist.
     k: indices of the ranks in a block. width: elements from one rank to the next in B.
+    of_adapter: arena, table, members, member_weights, slot, slot_stride and linear, by which
+        composition.ranks_at finds further ranks of a composition.
+    column: indices of the columns.
     All other operands: see _expand.
     """
+    arena, table, members, member_weights, slot, slot_stride, linear = of_adapter
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     total = _dot(first_ranks, b, upcast)
     if more_ranks:
         for done in tl.range(block_rank, rank, block_rank, num_stages=1):
             left = rank - done
-            b = tl.load(
-                b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
-            )
+            if members is not None:
+                begins = ranks_at(
+                    table, members, member_weights, slot, slot_stride, linear, True, done + k,
+                    width, 1,
+                )[0]  # fmt: skip
+                next_tile = arena + begins[:, None] + column[None, :]
+            else:
+                next_tile = b_tile + done * width
+            b = tl.load(next_tile, mask=(k < left)[:, None] & inside[None, :], other=0.0)
             ranks = sum_parts(v_tile + done, real, k, left, parts, part_stride, block_parts)
             total += _dot(ranks, b, upcast)
     return total

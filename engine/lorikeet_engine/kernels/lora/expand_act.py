@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora import composition
+from lorikeet_engine.kernels.lora.composition import ranks_at
 from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, sum_parts, vectors_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
@@ -39,6 +41,7 @@ def expand_act_and_mul(
         x, y, v, weights.arena, weights.table, tiles.rows, shrunk.layer,
         weights.table.stride(0), weights.table.stride(1), x.stride(0), tiles.rank_stride,
         shrunk.group.linears[0], v.shape[1], *shrunk.vector_operands(),
+        *composition.operands(weights, tiles),
         width=width,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.device.type == "cpu",
@@ -81,6 +84,8 @@ def _expand_act_and_mul(
     vectors: tl.tensor,
     vectors_of_slot: tl.tensor,
     vectors_of_layer: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     width: tl.constexpr,
     upcast: tl.constexpr,
     block_tokens: tl.constexpr,
@@ -100,17 +105,26 @@ def _expand_act_and_mul(
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:
         return
-    entry = table + slot * slot_stride + layer * layer_stride + first_linear * 3
+    linear = layer * layer_stride + first_linear * 3
+    entry = table + slot * slot_stride + linear
     known = slot >= 0
-    gate_rank = tl.load(entry + 2, mask=known, other=0).to(tl.int32)
-    up_rank = tl.load(entry + 5, mask=known, other=0).to(tl.int32)
-    gate_b = arena + tl.multiple_of(tl.load(entry + 1, mask=known, other=0), 16)
-    up_b = arena + tl.multiple_of(tl.load(entry + 4, mask=known, other=0), 16)
+    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
+    if members is not None:
+        gate_begins, _, gate_rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, linear, known, k, width, 1
+        )
+        up_begins, _, up_rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, linear + 3, known, k, width, 1
+        )
+    else:
+        gate_rank = tl.load(entry + 2, mask=known, other=0).to(tl.int32)
+        up_rank = tl.load(entry + 5, mask=known, other=0).to(tl.int32)
+        gate_b = arena + tl.multiple_of(tl.load(entry + 1, mask=known, other=0), 16)
+        up_b = arena + tl.multiple_of(tl.load(entry + 4, mask=known, other=0), 16)
     if vectors is not None:
         own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear
         gate_vectors = tl.load(own, mask=known, other=-1)
         up_vectors = tl.load(own + 1, mask=known, other=-1)
-    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     row, real = (start + token).to(tl.int64), token < length
     part_stride = 2 * rank_stride
     gate_v = v + row[:, None] * (parts * part_stride) + k[None, :]
@@ -126,13 +140,20 @@ def _expand_act_and_mul(
         at = x + row[:, None] * x_stride + column[None, :]
         gates = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-        place = k[:, None] * width + column[None, :]
+        if members is not None:
+            gate_tile = arena + gate_begins[:, None] + column[None, :]
+            up_tile = arena + up_begins[:, None] + column[None, :]
+        else:
+            place = k[:, None] * width + column[None, :]
+            gate_tile, up_tile = gate_b + place, up_b + place
         gates += multiply(
-            gate_ranks, gate_v, gate_b + place, real, inside, k, gate_rank, width,
+            gate_ranks, gate_v, gate_tile, real, inside, k, gate_rank, width,
+            (arena, table, members, member_weights, slot, slot_stride, linear), column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         values += multiply(
-            up_ranks, up_v, up_b + place, real, inside, k, up_rank, width,
+            up_ranks, up_v, up_tile, real, inside, k, up_rank, width,
+            (arena, table, members, member_weights, slot, slot_stride, linear + 3), column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         if vectors is not None:

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora import composition
+from lorikeet_engine.kernels.lora.composition import MOST
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
 from lorikeet_engine.kernels.lora.token_rows import replace_rows
 from lorikeet_engine.kernels.lora.types import (
@@ -30,6 +32,8 @@ def gather(
 ) -> UnexpandedDelta:
     """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write trained embedding rows to y.
 
+    For a composition, v is multiplied by the weight of the rank's adapter.
+
     token_ids [tokens] int64
     y [tokens, hidden], each row contiguous: embeddings; y[t] is overwritten if t's adapter has a
       row for token_ids[t]
@@ -50,6 +54,7 @@ def gather(
             token_ids, weights.arena, weights.table, tiles.rows, v, y,
             layer, weights.table.stride(0), weights.table.stride(1), tiles.rank_stride,
             group.linears[0], rows.linears[0], y.stride(0), rows.d_in,
+            *composition.operands(weights, tiles),
             block_tokens=triton.next_power_of_2(tiles.config.tokens),
             block_rank=16,
             block_rows=32,
@@ -74,6 +79,8 @@ def _gather(
     rows_linear: tl.tensor,
     y_stride: tl.tensor,
     hidden: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     block_tokens: tl.constexpr,
     block_rank: tl.constexpr,
     block_rows: tl.constexpr,
@@ -87,6 +94,7 @@ def _gather(
     slot_stride, layer_stride: strides of the table.
     linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
     hidden: width of an embedding.
+    members, member_weights: see LoraWeights; None: a step without compositions.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
@@ -101,9 +109,41 @@ def _gather(
         of_layer + rows_linear * 3, arena, y + row[:, None] * y_stride, ids, real, hidden,
         block_tokens, block_rows, block_columns,
     )  # fmt: skip
-    a_rows = arena + tl.load(entry) + ids[:, None] * rank + k[None, :]
     v_rows = v + row[:, None] * rank_stride + k[None, :]
+    if members is not None:
+        for i in range(MOST):
+            member = tl.load(members + slot * MOST + i).to(tl.int64)
+            if member >= 0:
+                entry = table + member * slot_stride + layer * layer_stride + linear * 3
+                rank = tl.load(entry + 2).to(tl.int32)
+                weight = tl.load(member_weights + slot * MOST + i)
+                a_rows = arena + tl.load(entry) + ids[:, None] * rank + k[None, :]
+                _copy_ranks(a_rows, v_rows, real, k, rank, weight, block_rank)
+                v_rows += rank
+    else:
+        a_rows = arena + tl.load(entry) + ids[:, None] * rank + k[None, :]
+        _copy_ranks(a_rows, v_rows, real, k, rank, None, block_rank)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_ranks(
+    a_rows: tl.tensor,
+    v_rows: tl.tensor,
+    real: tl.tensor,
+    k: tl.tensor,
+    rank: tl.tensor,
+    weight: tl.tensor,
+    block_rank: tl.constexpr,
+) -> None:
+    """Copy an adapter's column of A for each token to v, some ranks at a time.
+
+    a_rows, v_rows: pointers to the first ranks of each token's column, and of its row of v.
+    real: mask of the tokens that exist. k: indices of the ranks. rank: number of ranks.
+    weight: multiplies the ranks; None: 1.
+    """
     for done in range(0, rank, block_rank):
         inside = real[:, None] & (k < rank - done)[None, :]
-        values = tl.load(a_rows + done, mask=inside, other=0.0)
-        tl.store(v_rows + done, values.to(tl.float32), mask=inside)
+        values = tl.load(a_rows + done, mask=inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            values *= weight
+        tl.store(v_rows + done, values, mask=inside)

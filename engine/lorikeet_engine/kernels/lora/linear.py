@@ -296,7 +296,8 @@ def replace_logits(
     if y.device.type != "cuda":
         reference.replace_logits(y, x, weights, segments, layer, group)
         return
-    most = replace(segments, max_rank=MAX_TOKENS)  # the only value that warm-up compiles for
+    # no other value is compiled in warm-up; compositions have no rows
+    most = replace(segments, max_rank=MAX_TOKENS, composed=False)
     tiles = _cuda("lora.tiles").list_tiles(most, len(x))
     made: UnexpandedDelta = _cuda("lora.shrink").shrink(x, weights, tiles, layer, group)
     _cuda("lora.token_rows").place_logits(made, y)

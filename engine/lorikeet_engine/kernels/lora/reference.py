@@ -3,6 +3,9 @@
 These functions also serve requests on CPUs, so they loop over segments, never over tokens.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
@@ -71,10 +74,15 @@ def add_embedding_lora(
 
     Sums are float32; y is rounded once.
     """
-    for rows, _, a_start, b_start, rank in _pieces(weights, segments, layer, group):
-        a = weights.arena[a_start : a_start + rank * group.d_in].view(group.d_in, rank)
-        b = weights.arena[b_start : b_start + rank * group.d_outs[0]].view(rank, -1)
-        y[rows] += a[token_ids[rows]].float() @ b.float()
+    for rows, _, parts in pieces(weights, segments, layer, group):
+        taken = [
+            weights.arena[part.a : part.a + part.rank * group.d_in]
+            .view(-1, part.rank)[token_ids[rows]]
+            .float()
+            * part.weight
+            for part in parts
+        ]
+        y[rows] += torch.cat(taken, 1) @ joined_b(weights, parts, group.d_outs[0])
 
 
 def replace_embeddings(
@@ -93,9 +101,9 @@ def replace_embeddings(
 
     y is changed in place.
     """
-    for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
-        found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
-        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
+    for rows, _, (part,) in pieces(weights, segments, layer, group):
+        found = token_ids[rows, None] == _ids(weights, part)  # [tokens, count]
+        values = weights.arena[part.a : part.a + part.rank * group.d_in].view(part.rank, -1)
         replaced = found.any(1)
         y[rows][replaced] = values[found[replaced].int().argmax(1)].to(y.dtype)
 
@@ -118,10 +126,9 @@ def replace_logits(
 
     Sums are float32, rounded once.
     """
-    for rows, _, a_start, b_start, count in _pieces(weights, segments, layer, group):
-        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
-        made = x[rows].float() @ values.float().T
-        y[rows][:, _ids(weights, b_start, count)] = made.to(y.dtype)
+    for rows, _, (part,) in pieces(weights, segments, layer, group):
+        made = x[rows].float() @ joined_a(weights, [part], group.d_in).T
+        y[rows][:, _ids(weights, part)] = made.to(y.dtype)
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
@@ -176,11 +183,11 @@ def shrink(
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
     v = x.new_zeros((x.shape[0], len(group.linears), segments.max_rank), dtype=torch.float32)
-    for rows, s, a_start, _, rank in _pieces(weights, segments, layer, group):
-        if rank > segments.max_rank:
-            raise ShapeError(f"an adapter of rank {rank} with max_rank={segments.max_rank}")
-        a = weights.arena[a_start : a_start + rank * group.d_in].view(rank, group.d_in)
-        v[rows, s, :rank] = x[rows].float() @ a.float().T
+    for rows, s, parts in pieces(weights, segments, layer, group):
+        a = joined_a(weights, parts, group.d_in)
+        if len(a) > segments.max_rank:
+            raise ShapeError(f"an adapter of rank {len(a)} with max_rank={segments.max_rank}")
+        v[rows, s, : len(a)] = x[rows].float() @ a.T
     return v
 
 
@@ -204,35 +211,79 @@ def expand(
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
     if v.shape != (y.shape[0], len(group.linears), segments.max_rank):
         raise ShapeError(f"v has shape {tuple(v.shape)}, which does not fit y and the segments")
-    for rows, s, _, b_start, rank in _pieces(weights, segments, layer, group):
+    for rows, s, parts in pieces(weights, segments, layer, group):
         d_out, column = group.d_outs[s], sum(group.d_outs[:s])
-        b = weights.arena[b_start : b_start + rank * d_out].view(rank, d_out)
-        y[rows, column : column + d_out] += v[rows, s, :rank] @ b.float()
+        b = joined_b(weights, parts, d_out)
+        y[rows, column : column + d_out] += v[rows, s, : len(b)] @ b
 
 
-def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
+class Part(NamedTuple):
+    """One adapter's matrices of a linear: the elements of the arena at which A and B begin, the
+    rank, and the adapter's weight.
+    """
+
+    a: int
+    b: int
+    rank: int
+    weight: float
+
+
+def pieces(
+    weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+) -> Iterator[tuple[slice, int, list[Part]]]:
+    """Yield the LoRA work of a fused linear, one entry for each segment and linear of rank above 0.
+
+    An entry is (the segment's tokens, index of the linear in the group, matrices of each adapter of
+    the segment that changes the linear).
+    """
+    linears, of_segments = list(group.linears), _adapters(weights, segments)
+    slots = [slot for adapters in of_segments for slot, _ in adapters]
+    entries = iter(weights.table[slots, layer][:, linears].tolist())
+    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), of_segments, strict=True)
+    for start, length, adapters in runs:
+        places = [next(entries) for _ in adapters]
+        for s in range(len(linears)):
+            entries_of = [
+                (*at[s], weight) for at, (_, weight) in zip(places, adapters, strict=True)
+            ]
+            parts = [Part(a, b, rank, weight) for a, b, rank, weight in entries_of if rank]
+            if parts:
+                yield slice(start, start + length), s, parts
+
+
+def joined_a(weights: LoraWeights, parts: list[Part], d_in: int) -> torch.Tensor:
+    """Return A of these parts, times their weights, one behind the other → [rank, d_in] float32."""
+    each = [(weights.arena[p.a : p.a + p.rank * d_in].view(-1, d_in).float(), p) for p in parts]
+    return _joined([a if part.weight == 1 else part.weight * a for a, part in each])
+
+
+def joined_b(weights: LoraWeights, parts: list[Part], d_out: int) -> torch.Tensor:
+    """Return the transposed B of these parts, one behind the other → [rank, d_out] float32."""
+    each = [weights.arena[p.b : p.b + p.rank * d_out] for p in parts]
+    return _joined([b.view(-1, d_out).float() for b in each])
+
+
+def _joined(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _ids(weights: LoraWeights, part: Part) -> torch.Tensor:
     """Read the ids of an adapter's trained tokens from the arena → [count] int64.
 
-    start: element of the arena at which the ids begin, three base-256 digits each.
+    part: the trained rows, whose B holds the ids, three base-256 digits each.
     """
-    digits = weights.arena[start : start + 3 * count].view(count, 3).long()
+    digits = weights.arena[part.b : part.b + 3 * part.rank].view(-1, 3).long()
     return digits[:, 0] + (digits[:, 1] << 8) + (digits[:, 2] << 16)
 
 
-def _pieces(
-    weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
-) -> list[tuple[slice, int, int, int, int]]:
-    """List the LoRA work of a fused linear, one entry for each segment and linear of rank above 0.
-
-    An entry is (the segment's tokens, index of the linear in the group, element of the arena at
-    which A starts, element at which B starts, rank).
-    """
-    linears = list(group.linears)
-    table = weights.table[segments.slots.long(), layer][:, linears].tolist()
-    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)
-    return [
-        (slice(start, start + length), s, a_start, b_start, rank)
-        for start, length, linear_rows in runs
-        for s, (a_start, b_start, rank) in enumerate(linear_rows)
-        if rank > 0
-    ]
+def _adapters(weights: LoraWeights, segments: Segments) -> list[list[tuple[int, float]]]:
+    """List the slots and weights of each segment's adapters: several in a composition."""
+    slots = segments.slots.tolist()
+    if not segments.composed:
+        return [[(slot, 1.0)] for slot in slots]
+    assert weights.members is not None, "segments of compositions without their members"
+    assert weights.member_weights is not None, "members without weights"
+    pairs = zip(
+        weights.members[slots].tolist(), weights.member_weights[slots].tolist(), strict=True
+    )
+    return [[(p, w) for p, w in zip(*pair, strict=True) if p >= 0] for pair in pairs]

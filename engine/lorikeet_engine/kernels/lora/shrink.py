@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora import composition
+from lorikeet_engine.kernels.lora.composition import ranks_at
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.types import (
     LoraGroup,
@@ -26,7 +28,8 @@ def shrink(
 ) -> UnexpandedDelta:
     """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter.
 
-    p is a part of d_in, k a rank, and s a slice: one of the fused linears, such as q in qkv.
+    p is a part of d_in, k a rank, and s a slice: one of the fused linears, such as q in qkv. For a
+    composition, v is multiplied by the weight of the rank's adapter.
 
     x [tokens, d_in]
     A(t, s) [rank, d_in]
@@ -56,6 +59,7 @@ def shrink(
         x, weights.arena, weights.table, tiles.rows, v,
         layer, weights.table.stride(0), weights.table.stride(1), x.stride(0), stride,
         group.linears[0], slices, group.d_in, split,
+        *composition.operands(weights, tiles),
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.dtype != weights.arena.dtype or x.device.type == "cpu",
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
@@ -87,6 +91,8 @@ def _shrink(
     slices: tl.tensor,
     d_in: tl.tensor,
     split: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
     upcast: tl.constexpr,
     precision: tl.constexpr,
     early_expand: tl.constexpr,
@@ -106,6 +112,7 @@ def _shrink(
     x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    members, member_weights: see LoraWeights; None: a step without compositions.
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
@@ -122,8 +129,30 @@ def _shrink(
     begin = tl.program_id(0) * split
     x_tile = x + row[:, None] * x_stride
     v_tile = v + (row[:, None] * tl.num_programs(0) + tl.program_id(0)) * (slices * rank_stride)
-    entry = table + slot * slot_stride + layer * layer_stride + first_linear * 3
-    if one_slice:
+    linear = layer * layer_stride + first_linear * 3
+    entry = table + slot * slot_stride + linear
+    if members is not None:
+        if one_slice:
+            blocks = tl.cdiv(rank_stride, wide_columns)
+            index = tl.program_id(1) // blocks
+            k = (tl.program_id(1) - index * blocks) * wide_columns + tl.arange(0, wide_columns)
+            known = index < slices
+        else:
+            column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+            index, k = column // rank_stride, column % rank_stride
+            known = index < slices
+        begins, weight, rank = ranks_at(
+            table, members, member_weights, slot, slot_stride, linear + index * 3, known, k, d_in, 0
+        )
+        live = k < rank
+        if tl.max(live.to(tl.int32), 0) == 0:
+            return
+        _shrink_block(
+            x_tile, arena + begins, v_tile + (index * rank_stride + k)[None, :], real, live, weight,
+            begin, split, d_in, upcast, precision, block_tokens,
+            wide_columns if one_slice else block_columns, block_in, stages,
+        )  # fmt: skip
+    elif one_slice:
         blocks = tl.cdiv(rank_stride, wide_columns)
         index = tl.program_id(1) // blocks
         first = (tl.program_id(1) - index * blocks) * wide_columns
@@ -159,7 +188,7 @@ def _shrink(
             return
         a = arena + tl.multiple_of(tl.load(entry + index * 3, mask=known, other=0), 16)
         _shrink_block(
-            x_tile, a + k.to(tl.int64) * d_in, v_tile + column[None, :], real, live,
+            x_tile, a + k.to(tl.int64) * d_in, v_tile + column[None, :], real, live, None,
             begin, split, d_in, upcast, precision, block_tokens, block_columns, block_in, stages,
         )  # fmt: skip
 
@@ -191,7 +220,7 @@ def _shrink_ranks(
     """
     k = first + tl.arange(0, block_columns)
     _shrink_block(
-        x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,
+        x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank, None,
         begin, split, d_in, upcast, precision, block_tokens, block_columns, block_in, stages,
     )  # fmt: skip
 
@@ -203,6 +232,7 @@ def _shrink_block(
     out: tl.tensor,
     real: tl.tensor,
     live: tl.tensor,
+    weight: tl.tensor,
     begin: tl.tensor,
     split: tl.tensor,
     d_in: tl.tensor,
@@ -219,6 +249,7 @@ def _shrink_block(
     out: pointers to the results [tokens, rows of A].
     real: mask of the tile's tokens that exist.
     live: mask of the rows of A below the adapter's rank.
+    weight: multiplies the result of each row of A; None: 1.
     begin, split: first input of the part, and the number of its inputs.
     All other operands: see _shrink.
     """
@@ -234,4 +265,6 @@ def _shrink_block(
             hidden = hidden.to(tl.float32)
             a = a.to(tl.float32)
         total = tl.dot(hidden, a, total, input_precision=precision)  # [tokens, columns]
+    if weight is not None:
+        total *= weight[None, :]
     tl.store(out, total, mask=real[:, None] & live[None, :])

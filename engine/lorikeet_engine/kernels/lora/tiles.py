@@ -29,6 +29,7 @@ class Tiles:
     tokens [1] int32: number of tokens with an adapter, which come first in the step.
     segments: number of segments, including those of length 0.
     max_rank: upper bound of the adapters' ranks.
+    composed: whether some slot may be a composition's.
     """
 
     rows: torch.Tensor
@@ -37,6 +38,7 @@ class Tiles:
     max_rank: int
     regime: Regime
     config: LaunchConfig
+    composed: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,7 +75,7 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
         segments.slots, segments.starts, segments.lengths, rows, total,
         count, tokens, capacity, config.tokens, block=_BLOCK,
     )  # fmt: skip
-    return Tiles(rows, total, count, segments.max_rank, regime, config)
+    return Tiles(rows, total, count, segments.max_rank, regime, config, segments.composed)
 
 
 def launches_early(tiles: Tiles, device: torch.device) -> bool:

@@ -28,11 +28,19 @@ class LoraWeights:
         vectors begin in the arena, at a multiple of 16 elements; −1: it has none. They are gain
         [d_out], then bias [d_out]: the linear's output, LoRA included, becomes
         (1 + gain) · y + bias. None: no adapter has vectors.
+
+    members [slots, MAX_MEMBERS] int32: slots of the adapters that each slot adds up, then −1s. The
+        last slots are those of compositions, whose rows of the table are 0: the ranks of their
+        adapters follow one another as if they were one adapter's. A slot that holds an adapter has
+        itself as its only member. None: there are no compositions.
+    member_weights [slots, MAX_MEMBERS] float32: the weight of each member.
     """
 
     arena: torch.Tensor
     table: torch.Tensor
     vectors: torch.Tensor | None = None
+    members: torch.Tensor | None = None
+    member_weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class Segments:
     max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
     has_vectors: whether some adapter may have vectors (LoraWeights.vectors).
+    composed: whether some slot may be a composition's (LoraWeights.members).
 
     All tensors are contiguous and on the device that runs the step.
     """
@@ -75,6 +84,7 @@ class Segments:
     max_rows: int = 0
     changes_experts: bool = True
     has_vectors: bool = False
+    composed: bool = False
 
     def __len__(self) -> int:
         return self.slots.numel()

@@ -3,5 +3,6 @@
 `adapters` decides which adapters are on the GPU, and leases them; `slot_usage` measures for how
 long each tenant leases them. `slots` computes where images lie, `arena` holds the memory, moves
 images and starts copies, and `image_copies` limits the rate of copies and waits for them.
-`rank_arenas` repeats the arena's operations on all GPUs of a tensor parallel replica.
+`compositions` leases several adapters at once. `rank_arenas` repeats the arena's operations on all
+GPUs of a tensor parallel replica.
 """

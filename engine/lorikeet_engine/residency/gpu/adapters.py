@@ -97,8 +97,10 @@ class Lease:
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
     has_vectors: whether linears have vectors (LoraWeights.vectors).
+    composed: whether the slot is a composition's: never.
     """
 
+    composed = False
     __slots__ = (
         *("_adapter", "_ended", "_on_release"),
         *("changes_experts", "has_vectors", "head_rank", "head_rows", "rank", "slot"),
@@ -258,6 +260,13 @@ class GpuAdapters:
             adapter.guarded_until_s = self._clock() + GUARD_S
             self._held[digest] = adapter
         return adapter is not None
+
+    def guard_until(self, digest: str, end_s: float) -> None:
+        """Protect an adapter from eviction until a time, if it is on the GPU."""
+        adapter = self._adapters.get(digest)
+        if adapter is not None:
+            adapter.guarded_until_s = end_s
+            self._held[digest] = adapter
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; return None if it cannot be leased now.

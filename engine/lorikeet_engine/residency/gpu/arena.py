@@ -2,6 +2,7 @@
 
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
     table  [slot, layer, module] → offsets of A and B in the arena, and the rank; of vectors
+    members [slot] → the slot itself, or the slots of a composition's adapters
 
 slots.py computes the places of images; this module writes and moves the images. Copies from the
 host run on a stream of their own:
@@ -40,12 +41,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.adapter import MAX_MEMBERS
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.checksums import word_sum
 from lorikeet_engine.residency.gpu.image_copies import ImageCopy, PacedCopy, sum_of
 
+MAX_COMPOSITIONS = 128
+"""Largest number of different compositions that are leased at once."""
 # Elements of the buffer for moves whose ranges overlap.
 _MOVE_ELEMENTS = 4 << 20
 
@@ -75,6 +79,18 @@ class WriteRow:
     slot: int
     row: npt.NDArray[np.int64]
     vectors: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteMembers:
+    """Command to write the slots and weights of a composition's adapters.
+
+    slot: the composition's slot.
+    """
+
+    slot: int
+    members: tuple[int, ...]
+    weights: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +127,7 @@ class Compact:
     rows: tuple[WriteRow, ...]
 
 
-Command = WriteRow | ReadsEnd | ClearRow | Compact
+Command = WriteRow | WriteMembers | ReadsEnd | ClearRow | Compact
 """Command to an arena.
 
 Contains no tensors, so that other processes with arenas of the same layout can repeat it.
@@ -178,6 +194,8 @@ class DeviceArena:
                     assert places is not None, "vectors without a table of them"
                     places[slot].copy_(upload(vectors, table.device))
                     self._with_vectors.add(slot)
+            case WriteMembers(slot, members, member_weights):
+                self._write_members(slot, members, member_weights)
             case ReadsEnd(slot):
                 self._note_reads(slot)
             case ClearRow(slot):
@@ -193,6 +211,18 @@ class DeviceArena:
                         self._move(move)
                     for written in rows:
                         self._run(written)
+
+    def _write_members(
+        self, slot: int, members: tuple[int, ...], weights: tuple[float, ...]
+    ) -> None:
+        of_slots, of_weights = self.weights.members, self.weights.member_weights
+        assert of_slots is not None, "members without a table of them"
+        assert of_weights is not None, "members without weights"
+        unused = MAX_MEMBERS - len(members)
+        slots = np.array([*members, *[-1] * unused], np.int32)
+        each = np.array([*weights, *[0.0] * unused], np.float32)
+        of_slots[slot].copy_(upload(slots, of_slots.device))
+        of_weights[slot].copy_(upload(each, of_weights.device))
 
     def _note_reads(self, slot: int) -> None:
         if self._copying is not None:
@@ -230,11 +260,16 @@ def allocate_weights(
     """Allocate an empty arena and empty tables for adapters.
 
     gpu_bytes: size of the arena.
-    slots: number of adapters that the table has rows for.
+    slots: number of adapters that the table has rows for, besides MAX_COMPOSITIONS compositions.
     """
+    slots += MAX_COMPOSITIONS
     table = slots, shape.layers + 1, len(shape.modules)
+    members = torch.full((slots, MAX_MEMBERS), -1, dtype=torch.int32)
+    members[:, 0] = torch.arange(slots)
     return LoraWeights(
         torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
         torch.zeros((*table, 3), dtype=torch.int64, device=device),
         torch.full(table, -1, dtype=torch.int64, device=device),
+        members.to(device),
+        torch.ones((slots, MAX_MEMBERS), dtype=torch.float32, device=device),
     )

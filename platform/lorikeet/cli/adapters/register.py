@@ -8,7 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.chat_template import template_digest
-from lorikeet.cli.adapters.list_and_show import show_defaults, show_ranks, show_touched
+from lorikeet.cli.adapters.list_and_show import (
+    show_defaults,
+    show_invocation,
+    show_ranks,
+    show_touched,
+)
 from lorikeet.cli.adapters.request_defaults import (
     ChatTemplate,
     DefaultsOptions,
@@ -199,9 +204,11 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
         f" {show_size(answer['size_bytes'])}, rank {show_ranks(answer)},"
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
-        f"changes {show_touched(answer)}\n"
-        f"digest {answer['digest']}"
+        f"changes {show_touched(answer)}"
     )
+    for line in show_invocation(answer):
+        print_line(line)
+    print_line(f"digest {answer['digest']}")
     if answer["defaults"] is not None:
         print_line(f"has its own {show_defaults(answer['defaults'])}")
     if "smoke" in answer:

@@ -71,10 +71,18 @@ def _summary(found: Json) -> Iterator[str]:
     came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     yield _plain(found["request"])
     yield f"Received {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
-    if found["adapter"]:
+    if found["adapters"]:
+        yield f"Asked for {_plain(found['model'])}: {len(found['adapters'])} adapters added up"
+        yield from map(_member, found["adapters"])
+    elif found["adapter"]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
     elif found["model"]:
         yield f"Asked for {_plain(found['model'])}"
+    if found["invoked"] is False:
+        yield (
+            "[yellow]The prompt does not have the adapter's invocation tokens: the base model "
+            "computed the answer[/yellow]"
+        )
     if found["base_quantization"]:
         yield f"Base model {_plain(found['base_model'])}, weights {found['base_quantization']}"
     if found["base_warning"]:
@@ -89,13 +97,22 @@ def _summary(found: Json) -> Iterator[str]:
         yield f"Its answer went on at another replica: {reasons}"
     if found["residency"]:
         waited = "" if found["load_ms"] is None else f"; it waited {_ms(found['load_ms'])} for it"
-        yield f"Its adapter was on tier {found['residency']} when it came{waited}"
+        farthest = "farthest " if found["adapters"] else ""
+        yield f"Its {farthest}adapter was on tier {found['residency']} when it came{waited}"
     tokens = found["tokens"]
     if tokens and any(tokens.values()):  # pushes and look-ups have none
         yield (
             f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached,"
             f" {tokens['output']} out; {found['preemptions']} preemptions"
         )
+
+
+def _member(each: Json) -> str:
+    """Describe an adapter of a composition: its weight, digest and wait."""
+    told = f"  {each['weight']:g} · {each['adapter']}, {each['digest'][:12]}"
+    if each["residency"] is None:
+        return told
+    return f"{told}: on tier {each['residency']}, waited {_ms(each['load_ms'])}"
 
 
 def _ending(found: Json) -> str:

@@ -54,6 +54,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "touches": None if version.touches is None else asdict(version.touches),
         "base_model": version.base_model,
         "trained_on": version.trained_on,
+        "invocation_tokens": list(version.invocation_tokens),
         "created": version.created,
         "retired": version.retired,
         "aliases": list(adapter.aliases_of(version.version)),

@@ -5,12 +5,13 @@ named, unless its value has no effect (no_ops.py).
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.fields import (
     INT32,
     MAX_CHOICES,
@@ -27,9 +28,10 @@ from lorikeet.gateway.apis.fields import (
 from lorikeet.gateway.apis.no_ops import STREAM_OPTIONS_NO_OPS
 from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
-from lorikeet.gateway.auth import Caller, ResolvedModel
+from lorikeet.gateway.auth import Caller, NamedAdapters, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call
+from lorikeet_engine.adapter import MAX_MEMBERS, MAX_WEIGHT
 from lorikeet_engine.request import (
     MAX_PROMPT_LOGPROBS,
     LogprobsMode,
@@ -37,6 +39,8 @@ from lorikeet_engine.request import (
     SchedulingParams,
 )
 
+MAX_MODEL_LENGTH = 2048
+"""Limit on the characters of `model`, which may name MAX_MEMBERS adapters."""
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
@@ -67,7 +71,27 @@ class CallContext(NamedTuple):
 class ApiRequest(Body):
     """Request that generates or counts tokens, of any API."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_LENGTH)]
+
+    def named_adapters(self, base_models: Collection[str]) -> NamedAdapters | None:
+        """Return the names and weights of the adapters that the request composes; None if `model`
+        names one model.
+
+        Names in `model`, joined by +, have the weight 1.
+
+        base_models: names of the served base models, which may contain +.
+
+        Raises InvalidInput for more than MAX_MEMBERS names.
+        """
+        if "+" not in self.model or self.model in base_models:
+            return None
+        names = self.model.split("+")
+        if len(names) > MAX_MEMBERS or not all(names):
+            raise InvalidInput(
+                f"model={self.model[:80]!r}: want 2 to {MAX_MEMBERS} adapters joined by +",
+                param="model",
+            )
+        return [(name, 1.0) for name in names]
 
     def with_sampling_defaults(self, defaults: Mapping[str, float]) -> Self:
         """Return the request with defaults for the fields that it leaves out.
@@ -173,10 +197,27 @@ class SampledRequest(OpenAIRequest):
 _SAMPLED = SampledRequest.model_fields.keys() - OpenAIRequest.model_fields.keys()
 
 
+class WeightedAdapter(Body):
+    """Adapter among several that a request adds up.
+
+    name: name of the adapter, as in `model`.
+    weight: factor of what the adapter adds to each linear.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^+]*$")]
+    weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+
+
 class GenerateRequest(StructuredFields, SampledRequest):
     """Fields common to chats and completions, including vLLM's fields for structured outputs
     (StructuredFields).
+
+    adapters: adapters to add up; `model` then names their base model.
     """
+
+    adapters: (
+        Annotated[list[WeightedAdapter], Field(min_length=1, max_length=MAX_MEMBERS)] | None
+    ) = None
 
     max_tokens: Tokens | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -190,6 +231,24 @@ class GenerateRequest(StructuredFields, SampledRequest):
         if self.prompt_logprobs is not None and self.stream:
             raise misfit("prompt_logprobs", "want stream to be false with it")
         return self
+
+    def named_adapters(self, base_models: Collection[str]) -> NamedAdapters | None:
+        """Return the names and weights in `adapters` or, without it, in `model`; None if `model`
+        names one model.
+
+        base_models: names of the served base models.
+
+        Raises InvalidInput for `adapters` with a model that is no base model, and for more than
+        MAX_MEMBERS names.
+        """
+        if self.adapters is None:
+            return super().named_adapters(base_models)
+        if self.model not in base_models:
+            raise InvalidInput(
+                f"model={self.model[:80]!r}: with adapters, want the name of their base model",
+                param="model",
+            )
+        return [(each.name, each.weight) for each in self.adapters]
 
     def output_limit(self) -> int | None:
         """Return max_tokens; None: a choice may fill the rest of the model's context."""

@@ -178,6 +178,7 @@ def _pushing() -> dict[str, Any]:
             _query("wait", "", "state to wait for: none, ready or durable; else ready"),
             _query("lifetime_s", "", "seconds until it expires, never durable, 1 to 86400"),
             _query("keep", "", "with lifetime_s: number of newest expiring versions kept, 1 to 15"),
+            _query("defaults_of", "", "version or alias with the request defaults that it gets"),
             _query("timeout_s", "", "seconds to wait for that state, 0 to 600; else 60"),
         ],
         "requestBody": {

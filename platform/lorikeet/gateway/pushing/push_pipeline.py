@@ -161,6 +161,7 @@ class PushPipeline:
                 tenant,
                 name,
                 version.facts,
+                defaults=version.defaults,
                 since=version.seq,
             )
         )
@@ -248,7 +249,8 @@ class PushPipeline:
         ]
         for push in pushes:
             push.set_lifetime(0.0)
-        while not all(push.ended.is_set() for push in pushes):
+        # A push of the same blob without a lifetime may join one meanwhile, which then stays.
+        while any(push.ends_s is not None and not push.ended.is_set() for push in pushes):
             await asyncio.sleep(_AGAIN_S)
         keys = [each.key for each in self.pushed.of(tenant, name) if each.expires is not None]
         for key in keys:
@@ -273,12 +275,12 @@ class PushPipeline:
 
         Returns the version if replicas may hold it and the store lacks it, else None.
         """
-        tenant, name, digest = key = push.version.key
+        tenant, name, _ = key = push.version.key
         ref: AdapterRef | None = None
         keeping: asyncio.Task[None] | None = None
         self.pushed.carry(key)
         try:
-            ref = AdapterRef(tenant, name, await self._number(push.version), digest)
+            ref = push.version.facts.ref(tenant, name, await self._number(push.version))
             keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
@@ -380,7 +382,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.registered(version.facts.digest, None)
+        held = record and record.registered(version.facts.digest, version.defaults)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
@@ -413,6 +415,7 @@ class PushPipeline:
             name,
             push.blob,
             push.version.facts,
+            defaults=push.version.defaults,
             alias=self.pushed.alias_of(push.version),
             since=push.version.seq,
             actor=push.version.actor,

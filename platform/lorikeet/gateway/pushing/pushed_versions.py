@@ -13,6 +13,7 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
+from lorikeet.request_defaults import RequestDefaults
 
 FORGOTTEN_S = 20.0
 """Seconds without an announcement after which a version is forgotten. One announcement can take
@@ -42,6 +43,7 @@ class PushedVersion:
     left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
         is None.
     actor: id of the key that pushed the version.
+    defaults: the version's own request defaults; None: the base model's.
     """
 
     tenant: str
@@ -54,6 +56,7 @@ class PushedVersion:
     seq: int | None = None
     left_s: float | None = None
     actor: str = ""
+    defaults: RequestDefaults | None = None
 
     @property
     def key(self) -> Key:
@@ -208,7 +211,10 @@ class PushedVersions:
                 continue
             version = self._with_alias(version, log, landed)
             try:
-                changes = register(state, tenant, name, version.facts, alias=version.alias)
+                facts, defaults = version.facts, version.defaults
+                changes = register(
+                    state, tenant, name, facts, defaults=defaults, alias=version.alias
+                )
             except LorikeetError:  # over the tenant's limits: the gateway of the push reports that
                 continue
             if changes:  # possibly only the alias

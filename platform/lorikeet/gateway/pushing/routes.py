@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from lorikeet.catalog.names import check_alias, check_digest, check_name
+from lorikeet.catalog.names import check_alias, check_digest, check_name, check_selector
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
@@ -65,6 +65,8 @@ class PushQuery(BaseModel):
     wait: state that the response waits for, at most timeout_s seconds.
     lifetime_s: seconds until the version expires. A version with a lifetime never becomes durable.
     keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
+    defaults_of: alias or number of the adapter's version whose own request defaults the version
+        gets; None: the base model's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -74,6 +76,7 @@ class PushQuery(BaseModel):
     timeout_s: Annotated[float, Field(ge=0, le=600)] = 60.0
     lifetime_s: Annotated[float, Field(ge=1, le=LONGEST_LIFE_S)] | None = None
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
+    defaults_of: str | None = None
 
     def check(self) -> None:
         """Raise InvalidInput if the alias is invalid or two of the query's fields exclude each
@@ -81,6 +84,8 @@ class PushQuery(BaseModel):
         """
         if self.alias is not None:
             check_alias(self.alias)
+        if self.defaults_of is not None:
+            check_selector(self.defaults_of)
         if self.keep is not None and self.lifetime_s is None:
             raise InvalidInput("keep: is for versions with a lifetime_s", param="keep")
         if self.wait == "durable" and self.lifetime_s is not None:
@@ -105,12 +110,14 @@ class PushRequest(NamedTuple):
 
     name: name of the adapter.
     digest: SHA-256 that the body must have.
+    like: version whose own request defaults the version gets; None: the base model's.
     """
 
     pusher: AdmittedPusher
     name: str
     digest: str
     query: PushQuery
+    like: VersionRecord | None = None
 
     def registration(self) -> RegistrationRequest:
         """Return the RegistrationRequest used to check the pushed blob."""
@@ -122,7 +129,16 @@ class PushRequest(NamedTuple):
         """Return the version to push.
 
         facts: facts about the version's blob, from the check of the blob.
+
+        Raises InvalidAdapter if `like` has another base model.
         """
+        like = self.like
+        if like is not None and like.base_model != facts.base_model:
+            raise InvalidAdapter(
+                f"defaults_of: version {like.version} is of {like.base_model}, and this one of "
+                f"{facts.base_model}: leave defaults_of out",
+                param="defaults_of",
+            )
         (owner, key), now, query = self.pusher.caller, time.time(), self.query
         expires = None if query.lifetime_s is None else now + query.lifetime_s
         return PushedVersion(
@@ -131,6 +147,7 @@ class PushRequest(NamedTuple):
             keep=query.keep,
             left_s=query.lifetime_s,
             actor=key.id,
+            defaults=None if like is None else like.defaults,
         )
 
 
@@ -261,7 +278,8 @@ class PushEndpoints:
             check_name(name, "name")
             check_digest(digest)
             query.check()
-            push_request = PushRequest(pusher, name, digest, query)
+            like = await self._like(pusher.caller.tenant.name, name, query.defaults_of)
+            push_request = PushRequest(pusher, name, digest, query, like)
             key = pusher.caller.tenant.name, name, digest
             is_new = await self._progress(*key) is None
             with self._pipeline.receiving(key):
@@ -290,6 +308,24 @@ class PushEndpoints:
                     param="digest",
                 )
             return progress_json(progress)
+
+    async def _like(self, tenant: str, name: str, selector: str | None) -> VersionRecord | None:
+        """Return the version of an adapter that a selector names; None without a selector.
+
+        Raises InvalidInput if there is no such version.
+        """
+        if selector is None:
+            return None
+        record = await self._catalog_view.ask(
+            lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
+        )
+        version = None if record is None else record.select(selector)
+        if version is None:
+            raise InvalidInput(
+                f"defaults_of: {tenant}/{name}@{selector} is no usable version",
+                param="defaults_of",
+            )
+        return version
 
     async def _take(self, request: Request, push_request: PushRequest) -> Push:
         """Receive and check a blob, and begin its push. Raises LorikeetError if the blob is
@@ -425,13 +461,18 @@ class PushEndpoints:
         known = await view.ask(
             lambda state: self._pipeline.pushed.applied_to(state, tenant).find(tenant, name)
         )
-        version = known.registered(digest, None) if known else None
-        if known is None or version is None:
+        pushed = self._pipeline.pushed.get((tenant, name, digest))
+        if known is None:
+            return None
+        if pushed is None:
+            version = known.with_digest(digest)
+        else:
+            version = known.registered(digest, pushed.defaults)
+        if version is None:
             return None
         recorded = await view.ask(lambda state: state.find(tenant, name))
-        numbered = recorded.registered(digest, None) if recorded else None
+        numbered = recorded.registered(digest, version.defaults) if recorded else None
         ready = await self._pipeline.is_ready((tenant, name, digest), version.base_model)
-        pushed = self._pipeline.pushed.get((tenant, name, digest))
         expires = pushed.expires if pushed else None
         return Progress(known, version, numbered.version if numbered else None, ready, expires)
 

@@ -15,6 +15,7 @@ from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
+from lorikeet_engine.adapter import AdapterRef
 
 _OWNER = "lorikeet"
 _ADAPTERS_OF_READ = 200
@@ -58,7 +59,7 @@ def model_routes(
         async with reads.admitted(request) as caller:
             found = await authenticator.resolve_model(model, caller.tenant.name)
         entry = _base_entry(model)
-        if (ref := found.adapter) is not None:
+        if isinstance(ref := found.adapter, AdapterRef):
             entry = _entry(model, ref.tenant, found.created, found.base_model)
         entry["max_model_len"] = context_of(found.base_model, caller)
         if defaults := services.base_models[found.base_model].sampling_of(found.defaults):

@@ -49,6 +49,7 @@ from lorikeet.gateway.vllm.requests import (
 )
 from lorikeet.gateway.vllm.shared_adapter import SharedAdapter
 from lorikeet.retry_after import STORE_AWAY_S
+from lorikeet.tenancy.read_limiter import ReadLimiter
 
 _LOADERS = 4
 _LOADED = PushQuery(
@@ -88,12 +89,13 @@ class VllmEndpoints:
         registration: Registration,
         pipeline: PushPipeline,
         pushes: PushEndpoints,
+        reads: ReadLimiter,
         folder: Path,
     ) -> None:
         """folder: folder below which each tenant has a folder of its name."""
         self._services, self._catalog_view = services, catalog_view
         self._registration, self._pipeline, self._pushes = registration, pipeline, pushes
-        self._folder = folder.absolute()
+        self._reads, self._folder = reads, folder.absolute()
         # Own threads, since the shared file system may hang.
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="load")
 
@@ -111,6 +113,7 @@ class VllmEndpoints:
         answered.
         """
         async with self._pushes.admitted(request) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
             body = await read_json(request, UnloadRequest)
             name = _named(pusher, body.lora_name)
             if not await self._pipeline.end(pusher.caller.tenant.name, name):
@@ -186,6 +189,7 @@ class VllmEndpoints:
         Repeating the request has no further effect (idempotent).
         """
         async with self._pushes.admitted(request) as pusher:
+            self._reads.count(pusher.caller.tenant.name)
             body = await read_json(request, schema)
             name = _named(pusher, body.lora_name)
             if not body.load_inplace:
@@ -205,7 +209,8 @@ class VllmEndpoints:
         """Admit a request whose body has no effect."""
         async with self._pushes.admitted(request) as pusher:
             pusher.hold.body_is_here()
-            yield pusher
+            with self._reads.reading(pusher.caller.tenant.name):
+                yield pusher
 
     def _gpus(self, base_model: str) -> int:
         return self._services.adapter_memory.gpus.get(base_model, 1)
@@ -217,18 +222,18 @@ class VllmEndpoints:
         """
         tenant, key = pusher.caller
         record = await self._catalog_view.ask(lambda state: state.find(tenant.name, name))
-        others = [
-            each
-            for each in self._pipeline.pushed.of(tenant.name, name)
-            if each.expires is None or each.actor != key.id
-        ]
-        if others or (record is not None and not record.retired):
-            who = "by another key" if others else "as a registered adapter"
-            raise InvalidInput(
-                f"the lora adapter {name!r} has already been loaded, {who}: choose another name, "
-                "unload it, or set load_inplace to true",
-                param="lora_name",
-            )
+        pushed = self._pipeline.pushed.of(tenant.name, name)
+        if (record and not record.retired) or any(each.expires is None for each in pushed):
+            who = "as a registered adapter"
+        elif any(each.actor != key.id for each in pushed):
+            who = "by another key"
+        else:
+            return
+        raise InvalidInput(
+            f"the lora adapter {name!r} has already been loaded, {who}: choose another name, "
+            "unload it, or set load_inplace to true",
+            param="lora_name",
+        )
 
     async def _push(self, pusher: AdmittedPusher, name: str, path: str) -> Push:
         """Make an adapter's blob from its folder, and begin its push.

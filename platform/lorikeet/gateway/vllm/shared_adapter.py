@@ -79,11 +79,7 @@ class SharedAdapter:
         """Return the names of the folders from `allowed` down to `path`."""
         inside = path.is_relative_to(allowed) and ".." not in path.parts
         if not inside or "\0" in str(path):
-            raise InvalidInput(
-                f"lora_path={self._path}: want the absolute path of a folder below {allowed}, "
-                "without '..'",
-                param="lora_path",
-            )
+            raise self._refusal(f"want the absolute path of a folder below {allowed}, without '..'")
         return path.relative_to(allowed).parts
 
     def _all_sizes(self) -> dict[str, int]:
@@ -102,13 +98,15 @@ class SharedAdapter:
         with self._errors(), os.fdopen(os.open(name, _FILE, dir_fd=self._folder), "rb") as file:
             now, left = os.fstat(file.fileno()), self._sizes[name]
             if not stat.S_ISREG(now.st_mode) or now.st_size != left:
-                raise InvalidInput(
-                    f"{self._path}: {name} changes: load the adapter once it is written",
-                    param="lora_path",
-                )
+                raise self._refusal(f"{name} changes: load the adapter once it is written")
+            if now.st_nlink > 1:  # the other name may be in another tenant's folder
+                raise self._refusal(f"{name} has a second hard link: copy it")
             while left and (piece := file.read(min(left, _PIECE_BYTES))):
                 left -= len(piece)
                 yield piece
+
+    def _refusal(self, message: str) -> InvalidInput:
+        return InvalidInput(f"lora_path={self._path}: {message}", param="lora_path")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -118,14 +116,15 @@ class SharedAdapter:
         try:
             yield
         except OSError as error:
-            problem = f"lora_path={self._path}: {error.strerror}"
             if error.errno in _UNREADABLE:
-                raise InvalidInput(
-                    f"{problem}: want a folder that the gateways can read, and files and folders "
-                    "that are no links",
-                    param="lora_path",
+                raise self._refusal(
+                    f"{error.strerror}: want a folder that the gateways can read, and files and "
+                    "folders that are no links"
                 ) from error
-            raise Unavailable(f"{problem}: send it again", retry_after_s=STORE_AWAY_S) from error
+            raise Unavailable(
+                f"lora_path={self._path}: {error.strerror}: send it again",
+                retry_after_s=STORE_AWAY_S,
+            ) from error
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> int:

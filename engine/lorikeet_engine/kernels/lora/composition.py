@@ -1,0 +1,64 @@
+"""Places of the ranks of a composition, for the LoRA kernels.
+
+A composition's ranks are those of its adapters, one behind the other, as if they were one
+adapter's: v = A·x has a column for each, and B·v sums over all. So a composition needs no launch of
+its own and no copy of the matrices; only the place of each rank is looked up. Kernels are compiled
+once with this lookup and once without, and steps without compositions run those without.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.adapter import MAX_MEMBERS
+from lorikeet_engine.kernels.lora.tiles import Tiles
+from lorikeet_engine.kernels.lora.types import LoraWeights
+
+MOST = tl.constexpr(MAX_MEMBERS)
+"""Largest number of adapters that a composition adds up, for kernels."""
+
+
+def operands(weights: LoraWeights, tiles: Tiles) -> tuple[torch.Tensor | None, ...]:
+    """Return LoraWeights.members and member_weights; None, None for a step without compositions."""
+    if not tiles.composed:
+        return None, None
+    assert weights.members is not None, "tiles of compositions without their members"
+    return weights.members, weights.member_weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ranks_at(
+    table: tl.tensor,
+    members: tl.tensor,
+    member_weights: tl.tensor,
+    slot: tl.tensor,
+    slot_stride: tl.tensor,
+    linear: tl.tensor,
+    known: tl.tensor,
+    k: tl.tensor,
+    width: tl.tensor,
+    side: tl.constexpr,
+) -> tl.tuple:
+    """Find ranks of the adapters in a slot → (element of the arena at which each begins, weight of
+    each one's adapter, number of ranks).
+
+    table, members, member_weights: see LoraWeights. slot_stride: stride of the table.
+    slot: slot of a composition or of an adapter; −1: of none, with `known` false.
+    linear: entry of the linear in a slot's row of the table. known: mask of linears that exist.
+    k: indices of the ranks. width: elements of a rank. side: 0 for ranks of A, 1 for B.
+    """
+    rank = (linear * 0).to(tl.int32)
+    begins = k.to(tl.int64) * 0
+    weights = k.to(tl.float32) * 0.0
+    for i in tl.static_range(MOST):
+        own_slot = tl.maximum(slot, 0) * MOST + i
+        member = tl.load(members + own_slot).to(tl.int64)
+        there = known & (member >= 0)
+        entry = table + member * slot_stride + linear
+        own = tl.load(entry + 2, mask=there, other=0).to(tl.int32)
+        begin = tl.multiple_of(tl.load(entry + side, mask=there, other=0), 16)
+        inside = (k >= rank) & (k < rank + own)
+        begins = tl.where(inside, begin + (k - rank).to(tl.int64) * width, begins)
+        weights = tl.where(inside, tl.load(member_weights + own_slot), weights)
+        rank += own
+    return begins, weights, rank

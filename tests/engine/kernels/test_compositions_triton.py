@@ -1,0 +1,189 @@
+"""The Triton LoRA kernels add up the adapters of a composition, beside adapters alone.
+
+On CUDA the tests marked `gpu` run the compiled kernels. Without a GPU the same tests run in
+Triton's interpreter, in a process that test_in_interpreter.py starts.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lorikeet_engine.adapter import MAX_MEMBERS
+from lorikeet_engine.kernels.lora import reference
+from lorikeet_engine.kernels.lora.expand import expand
+from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
+from lorikeet_engine.kernels.lora.gather import gather
+from lorikeet_engine.kernels.lora.shrink import shrink
+from lorikeet_engine.kernels.lora.tuning import PREFILL_TOKENS, Regime
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
+from tests.engine.interpreter import slow
+from tests.engine.kernels.test_lora_triton import (
+    DOWN,
+    EMBEDDINGS,
+    GATE_UP,
+    LAYER,
+    LONG,
+    NO_ROWS,
+    QKV,
+    WIDE,
+    Kind,
+    Step,
+    _nan_in_fresh_memory,  # noqa: F401
+    _small_cuts,  # noqa: F401
+    both_kinds,
+    check,
+    check_delta,
+    check_sum,
+    make_step,
+    with_vectors,
+)
+
+RANKS = [12, 0, 60, 4, 16]
+# Weights are numbers of bfloat16, of both signs, and 0.
+COMPOSITIONS = [
+    [(0, 0.5), (2, -1.25)],
+    [(4, 2.0)],
+    [(3, 1.0), (1, 1.0), (4, 0.0), (0, -2.0)],
+]
+FIRST, SECOND, THIRD = (len(RANKS) + i for i in range(3))
+
+
+def composed(
+    kind: Kind, group: LoraGroup, runs: list[tuple[int, int]], *, base_tokens: int = 0
+) -> Step:
+    """Make a step in which slots from len(RANKS) on are those of COMPOSITIONS."""
+    ranks = [*RANKS, *[0] * len(COMPOSITIONS)]
+    most = max(sum(RANKS[slot] for slot, _ in members) for members in COMPOSITIONS)
+    step = make_step(kind, group, ranks, runs, max_rank=most, base_tokens=base_tokens)
+    step.weights.table[len(RANKS) :] = 0
+    members = torch.full((len(ranks), MAX_MEMBERS), -1, dtype=torch.int32)
+    weights = torch.full((len(ranks), MAX_MEMBERS), torch.nan)
+    members[:, 0], weights[:, 0] = torch.arange(len(ranks)), 1.0
+    for slot, pairs in enumerate(COMPOSITIONS, len(RANKS)):
+        members[slot, : len(pairs)] = torch.tensor([member for member, _ in pairs])
+        weights[slot, : len(pairs)] = torch.tensor([weight for _, weight in pairs])
+        for linear in group.linears:
+            step.a[slot, linear] = torch.cat([w * step.a[each, linear] for each, w in pairs])
+            step.b[slot, linear] = torch.cat([step.b[each, linear] for each, _ in pairs])
+    on_device = members.to(kind[0]), weights.to(kind[0])
+    return replace(
+        step,
+        weights=LoraWeights(step.weights.arena, step.weights.table, None, *on_device),
+        segments=replace(step.segments, composed=True),
+    )
+
+
+@both_kinds
+@pytest.mark.parametrize("group", [DOWN, WIDE])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(FIRST, 1), (0, 2), (THIRD, 1), (SECOND, 2)],
+        [(2, 3), (THIRD, 17), (FIRST, 20), (1, 3)],
+    ],
+)
+def test_adapters_are_added_up_beside_adapters_alone(
+    kind: Kind, group: LoraGroup, runs: list[tuple[int, int]]
+) -> None:
+    check(composed(kind, group, runs, base_tokens=3))
+
+
+@both_kinds
+def test_an_input_so_wide_that_several_programs_share_it(kind: Kind) -> None:
+    check(composed(kind, LONG, [(FIRST, 1), (THIRD, 9)]))
+
+
+@both_kinds
+def test_a_prefill(kind: Kind) -> None:
+    step = composed(kind, QKV, [(FIRST, PREFILL_TOKENS), (THIRD, 90), (0, 5)])
+    assert step.tiles().regime == Regime.PREFILL
+    check(step)
+
+
+@both_kinds
+@pytest.mark.parametrize("runs", [[(FIRST, 1), (1, 2), (2, 1)], [(THIRD, 17), (0, 4), (1, 3)]])
+def test_a_delta_can_be_added_to_its_product(kind: Kind, runs: list[tuple[int, int]]) -> None:
+    step = composed(kind, DOWN, runs, base_tokens=4)
+    product = torch.randn(len(step.x), 72).to(*kind)
+    y = product.clone()
+    expand(shrink(step.x, step.weights, step.tiles(), LAYER, DOWN), y, add=True)
+    check_sum(step, product, y)
+
+
+@both_kinds
+@pytest.mark.parametrize("gelu", [False, *slow(True)])
+def test_the_activation_of_a_prefill_adds_them_up(kind: Kind, gelu: bool) -> None:
+    tokens = PREFILL_TOKENS // 2
+    step = composed(kind, GATE_UP, [(FIRST, tokens), (0, tokens), (THIRD, 9)], base_tokens=70)
+    step.x[-70:] = 1.0
+    product = torch.randn(len(step.x), 2 * 130).to(*kind)
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
+    gates, values = (product.float().cpu() + step.delta().nan_to_num()).chunk(2, dim=1)
+    want = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
+    got = expand_act_and_mul(product, shrunk, gelu=gelu).float().cpu()
+    eps = torch.finfo(kind[1]).eps
+    off = eps * (product.float().cpu().abs() + step.sizes().nan_to_num()) + 1e-5
+    gates_off, values_off = off.chunk(2, dim=1)  # both slopes are below 1.13
+    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
+    assert ((got - want).abs() <= slack + eps * want.abs() + 1e-5).all()
+
+
+@both_kinds
+@pytest.mark.parametrize("runs", [[(FIRST, 1), (1, 2), (2, 1)], [(THIRD, 17), (0, 4), (1, 3)]])
+def test_adapters_of_embeddings_are_added_up(kind: Kind, runs: list[tuple[int, int]]) -> None:
+    step = composed(kind, EMBEDDINGS, runs, base_tokens=4)
+    ids = torch.randint(0, 50, (len(step.x),))
+    step = replace(step, x=F.one_hot(ids, 50).to(*kind))
+    for slot, (at, _, rank) in enumerate(step.weights.table[:, LAYER, 6].tolist()):
+        if rank:
+            step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
+    product = torch.randn(len(step.x), 72).to(*kind)
+    y = product.clone()
+    ids = ids.to(kind[0])
+    expand(gather(ids, y, step.weights, step.tiles(), LAYER, EMBEDDINGS, NO_ROWS), y, add=True)
+    check_sum(step, product, y)
+
+
+@both_kinds
+@pytest.mark.parametrize("runs", [[(FIRST, 1), (1, 2), (3, 1)], [(THIRD, 17), (0, 4), (3, 9)]])
+def test_compositions_share_a_step_with_vectors(kind: Kind, runs: list[tuple[int, int]]) -> None:
+    step = composed(kind, QKV, runs, base_tokens=2)
+    members = step.weights.members, step.weights.member_weights
+    own = {(slot, n) for slot in range(len(RANKS), len(RANKS) + 3) for n in QKV.linears}
+    step, (gain, bias) = with_vectors(step, own)
+    step = replace(
+        step,
+        weights=replace(step.weights, members=members[0], member_weights=members[1]),
+    )
+    product = torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind)
+    y = product.clone()
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
+    expand(replace(shrunk, has_vectors=True), y, add=True)
+    held = step.delta().nan_to_num() + product.float().cpu()
+    want = held + gain * held + bias
+    eps = torch.finfo(kind[1]).eps
+    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
+    slack = eps * (want.abs() + (1 + gain.abs()) * sizes) + 1e-5
+    assert ((y.float().cpu() - want).abs() <= slack).all()
+
+
+@both_kinds
+def test_the_reference_adds_adapters_up_as_the_kernels_do(kind: Kind) -> None:
+    step = composed(kind, WIDE, [(FIRST, 1), (1, 2), (THIRD, 17)])
+    product = torch.zeros(len(step.x), sum(WIDE.d_outs)).to(*kind).cpu()
+    on_cpu = [
+        None if each is None else each.cpu()
+        for each in (
+            step.weights.arena,
+            step.weights.table,
+            None,
+            step.weights.members,
+            step.weights.member_weights,
+        )
+    ]
+    s = step.segments
+    segments = replace(s, slots=s.slots.cpu(), starts=s.starts.cpu(), lengths=s.lengths.cpu())
+    reference.add_lora(product, step.x.cpu(), LoraWeights(*on_cpu), segments, LAYER, WIDE)
+    check_delta(step, product)
