@@ -1,5 +1,7 @@
 """Identity of adapters and of their compositions, and the tiers that hold their weights."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -18,12 +20,15 @@ class AdapterRef:
 
     digest: SHA-256 of the adapter's blob, 64 lower-case hex digits. Two refs with the same digest
         have the same weights, so caches are keyed by the digest alone.
+    invocation_tokens: of an activated LoRA (aLoRA), the tokens from which on it changes a prompt;
+        () for other adapters.
     """
 
     tenant: str
     name: str
     version: int
     digest: str
+    invocation_tokens: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def members(self) -> "tuple[AdapterRef, ...]":
@@ -32,6 +37,22 @@ class AdapterRef:
 
     def __str__(self) -> str:
         return f"{self.tenant}/{self.name}@{self.version}"
+
+    def active_from(self, prompt: Sequence[int]) -> int | None:
+        """Return the position of the first token of a prompt that the adapter changes.
+
+        An activated LoRA changes the last occurrence of its invocation tokens in the prompt and all
+        that follows, as in PEFT. Other adapters change every token. None: the prompt does not have
+        the invocation tokens, so that the base model alone computes prompt and answer.
+        """
+        if not self.invocation_tokens:
+            return 0
+        width = array("i").itemsize
+        tokens, sought = (array("i", ids).tobytes() for ids in (prompt, self.invocation_tokens))
+        at = tokens.rfind(sought)
+        while at > 0 and at % width:  # between two tokens
+            at = tokens.rfind(sought, 0, at + len(sought) - 1)
+        return at // width if at >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +72,8 @@ class Composition:
     digest: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones with weights
-        of at most MAX_WEIGHT.
+        """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones, none an
+        activated LoRA, with weights of at most MAX_WEIGHT.
         """
         if not 1 <= len(self.members) <= MAX_MEMBERS:
             raise InvalidRequest(
@@ -60,6 +81,12 @@ class Composition:
                 param="adapters",
             )
         for ref, weight in zip(self.members, self.weights, strict=True):
+            if ref.invocation_tokens:
+                raise InvalidRequest(
+                    f"{ref} is an activated LoRA, which changes only a part of the prompt: name it "
+                    "alone, without a weight",
+                    param="adapters",
+                )
             if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
                 raise InvalidRequest(
                     f"the weight of {ref} is {weight}: want {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}",
@@ -80,6 +107,10 @@ class Composition:
     def __str__(self) -> str:
         pairs = zip(self.weights, self.members, strict=True)
         return "+".join(str(ref) if weight == 1 else f"{weight:g}*{ref}" for weight, ref in pairs)
+
+    def active_from(self, _: Sequence[int]) -> int:
+        """Return 0: a composition changes every token of a prompt."""
+        return 0
 
 
 Adapter = AdapterRef | Composition

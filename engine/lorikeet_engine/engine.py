@@ -110,7 +110,7 @@ class Engine:
         choices = self._input_processor.process(request)
         residency = self._tiers.residency(request.adapter) if request.adapter else None
         for choice in choices:
-            choice.timings.residency = residency
+            choice.timings.residency = residency if choice.adapter else None
         self._requests.submit(request.request_id, choices)
         if residency is not None:
             self._counters.lookups.add(residency)

@@ -73,7 +73,7 @@ def test_every_option_survives_log_and_snapshots(
         assert reader.ask(lambda stored: stored.keys()) == state.keys()
 
 
-@pytest.mark.parametrize("schema", [1, 5])
+@pytest.mark.parametrize("schema", [1, 6])
 def test_a_partition_of_an_unknown_schema_is_refused(
     catalog: AdapterCatalog, tmp_path: Path, schema: int
 ) -> None:

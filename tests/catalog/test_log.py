@@ -123,7 +123,7 @@ NEWER = {"seq": 2, "schema": 1, "nonce": "n", "actor": "a", "time": 1.0}
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (json.dumps(NEWER | {"schema": 2, "changes": []}), "newer release.*upgrade this one"),
+        (json.dumps(NEWER | {"schema": 3, "changes": []}), "newer release.*upgrade this one"),
         (json.dumps(NEWER | {"changes": [{"type": "moved_in"}]}), "moved_in.*upgrade this one"),
         (json.dumps(NEWER | {"changes": [{"type": "key_revoked"}]}), "damaged.*restore"),
         (json.dumps(NEWER), "damaged.*restore"),

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.chat_template import template_digest
 from lorikeet.tokenizer_vocabulary import read_vocabulary
@@ -315,6 +317,27 @@ def test_show_has_the_newest_version_first(lorikeet: Lorikeet, tmp_path: Path) -
     assert [row[0] for row in rows] == ["2", "1"]
     assert str(newest["digest"]).startswith(rows[0][-1])
     assert lines[-1] == "Version 2, 1 changes q_proj of 2 layers, 128 parameters"
+
+
+def test_register_show_and_why_tell_of_an_invocation(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    folder = peft_folder(tmp_path / "check", seed=1)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alora_invocation_tokens"] = [7, 9]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    says = "is an activated LoRA: it changes a prompt from the last tokens 7, 9 on"
+    assert f"\n{says}\n" in lorikeet.do("register", str(folder), "acme/support")
+    shown = lorikeet.do("show", "acme/support").splitlines()
+    assert [line for line in shown if "activated" in line] == [f"Version 2 {says}"]
+    _, key = lorikeet.catalog.create_key("acme", {Scope.INFER}, actor="test")
+    for version, never in ((1, False), (2, True)):
+        answer = httpx.post(
+            f"{lorikeet.url}/v1/completions",
+            headers={"authorization": f"Bearer {key}"},
+            json={"model": f"acme/support@{version}", "prompt": "hello"},
+        )
+        said = lorikeet.do("why", answer.headers["x-request-id"])
+        assert ("does not have the adapter's invocation tokens" in said) == never
 
 
 def test_promote_then_rollback(lorikeet: Lorikeet, tmp_path: Path) -> None:

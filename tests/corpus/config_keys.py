@@ -65,7 +65,7 @@ _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("megatron_config", "Megatron's parallel layers", {"params_dtype": "bf16"}),
     ("layer_replication", "another base model", [[0, 2], [1, 3]]),
     ("target_parameters", "no weight is for a parameter", ["mlp.experts.gate_up_proj"]),
-    ("alora_invocation_tokens", "activated LoRA", [128_006, 78]),
+    ("alora_invocation_tokens", "invocation has token|cannot activate", [128_006, 78]),
     ("modules_to_save", "whole modules", ["score"]),
     ("use_qa_lora", "QA-LoRA", True),
 )

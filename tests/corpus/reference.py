@@ -11,6 +11,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from tests.corpus.bases import Base
+from tests.engine.peft_adapters import activation
 
 _PREFIX = "base_model.model."
 
@@ -40,9 +41,13 @@ class Reference:
         return deltas
 
     @torch.inference_mode()
-    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log probabilities [tokens, vocab] of the next token after each token."""
-        logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Return log probabilities [tokens, vocab] of the next token after each token of a prompt
+        and its answer.
+        """
+        tokens = [*prompt, *answer]
+        activated = activation(self.model, list(prompt), len(tokens))
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), **activated).logits[0]
         return logits.log_softmax(-1)
 
 

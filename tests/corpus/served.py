@@ -13,6 +13,7 @@ from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.corpus.bases import Base
 from tests.corpus.register import LIMITS
+from tests.engine.blob_shelf import invocation_tokens
 from tests.engine.engine_driver import Answers, build, greedy
 from tests.engine.float32_reference import RecordingSampler
 
@@ -56,7 +57,7 @@ class ServedBase:
     def _ref(self, name: str, blob: Path) -> AdapterRef:
         digest = blob_digest(blob)
         self._blobs[digest] = blob
-        return AdapterRef("acme", name, 1, digest)
+        return AdapterRef("acme", name, 1, digest, invocation_tokens(blob))
 
     def _answer(self, name: str, seed: int) -> Answer:
         assert name not in self._answers.errors, self._answers.errors[name]

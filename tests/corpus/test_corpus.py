@@ -70,6 +70,6 @@ def check_served_as_by_peft(case: Case, stand, draft) -> None:
 
 def check_close(answer, model) -> None:
     """Check that the same tokens are the likeliest, and that all log probabilities are close."""
-    want = model.logprobs([*PROMPT, *answer.tokens[:-1]])[len(PROMPT) - 1 :]
+    want = model.logprobs(PROMPT, answer.tokens[:-1])[len(PROMPT) - 1 :]
     torch.testing.assert_close(answer.logprobs, want, rtol=0, atol=TOLERANCE)
     assert answer.tokens == want.argmax(-1).tolist()

@@ -44,7 +44,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "lora_ga_config": ("LoRA-GA, converted", "LoRA-GA, not converted"),
     "use_dora": ("DoRA", "DoRA with rsLoRA and patterns"),
     "velora_config": ("VeLoRA",),
-    "alora_invocation_tokens": ("activated LoRA",),
+    "alora_invocation_tokens": (
+        "activated LoRA",
+        "activated LoRA on lm_head",
+        "an empty invocation",
+    ),
     "use_qalora": ("use_qalora",),
     "qalora_group_size": ("QA-LoRA's group size",),
     "monteclora_config": ("MonteCLoRA",),

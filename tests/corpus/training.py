@@ -252,10 +252,24 @@ TRAINING: tuple[Feature, ...] = (
         target_modules=["q_proj"],
         trainable_token_indices={"embed_tokens": [7]},
     ),
+    # Activated LoRA, invoked in the middle of the prompt.
+    _options("activated LoRA", target_modules=EVERY_LINEAR, alora_invocation_tokens=[130, 77]),
+    _options(
+        "activated LoRA with a bias of B",
+        target_modules=["k_proj", "down_proj"],
+        lora_bias=True,
+        alora_invocation_tokens=[31],
+    ),
+    _options("activated LoRA on lm_head", target_modules=["lm_head"], alora_invocation_tokens=[9]),
+    _options("an empty invocation", target_modules=["v_proj"], alora_invocation_tokens=[]),
     _trained("tokens added", save_resized, "resized vocabularies cannot be served"),
     _options("layers replicated", "another base model", layer_replication=[[0, 2], [1, 3]]),
     _options(
-        "activated LoRA", "activated LoRA", target_modules=["q_proj"], alora_invocation_tokens=[5]
+        "trained tokens of an activated LoRA",
+        "embed_tokens cannot be trained by activated LoRA",
+        target_modules=["q_proj"],
+        alora_invocation_tokens=[5],
+        trainable_token_indices=[5, 250],
     ),
     *(
         _trained(

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.adapter_format.header import read_header
+from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.spec import METADATA_KEY
 
 
 class BlobShelf:
@@ -26,7 +29,7 @@ class BlobShelf:
         temporary = self.folder / f"{name}.tmp"
         digest = write_blob(peft_folder, temporary)
         temporary.rename(self.folder / digest)
-        return AdapterRef(tenant, name, 1, digest)
+        return AdapterRef(tenant, name, 1, digest, invocation_tokens(self.folder / digest))
 
     def hold(self, ref: AdapterRef) -> None:
         """Block fetches of an adapter."""
@@ -44,3 +47,9 @@ class BlobShelf:
         if ref.digest in self.broken:
             raise OSError("the connection was reset")
         shutil.copyfile(self.folder / ref.digest, path)
+
+
+def invocation_tokens(blob: Path) -> tuple[int, ...]:
+    """Return the invocation tokens of a blob's adapter; () for other than activated LoRA."""
+    config = LoraConfig.from_json(read_header(blob).metadata[METADATA_KEY])
+    return tuple(config.alora_invocation_tokens)

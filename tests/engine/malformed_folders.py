@@ -63,7 +63,7 @@ def _features() -> Iterator[Case]:
         ("trainable_token_indices", [5, 6], "not in the file"),
         ("target_parameters", ["experts.up"], "no weight is for a parameter"),
         ("layer_replication", [[0, 1]], "another base model"),
-        ("alora_invocation_tokens", [1, 2], "activated LoRA"),
+        ("alora_invocation_tokens", [1, "2"], "want at most 256 token ids"),
         ("use_qalora", True, "QA-LoRA"),
         ("use_bdlora", {"blocks": 2}, "block-diagonal"),
         ("megatron_config", {"x": 1}, "Megatron"),

@@ -1,6 +1,7 @@
 """Adapters made with PEFT."""
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from peft.tuners.lora.variants import calculate_alora_offsets
 
 _STORED_AS_ONE = {
     "q_proj": "qkv_proj",
@@ -54,6 +56,26 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
                 weight.data += torch.randn_like(weight) * weight.std()
     model.save_pretrained(folder)
     return folder
+
+
+def invoking(ids: list[int], invocation: Sequence[int]) -> list[int]:
+    """Return a prompt with an activated LoRA's invocation tokens in its second half."""
+    at = len(ids) * 2 // 3
+    return [*ids[:at], *invocation, *ids[at + len(invocation) :]]
+
+
+def activation(model: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Return the argument with which a PEFT model of an activated LoRA computes a prompt and the
+    answer behind it as it does while it generates the answer; nothing for other models.
+
+    tokens: number of tokens of prompt and answer.
+    """
+    if not getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
+        return {}
+    (offset,) = calculate_alora_offsets(
+        model.peft_config, model.active_adapter, torch.tensor([prompt])
+    )
+    return {"alora_offsets": [offset and offset + tokens - len(prompt)]}
 
 
 def _named_as_in(model: Any, lora: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tests.engine.moe_adapters import (
     save_shared,
     shared_deltas,
 )
-from tests.engine.peft_adapters import loaded, save_adapter
+from tests.engine.peft_adapters import activation, invoking, loaded, save_adapter
 
 _NUMBERED_RANK, _SHARED_RANK, _SHARED_ALPHA = 3, 2, 8
 
@@ -56,7 +56,13 @@ class PeftWorld:
         self._compositions = compositions
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, Adapter | None] = {None: None}
-        self.prompts = {name: prompt(shortest + longer * i) for i, name in enumerate(self.names)}
+        self.prompts = {
+            name: invoking(
+                prompt(shortest + longer * i),
+                adapters.get(name or "", {}).get("alora_invocation_tokens", ()),
+            )
+            for i, name in enumerate(self.names)
+        }
         self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)
@@ -96,7 +102,9 @@ class PeftWorld:
         model: adapter of the model that computes the logits.
         """
         ids = self.prompts[name] + self.expected[name][:-1]
-        logits: torch.Tensor = self.model(model)(torch.tensor([ids])).logits[0]
+        loaded = self.model(model)
+        activated = activation(loaded, self.prompts[name], len(ids))
+        logits: torch.Tensor = loaded(torch.tensor([ids]), **activated).logits[0]
         return logits[-self.tokens :]
 
 

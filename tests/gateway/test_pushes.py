@@ -11,7 +11,7 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.gateway.pushing import routes
 from lorikeet.usage.object_format import PREFIX, from_json
 from lorikeet_engine.adapter_format import values
-from tests.gateway.conftest import Gateway, chat, serving
+from tests.gateway.conftest import WIDER, Gateway, chat, demo_encoder, serving
 from tests.gateway.test_bad_requests import error_of
 from tests.gateway.trainer import Trainer, digest_of
 from tests.waiting import eventually
@@ -33,6 +33,33 @@ def test_a_pushed_version_answers_by_its_digest(trainer: Trainer) -> None:
     answer = trainer.gateway.post("/v1/chat/completions", chat(version["model"]))
     assert answer.headers["x-lorikeet-adapter-digest"] == digest_of(blob)
     assert trainer.show(digest_of(blob)).json() == version
+
+
+@pytest.mark.parametrize("way", ["register", "push"])
+def test_a_replica_learns_an_activated_loras_invocation_with_the_request(
+    trainer: Trainer, way: str
+) -> None:
+    gateway = trainer.gateway
+    gateway.register("acme/support")
+    gateway.post("/v1/chat/completions", chat()).raise_for_status()
+    tokens = list(gateway.engines.encoded[-1].prompts[0][-2:])
+    for invocation in (tokens, [*tokens, tokens[0]]):
+        blob = trainer.blob(config={"alora_invocation_tokens": invocation})
+        if way == "push":
+            model = trainer.push(blob, wait="ready").json()["model"]
+        else:
+            version = gateway.upload("acme/policy", blob).raise_for_status().json()
+            assert version["invocation_tokens"] == invocation
+            model = f"acme/policy@{version['version']}"
+        answer = gateway.post("/v1/chat/completions", chat(model)).raise_for_status()
+        adapter = gateway.engines.last.adapter
+        assert adapter is not None
+        assert adapter.invocation_tokens == tuple(invocation)
+        why = gateway.admin("GET", f"/requests/{answer.headers['x-request-id']}").json()
+        assert why["invoked"] == (invocation == tokens)
+    answer = gateway.post("/v1/chat/completions", chat())
+    why = gateway.admin("GET", f"/requests/{answer.headers['x-request-id']}").json()
+    assert why["invoked"] is None
 
 
 def test_a_version_that_is_ready_is_listed_before_it_is_durable(trainer: Trainer) -> None:
@@ -64,6 +91,39 @@ def test_an_alias_moves_with_a_push(trainer: Trainer) -> None:
     assert trainer.push(third, wait="durable", alias="canary").json()["aliases"] == ["canary"]
     moved = trainer.push(second, wait="durable", alias="prod").json()
     assert (moved["version"], moved["aliases"]) == (2, ["prod"])
+
+
+def test_a_push_takes_over_the_request_defaults_of_a_version(trainer: Trainer) -> None:
+    gateway, template = trainer.gateway, "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    first, second, third = (trainer.blob(seed) for seed in (1, 2, 3))
+    trainer.push(first, wait="durable")
+    body = {"digest": digest_of(first), "defaults": {"chat_template": template}}
+    own = gateway.admin("POST", "/adapters/acme/policy/versions", body).json()
+    assert (own["version"], own["aliases"]) == (2, [])
+    pushed = trainer.push(second, defaults_of="2", alias="prod", wait="durable").json()
+    passing = trainer.push(third, defaults_of="prod", alias="trial", lifetime_s=60).json()
+    assert (pushed["version"], passing["ready"]) == (3, True)
+    for model, shown in ((pushed["model"], True), ("policy@trial", True), ("policy@1", False)):
+        gateway.post("/v1/chat/completions", chat(model, "hello")).raise_for_status()
+        (ids,) = gateway.engines.encoded[-1].prompts
+        assert (demo_encoder().backend.decode(list(ids)) == "[hello]") is shown
+    again = trainer.push(second, defaults_of="3", wait="durable")
+    assert (again.status_code, again.json()["version"]) == (200, 3)
+    assert trainer.push(second, wait="durable").json()["version"] == 4
+
+
+@pytest.mark.parametrize("selector", ["none", "7", "A!"])
+def test_request_defaults_of_no_version_are_refused(trainer: Trainer, selector: str) -> None:
+    error = error_of(trainer.push(trainer.blob(), defaults_of=selector), 400)
+    assert error["param"] in ("defaults_of", "selector")
+
+
+def test_request_defaults_of_another_base_model_are_refused(trainer: Trainer) -> None:
+    trainer.push(trainer.blob(), wait="durable")
+    config = {"base_model_name_or_path": "org/Wider-2B"}
+    other = trainer.blob(seed=2, config=config, width=WIDER.hidden)
+    error = error_of(trainer.push(other, defaults_of="1"), 422)
+    assert error["param"] == "defaults_of"
 
 
 def test_the_log_names_the_key_of_a_push_and_the_push_can_be_explained(trainer: Trainer) -> None:

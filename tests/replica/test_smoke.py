@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.admin.smoke import smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet.replica.replica import Replica
+from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -92,6 +94,19 @@ def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out
     seen = smoke_report(PROMPTS, cold)
     assert seen["equal_share"] < 1
     assert seen["warnings"] == []
+
+
+def test_prompts_of_a_smoke_test_invoke_an_activated_lora():
+    asked = []
+
+    async def run(request):
+        asked.append(request.prompts)
+        return Completions(None, [()] * len(request.prompts))
+
+    ref = AdapterRef("acme", "check", 1, "d", (5, 6))
+    test = SmokeTest("t", ref, (array("i", [1, 5, 6, 2]), array("i", [1, 2])), 4)
+    asyncio.run(run_smoke_test(test, "r0", str, run))
+    assert asked[1:] == [((1, 5, 6, 2), (1, 2, 5, 6))] * 2
 
 
 def test_an_adapter_of_zeros_changes_nothing_and_gets_a_warning(settings, try_out, tmp_path):

@@ -8,6 +8,7 @@ from lorikeet.routing.locations import (
     PrefixIndex,
     prefix_hashes,
 )
+from lorikeet_engine.adapter import AdapterRef
 
 
 def text(*letters: str) -> "array[int]":
@@ -31,13 +32,27 @@ def test_only_full_blocks_are_hashed_up_to_a_maximum():
     assert len(prefix_hashes(BLOCK * (MAX_HASHED_BLOCKS + 5))) == MAX_HASHED_BLOCKS
 
 
-def test_salts_keep_equal_prompts_apart():
+def ref(digest: str, *invocation: str) -> AdapterRef:
+    return AdapterRef("acme", "support", 1, digest, tuple(map(ord, invocation)))
+
+
+def test_tenants_and_adapters_keep_equal_prompts_apart():
     chains = {
-        prefix_hashes(BLOCK, tenant, digest)
+        prefix_hashes(BLOCK, tenant, adapter)
         for tenant in ("acme", "globex")
-        for digest in (None, "d1", "d2")
+        for adapter in (None, ref("d1"), ref("d2"))
     }
     assert len(chains) == 6
+
+
+def test_activated_loras_share_the_base_models_blocks_before_their_invocation():
+    prompt = text("a", "b") + array("i", [ord("i")]) + text("c", "d")
+    base = prefix_hashes(prompt)
+    one, other = (prefix_hashes(prompt, adapter=ref(digest, "i")) for digest in ("d1", "d2"))
+    assert base[:2] == one[:2] == other[:2]
+    assert len({base[2], one[2], other[2]}) == len({base[3], one[3], other[3]}) == 3
+    assert prefix_hashes(prompt, adapter=ref("d1", "i", "a")) == base, "never invoked"
+    assert prefix_hashes(prompt, adapter=ref("d1", "a"))[0] != base[0], "the block of the border"
 
 
 def test_the_replica_of_a_block_has_all_blocks_before_it():

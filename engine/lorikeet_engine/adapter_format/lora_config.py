@@ -48,6 +48,7 @@ _UNDERSTOOD = frozenset(
         "finetuning_type",
         "init_lora_weights",
         "trainable_token_indices",
+        "alora_invocation_tokens",
         LAYOUT_KEY,
     }
 )
@@ -88,7 +89,6 @@ _REASONS = {
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
-    "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
     "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
     "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
@@ -101,7 +101,15 @@ _UNKNOWN = (
     "this option is not known: PEFT or another trainer may compute something else with it. If it "
     "is only a note of the trainer, remove it from adapter_config.json"
 )
-_OPTIONAL = {"experts_read_for", "families", "kinds", "lost_biases", "unscaled_embeddings"}
+_OPTIONAL = {
+    "alora_invocation_tokens",
+    "experts_read_for",
+    "families",
+    "kinds",
+    "lost_biases",
+    "unscaled_embeddings",
+}
+_MOST_INVOCATION_TOKENS = 256
 _OTHER_INITS = (
     "that method may change the base model; save again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -124,6 +132,8 @@ class LoraConfig:
         adapter but not saved.
     experts_read_for: kind of base model (experts_kind) as whose the matrices of experts were read,
         if their shapes do not show which side is the input; else empty.
+    alora_invocation_tokens: tokens from which on an activated LoRA changes a prompt; empty for
+        other adapters.
     """
 
     base_model_name_or_path: str
@@ -138,6 +148,7 @@ class LoraConfig:
     unscaled_embeddings: bool = False
     lost_biases: bool = False
     experts_read_for: str = ""
+    alora_invocation_tokens: Sequence[int] = ()
 
     @classmethod
     def from_peft(
@@ -173,6 +184,7 @@ class LoraConfig:
             kinds=bases.kinds,
             unscaled_embeddings=_is_unscaled(raw, modules, warn),
             lost_biases=_has_lost_biases(raw, warn),
+            alora_invocation_tokens=raw.get("alora_invocation_tokens") or (),
         )
 
     @classmethod
@@ -229,6 +241,13 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("lora_alpha", 8) == 0:
         raise _bad(
             "the adapter would change nothing; give the alpha of the training", "lora_alpha", 0
+        )
+    if raw.get("alora_invocation_tokens") and raw.get("target_parameters"):
+        raise _bad(
+            "PEFT cannot activate LoRA of parameters from a token on; name linears in "
+            "target_modules, or train a plain LoRA",
+            "target_parameters",
+            raw["target_parameters"],
         )
     for key, value in raw.items():
         known = key in _UNDERSTOOD | _WITHOUT_EFFECT or key.startswith(_NOTES)
@@ -308,6 +327,15 @@ def _checked(**raw: Any) -> LoraConfig:
     kinds_of_experts = ("", *(experts_kind(clamped=clamped) for clamped in (False, True)))
     if raw.get("experts_read_for", "") not in kinds_of_experts:
         raise _bad("want a kind of base model", "experts_read_for", raw["experts_read_for"])
+    invocation = raw.get("alora_invocation_tokens", ())
+    if (
+        not _is_list(invocation)
+        or not all(type(token) is int and 0 <= token < 2**31 for token in invocation)
+        or len(invocation) > _MOST_INVOCATION_TOKENS
+    ):
+        want = f"want at most {_MOST_INVOCATION_TOKENS} token ids"
+        raise _bad(want, "alora_invocation_tokens", invocation)
+    raw["alora_invocation_tokens"] = tuple(invocation)
     kinds = raw.get("kinds", ())
     if not _is_list(kinds) or not all(_is_list(layer) for layer in kinds):
         raise _bad(f"want lists of {' and '.join(LayerKind)}", "kinds", kinds)

@@ -21,6 +21,7 @@ from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     BIAS,
+    LORA_BIAS,
     locate_module,
     parts_of,
     split_tensor_name,
@@ -44,6 +45,7 @@ Span = TypeVar("Span", bound=TensorSpan)
 ALIGNMENT = 16
 # First release of transformers whose Gemma 4 has no keys in layers that read other layers' keys.
 _WITHOUT_UNUSED = "5.6"
+_INVOCATION = "alora_invocation_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class AdapterSpec:
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
         apply to the head as well.
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
+    invocation_tokens: see AdapterRef.
     """
 
     base_model: str
@@ -124,6 +127,7 @@ class AdapterSpec:
     size_bytes: int
     token_rows: tuple[TokenRows, ...] = ()
     vectors: tuple[LinearVectors, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
@@ -228,14 +232,18 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     linears.sort(key=lambda part: (part.layer, part.linear))
     _check_kinds(config, shape)
     _check_lost_biases(config, linears, shape)
-    return AdapterSpec(
+    spec = AdapterSpec(
         base_model=config.base_model_name_or_path,
         linears=tuple(_with_alternation(linears, shape)),
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
         token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
+        invocation_tokens=tuple(config.alora_invocation_tokens),
     )
+    if spec.invocation_tokens:
+        _check_activated(spec, shape)
+    return spec
 
 
 def pair_tensors(
@@ -369,6 +377,41 @@ def _vectors(
         name = _name(layer, linear, shape)
         vectors.append(LinearVectors(layer, linear, name, config.scaling(module), spans))
     return tuple(sorted(vectors, key=lambda part: (part.layer, part.linear)))
+
+
+def _check_activated(spec: AdapterSpec, shape: BaseShape) -> None:
+    """Raise AdapterRejected for an activated LoRA that changes what tokens before its invocation
+    compute, or that PEFT cannot train.
+
+    PEFT activates LoRA of linears alone, with or without a bias of B. Keys and values that
+    kv_b_proj makes of tokens before the invocation are the base model's, but latent attention
+    multiplies an adapter of kv_b_proj into the queries of later tokens.
+    """
+    last = max(spec.invocation_tokens)
+    if last >= shape.vocabulary:
+        raise AdapterRejected(
+            f"the invocation has token {last}, and the base model's vocabulary {shape.vocabulary} "
+            "tokens: the adapter was trained for another base model",
+            field=_INVOCATION,
+        )
+    names = [part.name for part in spec.token_rows]
+    names += [
+        part.name
+        for part in spec.linears
+        if part.gathers
+        or shape.modules[part.linear].of_experts
+        or shape.modules[part.linear].group == "kv_b"
+    ]
+    names += [
+        part.vector(kind) for part in spec.vectors for kind in part.spans if kind != LORA_BIAS
+    ]
+    if names:
+        raise AdapterRejected(
+            f"{names[0]} cannot be trained by activated LoRA, only A and B of linears, with "
+            "lora_bias or without it, and not of experts or kv_b_proj: leave it out, or train a "
+            "plain LoRA",
+            field=names[0],
+        )
 
 
 def _check_lost_biases(config: LoraConfig, linears: Sequence[LinearLora], shape: BaseShape) -> None:

@@ -204,12 +204,31 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     Chunks whose adapters change lm_head come first, chunks without an adapter last.
     """
     leased = [
-        (not _changes_head(lease), lease.slot, chunk)
-        for chunk in chunks
-        if (lease := chunk.sequence.lease)
+        (not _changes_head(lease), lease.slot, chunk) for chunk in chunks if (lease := chunk.lease)
     ]
     leased.sort(key=itemgetter(0, 1))
-    return [chunk for *_, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
+    return [chunk for *_, chunk in leased] + [c for c in chunks if c.lease is None]
+
+
+def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
+    """Divide chunks in which an adapter begins to change tokens: the tokens before become a chunk
+    of their own, among the chunks without an adapter.
+
+    Attention computes both as sequences that share KV pages: keys and values of all tokens of a
+    step are written before attention reads them. So chunks with states cannot be divided.
+
+    chunks: chunks in the order of group_by_adapter.
+    → chunks in the order of group_by_adapter; the rows of logits keep their order
+    """
+    whole = list[Chunk]()
+    before = list[Chunk]()
+    for chunk in chunks:
+        begins = chunk.sequence.active_from
+        if chunk.start < begins < chunk.end:
+            before.append(chunk._replace(end=begins, completes=False))
+            chunk = chunk._replace(start=begins)
+        whole.append(chunk)
+    return whole + before
 
 
 def build_step_input(
@@ -217,7 +236,7 @@ def build_step_input(
 ) -> StepInput:
     """Build the input of a step that computes these chunks.
 
-    chunks: chunks to compute, in the order of group_by_adapter.
+    chunks: chunks to compute, in the order of divide_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
     Logits are computed for each chunk that completes its sequence, in the order of the chunks.
@@ -233,7 +252,7 @@ def build_step_input(
     query_starts = np.append(starts, len(owner))
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     return StepInput(
         token_ids=ids,
         positions=positions,
@@ -328,7 +347,7 @@ def head_segments(chunks: list[Chunk], rows: Int64s) -> Int32s:
     rows: [chunks], number of rows of logits that each chunk has. The rows lie in the order of the
         chunks.
     """
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     return _segments([lease for lease in leases if _changes_head(lease)], rows)
 
 
@@ -339,7 +358,7 @@ def build_logits_input(chunks: list[Chunk], rows: Int64s, of_chunks: Int64s) -> 
     rows: indices in the step of the tokens whose logits are computed, in the order of the chunks.
     of_chunks: [chunks], how many of the rows belong to each chunk.
     """
-    leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
+    leases = [lease for chunk in chunks if (lease := chunk.lease)]
     rank = max((lease.head_rank for lease in leases), default=0)
     token_rows = max((lease.head_rows for lease in leases), default=0)
     composed = any(lease.composed for lease in leases)

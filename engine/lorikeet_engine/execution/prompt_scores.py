@@ -62,7 +62,7 @@ class PromptScores:
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
         """Collect the prompt tokens to score.
 
-        chunks: the step's chunks in the order of the batch.
+        chunks: the step's chunks in the order of the batch; one for each sequence to score.
         scored: tokens to score, each range in one of the chunks.
         max_running: maximum number of sequences of a step, which is as many rows of logits as are
             computed at once.
@@ -123,5 +123,5 @@ class PromptScores:
             if all(math.isfinite(score.logprob) for score in logprobs):
                 outputs.append(PromptLogprobs(request.request_id, sequence.choice, logprobs))
             else:
-                errors[request.request_id] = NotFinite.under(request.adapter)
+                errors[request.request_id] = NotFinite.under(sequence.adapter)
         return ReadScores([o for o in outputs if o.request_id not in errors], errors)

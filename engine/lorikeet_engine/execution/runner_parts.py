@@ -101,6 +101,7 @@ def _capture(
         sequences=settings.max_running,
         adapters=settings.max_batch_adapters,
         rank=settings.max_rank,
-        pages=settings.max_running * -(-model.config.max_context // settings.page_size),
+        # a sequence that divide_by_adapter divides has its pages twice
+        pages=2 * settings.max_running * -(-model.config.max_context // settings.page_size),
     )
     return CudaGraphs(model, attention, weights, kv, limits, states)

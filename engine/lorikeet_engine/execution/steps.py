@@ -12,7 +12,12 @@ import torch
 
 from lorikeet_engine.device.async_copies import Download
 from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
-from lorikeet_engine.execution.batch_builder import StepInput, build_step_input, group_by_adapter
+from lorikeet_engine.execution.batch_builder import (
+    StepInput,
+    build_step_input,
+    divide_by_adapter,
+    group_by_adapter,
+)
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
@@ -278,8 +283,9 @@ def compute(
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
-    step_input = build_step_input(chunks, settings.page_size, runner.kv_windows)
-    scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
+    divided = divide_by_adapter(chunks)
+    step_input = build_step_input(divided, settings.page_size, runner.kv_windows)
+    scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, scores)

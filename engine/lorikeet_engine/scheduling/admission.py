@@ -115,7 +115,7 @@ class Admission:
 
         True if this step has refused the adapter before, or if `reserved_for` is set.
         """
-        ref = sequence.request.adapter
+        ref = sequence.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:

@@ -9,7 +9,8 @@ groups with a window.
 In a model with delta nets, a prefix is found only up to a page behind which a state is cached
 (state_pool.py). States are saved behind the last full page of a prompt, and behind the last page
 that a prompt shares with earlier prompts, so that the next prompt with this beginning finds the
-state (as in Marconi, arXiv 2411.19379).
+state (as in Marconi, arXiv 2411.19379), and behind the last page before an activated LoRA's
+invocation.
 
 A decoding sequence saves its state about every state_piece tokens, and drops the state that it
 saved before in the same answer. So an answer of any length leaves one cached state, with which the
@@ -41,11 +42,26 @@ list.
 class PageKeys:
     """Keys by which the full pages of a prompt are found in the cache; hashed once for all choices.
 
-    key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
-    Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
+    key 0 = H(H(salt), tokens of page 0); key i = H(key i−1, tokens of page i). On the first page
+    with a token that an adapter changes, H(key i−1, adapter digest, position of that token) takes
+    the place of key i−1. Equal keys therefore mean equal tokens from the start, which one adapter
+    changes from the same token on, under one tenant's salt. Pages before an activated LoRA's
+    invocation have the base model's keys.
+
+    adapter_digest: adapter that changes some of the prompt's tokens; None for the base model alone.
+    active_from: position of the first token that the adapter changes; 0 without an adapter.
+    pages_of_base: number of first pages that no adapter changes, if an adapter changes a later one.
     """
 
-    __slots__ = ("adapter_digest", "keys", "page_size", "root")
+    __slots__ = (
+        "_adapter",
+        "_root",
+        "active_from",
+        "adapter_digest",
+        "keys",
+        "page_size",
+        "pages_of_base",
+    )
 
     def __init__(
         self,
@@ -53,15 +69,22 @@ class PageKeys:
         page_size: int,
         salt: str = "",
         adapter_digest: str | None = None,
+        active_from: int = 0,
     ) -> None:
         """Hash all full pages of the prompt. Takes 1 to 2 µs a page: do not call on the engine's
         thread.
 
         salt: keeps tenants' cached prefixes apart.
-        adapter_digest: adapter of the request; None for the base model alone.
+        adapter_digest: adapter that changes some of the prompt's tokens; None: the base model
+            computes all.
+        active_from: position of the first token that the adapter changes.
         """
         self.page_size, self.adapter_digest = page_size, adapter_digest
-        self.root = _hash(json.dumps([salt, adapter_digest]).encode())
+        self.active_from, self.pages_of_base = active_from, active_from // page_size
+        self._root = _hash(json.dumps(salt).encode())
+        self._adapter: bytes | None = None
+        if adapter_digest is not None:
+            self._adapter = json.dumps([adapter_digest, active_from]).encode()
         self.keys: list[bytes] = []
         self.extend(self.keys, prompt, len(prompt) // page_size)
 
@@ -72,9 +95,11 @@ class PageKeys:
         tokens: all tokens of the sequence; they must fill `pages` pages.
         """
         first, page_bytes = len(keys), self.page_size * 8
-        key = keys[-1] if keys else self.root
+        key = keys[-1] if keys else self._root
         data = array("q", tokens[first * self.page_size : pages * self.page_size]).tobytes()
-        for start in range(0, len(data), page_bytes):
+        for page, start in enumerate(range(0, len(data), page_bytes), first):
+            if page == self.pages_of_base and self._adapter is not None:
+                key = _hash(key + self._adapter)
             key = _hash(key + data[start : start + page_bytes])
             keys.append(key)
 
@@ -165,10 +190,15 @@ class SequencePages:
         self.tokens, self._prompt_keys = tokens, prompt_keys
         self._keys = prompt_keys.keys  # shared until the sequence has more keys
 
+    def adapter_of(self, page: int) -> str | None:
+        """Return the digest of the adapter that changes tokens of a page; None if none does."""
+        keys = self._prompt_keys
+        return keys.adapter_digest if page >= keys.pages_of_base else None
+
     @property
-    def adapter_digest(self) -> str | None:
-        """Digest of the adapter behind the keys and values; None for the base model alone."""
-        return self._prompt_keys.adapter_digest
+    def pages_of_base(self) -> int:
+        """Number of first pages that no adapter changes, if an adapter changes a later one."""
+        return self._prompt_keys.pages_of_base
 
     def keys(self, pages: int) -> list[bytes]:
         """Return the cache keys of the first `pages` pages, which the sequence must fill."""
@@ -358,10 +388,12 @@ class KVCache(PagePool):
             return
         keys = kv.keys(full)
         self._no_longer_unwritten(keys[first : kv.announced])
+        adapters = [kv.adapter_of(page) for page in range(first, full)]
         for group, pages in enumerate(kv.pages):
             before = 0 if group < self._whole else kv.first
-            for page, key in zip(pages[first - before : full - before], keys[first:], strict=True):
-                self.publish(page, key, kv.adapter_digest, group)
+            written = pages[first - before : full - before]
+            for page, key, adapter in zip(written, keys[first:], adapters, strict=True):
+                self.publish(page, key, adapter, group)
         if self._windowed:
             self._give_back(kv, self._needs.first(full * self.page_size))
 
@@ -432,7 +464,7 @@ class KVCache(PagePool):
         assert self.states is not None
         for tokens in [tokens for tokens in kv.saving if tokens <= end]:
             keys = kv.keys(tokens // self.page_size)
-            self.states.publish(kv.saving.pop(tokens), keys[-1], kv.adapter_digest)
+            self.states.publish(kv.saving.pop(tokens), keys[-1], kv.adapter_of(len(keys) - 1))
             if tokens > kv.announced * self.page_size:
                 if kv.answered:
                     self.states.forget_keys([keys[kv.answered // self.page_size - 1]])
@@ -455,7 +487,7 @@ class KVCache(PagePool):
             keys = kv.keys_before_last()
             found = len(self.find(keys))
         being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
-        pages = sorted({found, being_written, len(keys)})
+        pages = sorted({found, being_written, kv.pages_of_base, len(keys)})
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
 
     def _take_restore(self, kv: SequencePages) -> int | None:

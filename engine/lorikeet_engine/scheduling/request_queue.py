@@ -47,11 +47,7 @@ class InputProcessor:
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self._info.eos_token_ids
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        digest = request.adapter.digest if request.adapter else None
-        prompts = [
-            (prompt, PageKeys(prompt, self._page_size, request.salt, digest))
-            for prompt in request.prompts
-        ]
+        prompts = [(prompt, self._page_keys(request, prompt)) for prompt in request.prompts]
         compiled = self._compiled(sampling.grammar, request.scheduling.tenant)
         choices = [pair for pair in prompts for _ in range(request.n)]
         made = request.made or (None,) * len(choices)
@@ -74,6 +70,13 @@ class InputProcessor:
     def close(self) -> None:
         """Stop the thread that compiles grammars."""
         self._compiler.close()
+
+    def _page_keys(self, request: Request, prompt: tuple[int, ...]) -> PageKeys:
+        adapter, salt = request.adapter, request.salt
+        active_from = None if adapter is None else adapter.active_from(prompt)
+        if adapter is None or active_from is None:
+            return PageKeys(prompt, self._page_size, salt)
+        return PageKeys(prompt, self._page_size, salt, adapter.digest, active_from)
 
     def _check(self, request: Request) -> None:
         context = self._info.max_context

@@ -432,7 +432,7 @@ class Scheduler:
         spare: number of other sequences; one free page per group is left for each of them.
         """
         sequence = turn.sequence
-        end = self._cache.reach(sequence.kv, sequence.length, spare)
+        end = self._chunk_end(sequence, self._cache.reach(sequence.kv, sequence.length, spare))
         if not budget.fits(sequence, end):
             return []
         chunk = budget.take(sequence, end)
@@ -442,6 +442,19 @@ class Scheduler:
         end = min(chunk.end, sequence.prompt_length)
         self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return [chunk]
+
+    def _chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Return the number of first tokens of a sequence beyond which its next chunk may not go.
+
+        A chunk ends where an activated LoRA begins to change tokens, if it cannot be divided there
+        (divide_by_adapter): states pass from one token to the next, and scores of a prompt come
+        from one chunk.
+
+        end: number of first tokens that have KV pages.
+        """
+        begins = sequence.active_from
+        is_whole = self._cache.states is not None or sequence.to_score > 0
+        return min(end, begins) if is_whole and sequence.kv.computed < begins else end
 
     def _with_state(self, chunk: Chunk) -> Chunk:
         state = self._cache.state_use(chunk.sequence.kv, chunk.start, chunk.end)

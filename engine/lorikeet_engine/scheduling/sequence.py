@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import Adapter, Residency
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import EngineTimings, FinishReason, MemberLoad, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
@@ -194,6 +194,9 @@ class Sequence:
     decode_tokens: number of tokens that the next decode computes: the last sampled token and the
         forced tokens.
     kv: KV pages of the sequence.
+    adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
+        prompt does not have the invocation tokens of the request's activated LoRA.
+    active_from: position of the first token that the adapter changes; 0 without an adapter.
     lease: lease of the adapter; None if the sequence holds none.
     penalty_slot: device counters of the sequence's tokens while it runs; None if no penalty or bias
         changes the logits.
@@ -241,6 +244,8 @@ class Sequence:
         self.decode_tokens = 1
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
+        self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
+        self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0
         if sampling.prompt_logprobs is not None and scored and self.prompt_length > 1:
             self.kv.score_from = 0
@@ -250,11 +255,6 @@ class Sequence:
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
         self.status = SequenceStatus.WAITING if made is None else SequenceStatus.PREEMPTED
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """Adapter that the sequence runs under; None for the base model alone."""
-        return self.request.adapter
 
     @property
     def output_length(self) -> int:
@@ -269,7 +269,7 @@ class Sequence:
     @property
     def awaits_adapter(self) -> bool:
         """Whether the sequence has an adapter but no lease of it yet."""
-        return self.lease is None and self.request.adapter is not None
+        return self.lease is None and self.adapter is not None
 
     @property
     def complete(self) -> bool:
@@ -395,6 +395,11 @@ class Chunk(NamedTuple):
     def length(self) -> int:
         """Number of tokens in the chunk."""
         return self.end - self.start
+
+    @property
+    def lease(self) -> AdapterLease | None:
+        """Lease of the adapter that changes the chunk's last token; None if none does."""
+        return self.sequence.lease if self.end > self.sequence.active_from else None
 
 
 class ScoredRows(NamedTuple):

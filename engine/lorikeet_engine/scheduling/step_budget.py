@@ -162,8 +162,9 @@ class PromptBudget:
     """Prompt tokens that one step may compute, limited by their number and by their time.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    multiple: a chunk that does not end its prompt ends at a multiple of this many tokens of the
-        prompt, unless it would then be empty.
+    multiple: a chunk that ends neither its prompt nor the part of the prompt before an adapter's
+        invocation ends at a multiple of this many tokens of the prompt, unless it would then be
+        empty.
     scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
         log probability of the next prompt token is computed.
     """
@@ -231,7 +232,8 @@ class PromptBudget:
     def _take(self, sequence: Sequence, most: int) -> Chunk:
         tokens, computed = self.tokens_within(sequence.kv.computed, most), sequence.kv.computed
         past = (computed + tokens) % self.multiple
-        if tokens < sequence.remaining and tokens > past:
+        is_last = tokens == sequence.remaining or computed + tokens == sequence.active_from
+        if not is_last and tokens > past:
             tokens -= past
         chunk = Chunk.of(sequence, tokens)
         self.tokens -= chunk.length

@@ -292,6 +292,8 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         gpu_bytes=change.gpu_bytes,
         touches=change.touches,
         trained_on=change.trained_on,
+        invocation_tokens=change.invocation_tokens,
+        parity=change.parity,
     )
 
 

@@ -3,6 +3,7 @@
 A change holds its author's decision; the entry holds time and author once for all of its changes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,11 +12,15 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
+from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
-SCHEMA = 1
-"""Format version; increased whenever an older reader could misread new entries."""
+SCHEMA = 2
+"""Newest format version; increased whenever an older reader could misread new entries.
+
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts.
+"""
 
 
 def _parse_tier(value: object) -> object:
@@ -112,6 +117,8 @@ class VersionRegistered(AdapterChange):
     gpu_bytes: int
     touches: TouchedModules | None = None
     trained_on: str | None = None
+    invocation_tokens: tuple[int, ...] = ()
+    parity: Parity | None = None
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -266,4 +273,10 @@ class Entry:
     actor: str
     time: float
     changes: tuple[Change, ...]
-    schema: int = SCHEMA
+    schema: int = 1
+
+
+def schema_of(changes: Iterable[Change]) -> int:
+    """Return the oldest format version whose readers understand these changes."""
+    activated = (c for c in changes if isinstance(c, VersionRegistered) and c.invocation_tokens)
+    return SCHEMA if any(activated) else 1

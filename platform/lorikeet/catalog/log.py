@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Collection, Sequence
 
-from lorikeet.catalog.changes import Change, Entry
+from lorikeet.catalog.changes import Change, Entry, schema_of
 from lorikeet.catalog.log_format import object_from_json, object_to_json
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import Conflict, ObjectNotFound, StoreError, StoreRefused
@@ -58,6 +58,7 @@ class Log:
             actor=actor,
             time=time,
             changes=tuple(changes),
+            schema=schema_of(changes),
         )
         key = _key(entry.seq)
         entries: Sequence[Entry] = (*self._before(entry.seq), entry)

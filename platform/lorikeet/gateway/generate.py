@@ -196,6 +196,7 @@ class GenerateEndpoint:
             encoded = await self._services.encoders.encode(
                 base_model, call, max_context, request.receive
             )
+        trace.set_prompts(encoded.prompts)
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():

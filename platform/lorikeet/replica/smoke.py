@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lorikeet.errors import InvalidAdapter
 from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import NotFinite
 from lorikeet_engine.request import Request, SamplingParams
 
@@ -31,6 +31,8 @@ async def run_smoke_test(
 ) -> SmokeResult:
     """Continue each prompt of a smoke test with the adapter and without it.
 
+    Prompts that do not invoke an activated LoRA get its invocation tokens at their ends.
+
     replica: name of this replica, for the result.
     decode: function that returns the text of token ids.
     run: function that runs an engine request to its end.
@@ -41,7 +43,7 @@ async def run_smoke_test(
     request_id = test.request_id
     base = Request(
         f"{request_id}-base",
-        tuple(map(tuple, test.prompts)),
+        tuple(_invoking(test.adapter, tuple(ids)) for ids in test.prompts),
         SamplingParams(max_tokens=test.max_tokens, temperature=0.0),
         salt=request_id,  # no prefixes that others cached
     )
@@ -62,3 +64,9 @@ async def run_smoke_test(
         return tuple(Continuation(tuple(ids), decode(list(ids))) for ids in made.tokens)
 
     return SmokeResult(replica, residency, continuations(without), continuations(with_adapter))
+
+
+def _invoking(adapter: AdapterRef, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    if adapter.active_from(prompt) is None:
+        return (*prompt, *adapter.invocation_tokens)
+    return prompt

@@ -22,8 +22,9 @@ from lorikeet.protocol.messages import (
     Resumed,
     ResumeReason,
     StreamItem,
+    TokenIds,
 )
-from lorikeet_engine.adapter import Adapter, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
@@ -73,6 +74,7 @@ class RequestRecord:
     model: name as the client wrote it.
     base_quantization: quantization of the base model's linears.
     trained_on: name that the adapter's files give its base model.
+    invoked: whether a prompt has the invocation tokens of an activated LoRA; None for others.
     validated_s: end of the checks, when the request was sent on.
     accepted_s: arrival of a replica's message that its engine has the request.
     first_byte_s: arrival of the answer's first bytes.
@@ -98,6 +100,7 @@ class RequestRecord:
     base_quantization: str | None = None
     trained_on: str | None = None
     adapter: Adapter | None = None
+    invoked: bool | None = None
     stream: bool = False
     validated_s: float | None = None
     accepted_s: float | None = None
@@ -236,6 +239,13 @@ class RequestTrace:
         record = self._record
         record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
         record.base_quantization, record.trained_on = quantization, trained_on
+
+    def set_prompts(self, prompts: Sequence[TokenIds]) -> None:
+        """Record whether the prompts invoke the adapter, if that is an activated LoRA."""
+        adapter = self._record.adapter
+        if isinstance(adapter, AdapterRef) and adapter.invocation_tokens:
+            found = [adapter.active_from(prompt) for prompt in prompts]
+            self._record.invoked = any(begins is not None for begins in found)
 
     def __enter__(self) -> None:
         """Record that the request is sent to a replica."""

@@ -33,6 +33,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         **_base_model(record),
         "adapter": str(record.adapter) if record.adapter else None,
         "digest": record.adapter.digest if record.adapter else None,
+        "invoked": record.invoked,
         "adapters": _adapters(record),
         "stream": record.stream,
         "outcome": record.outcome,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lorikeet.protocol.messages import TokenIds
 from lorikeet.protocol.status_update import StatusUpdate
-from lorikeet_engine.adapter import Residency, member_digests
+from lorikeet_engine.adapter import Adapter, Residency, member_digests
 
 K = TypeVar("K")
 
@@ -155,16 +155,26 @@ class AdapterLocations:
             del self._holders[tier][digest]
 
 
-def prefix_hashes(prompt: TokenIds, *salt: str | None) -> PrefixHashes:
+def prefix_hashes(
+    prompt: TokenIds, tenant: str = "", adapter: Adapter | None = None
+) -> PrefixHashes:
     """Return the chained block hashes of a prompt, valid only in this process.
 
+    Blocks before the first token that the adapter changes have the hashes that they have for the
+    base model.
+
     prompt: token ids.
-    salt: values that must be equal for two requests to share cached prefixes, e.g. tenant, adapter.
+    tenant: tenant of the request; tenants share no cached prefixes.
+    adapter: None for the base model.
     """
-    chain, value, size = [], hash(salt), BLOCK_TOKENS * prompt.itemsize
+    chain, value, size = [], hash(tenant), BLOCK_TOKENS * prompt.itemsize
     ids = prompt[: MAX_HASHED_BLOCKS * BLOCK_TOKENS].tobytes()
-    for end in range(size, len(ids) + 1, size):
-        value = hash((value, ids[end - size : end]))
+    active_from = None if adapter is None else adapter.active_from(prompt)
+    changed = None if active_from is None else active_from // BLOCK_TOKENS * size
+    for start in range(0, len(ids) - size + 1, size):
+        if adapter is not None and start == changed:
+            value = hash((value, adapter.digest, active_from))
+        value = hash((value, ids[start : start + size]))
         chain.append(value)
     return tuple(chain)
 

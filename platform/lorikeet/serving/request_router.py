@@ -163,6 +163,5 @@ def routing_request_of(encoded: EncodedCall) -> RoutingRequest:
     Hashes the first prompt if there are several. Tenant and adapter are part of the hashes.
     """
     call = encoded.call
-    digest = call.adapter.digest if call.adapter else None
-    chain = prefix_hashes(encoded.prompts[0], call.tenant, digest)
+    chain = prefix_hashes(encoded.prompts[0], call.tenant, call.adapter)
     return RoutingRequest(encoded.work, call.adapter, chain, call.tenant)

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+from lorikeet.cli.adapters.parity import print_version_parity
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import Adapter, AsOf, Tenant
 from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
@@ -78,8 +79,10 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         if version["defaults"] is not None:
             own = show_defaults(version["defaults"])
             print_line(f"Version {version['version']} has its own {own}")
+        if version["parity"] is not None:
+            print_version_parity(version["version"], version["parity"])
     for version in reversed(answer["versions"]):
-        for line in _base_lines(version):
+        for line in (*show_invocation(version), *_base_lines(version)):
             print_line(f"Version {version['version']} {line}")
 
 
@@ -102,6 +105,13 @@ def show_touched(version: dict[str, Any]) -> str:
     if count := touches["tokens"]:
         changed.append(f"{count} trained token{'s' * (count != 1)}")
     return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
+
+
+def show_invocation(version: dict[str, Any]) -> Iterator[str]:
+    """Describe the invocation of a version that is an activated LoRA."""
+    if tokens := version["invocation_tokens"]:
+        shown = ", ".join(map(str, tokens))
+        yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"
 
 
 def show_defaults(defaults: dict[str, Any]) -> str:

@@ -79,7 +79,7 @@ def _format_change(change: Mapping[str, Any]) -> str:
     rest = {
         key: value
         for key, value in change.items()
-        if key not in ("type", "tenant", "name", "options", "touches") and value is not None
+        if key not in ("type", "tenant", "name", "options", "touches") and value not in (None, [])
     }
     rest |= change.get("options", {})
     if "defaults" in rest:

@@ -78,6 +78,11 @@ def _summary(found: Json) -> Iterator[str]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
     elif found["model"]:
         yield f"Asked for {_plain(found['model'])}"
+    if found["invoked"] is False:
+        yield (
+            "[yellow]The prompt does not have the adapter's invocation tokens: the base model "
+            "computed the answer[/yellow]"
+        )
     if found["base_quantization"]:
         yield f"Base model {_plain(found['base_model'])}, weights {found['base_quantization']}"
     if found["base_warning"]:

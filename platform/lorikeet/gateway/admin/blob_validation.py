@@ -74,6 +74,7 @@ def validate_blob(
         gpu_bytes=gpu_bytes,
         touches=spec.touches,
         trained_on=spec.base_model,
+        invocation_tokens=spec.invocation_tokens,
     )
 
 

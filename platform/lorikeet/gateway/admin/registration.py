@@ -157,7 +157,7 @@ class Registration:
             record = state.find(order.tenant, order.name)
             same = record and record.registered(facts.digest, order.defaults)
             number = same.version if same else len(record.versions) + 1 if record else 1
-            return AdapterRef(order.tenant, order.name, number, facts.digest)
+            return facts.ref(order.tenant, order.name, number)
 
         return await self._catalog_view.ask(find)
 

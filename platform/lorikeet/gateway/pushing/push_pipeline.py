@@ -161,6 +161,7 @@ class PushPipeline:
                 tenant,
                 name,
                 version.facts,
+                defaults=version.defaults,
                 since=version.seq,
             )
         )
@@ -274,12 +275,12 @@ class PushPipeline:
 
         Returns the version if replicas may hold it and the store lacks it, else None.
         """
-        tenant, name, digest = key = push.version.key
+        tenant, name, _ = key = push.version.key
         ref: AdapterRef | None = None
         keeping: asyncio.Task[None] | None = None
         self.pushed.carry(key)
         try:
-            ref = AdapterRef(tenant, name, await self._number(push.version), digest)
+            ref = push.version.facts.ref(tenant, name, await self._number(push.version))
             keeping = asyncio.create_task(self._keep(push, ref))
             await push.wait_for(push.ready, _PATIENCE_S)
             if not await self._outlives(push):
@@ -381,7 +382,7 @@ class PushPipeline:
                 version.tenant, version.name
             )
         )
-        held = record and record.registered(version.facts.digest, None)
+        held = record and record.registered(version.facts.digest, version.defaults)
         return held.version if held else len(record.versions) + 1 if record else 1
 
     async def _store(self, push: Push) -> None:
@@ -414,6 +415,7 @@ class PushPipeline:
             name,
             push.blob,
             push.version.facts,
+            defaults=push.version.defaults,
             alias=self.pushed.alias_of(push.version),
             since=push.version.seq,
             actor=push.version.actor,

@@ -13,6 +13,7 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
+from lorikeet.request_defaults import RequestDefaults
 
 FORGOTTEN_S = 20.0
 """Seconds without an announcement after which a version is forgotten. One announcement can take
@@ -42,6 +43,7 @@ class PushedVersion:
     left_s: seconds of the lifetime left when the version was pushed or announced; None if `expires`
         is None.
     actor: id of the key that pushed the version.
+    defaults: the version's own request defaults; None: the base model's.
     """
 
     tenant: str
@@ -54,6 +56,7 @@ class PushedVersion:
     seq: int | None = None
     left_s: float | None = None
     actor: str = ""
+    defaults: RequestDefaults | None = None
 
     @property
     def key(self) -> Key:
@@ -72,7 +75,8 @@ class PushedVersion:
         """Return this version merged with another push of the same blob.
 
         The result has the longer lifetime, with its `keep`. If the other push is later and has
-        another alias, the result has the alias and `created` of that push.
+        another alias, the result has the alias and `created` of that push. It has the other push's
+        parity proof, if any.
 
         again: version of the other push.
         """
@@ -81,6 +85,8 @@ class PushedVersion:
             version = replace(version, alias=again.alias, created=again.created)
         if self.expires is not None and (again.expires is None or again.expires > self.expires):
             version = replace(version, expires=again.expires, keep=again.keep, left_s=again.left_s)
+        if again.facts.parity is not None:
+            version = replace(version, facts=again.facts)
         return version
 
 
@@ -208,7 +214,10 @@ class PushedVersions:
                 continue
             version = self._with_alias(version, log, landed)
             try:
-                changes = register(state, tenant, name, version.facts, alias=version.alias)
+                facts, defaults = version.facts, version.defaults
+                changes = register(
+                    state, tenant, name, facts, defaults=defaults, alias=version.alias
+                )
             except LorikeetError:  # over the tenant's limits: the gateway of the push reports that
                 continue
             if changes:  # possibly only the alias
