@@ -300,7 +300,7 @@ class GenerationFailed(LorikeetError):
 
 
 class ReplicasLost(LorikeetError):
-    """Request during which two replicas were lost one after the other."""
+    """Request with which two replicas were lost, the second at once."""
 
     code = "replicas_lost"
 

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ class Seen:
 
     reasons: why other replicas went on with it, in order.
     pauses_s: seconds without an event around each of these changes.
+    first_s: seconds until the first event.
     """
 
     known: Known
@@ -42,6 +44,7 @@ class Seen:
     usage: tuple[int, int] | None = None
     reasons: list[str] = field(default_factory=list)
     pauses_s: list[float] = field(default_factory=list)
+    first_s: float | None = None
     ended: bool = False
     error: str = ""
 
@@ -70,7 +73,9 @@ async def read(client: httpx.AsyncClient, url: str, known: Known) -> Seen:
                     seen.error += line if answer.status_code != 200 else ""
                     continue
                 now_s = time.monotonic()
-                if resumed:
+                if seen.first_s is None:
+                    seen.first_s = now_s - last_s
+                elif resumed:
                     seen.pauses_s.append(now_s - last_s)
                 last_s, resumed = now_s, False
                 _add(seen, line.removeprefix("data: "))
@@ -133,6 +138,11 @@ class KnownStreams:
         return [seen for seen in self.seen if not seen.is_right]
 
     @property
+    def faults(self) -> Counter[tuple[str, ...]]:
+        """Number of wrong answers by error and replicas' losses."""
+        return Counter((seen.error, *seen.reasons) for seen in self.wrong)
+
+    @property
     def reasons(self) -> list[str]:
         """Reasons why other replicas went on with answers."""
         return [reason for seen in self.seen for reason in seen.reasons]
@@ -141,6 +151,11 @@ class KnownStreams:
     def pauses_s(self) -> list[float]:
         """Seconds without an event around each change of replica, ascending."""
         return sorted(pause_s for seen in self.seen for pause_s in seen.pauses_s)
+
+    @property
+    def firsts_s(self) -> list[float]:
+        """Seconds until answers' first events, ascending."""
+        return sorted(seen.first_s for seen in self.seen if seen.first_s is not None)
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)

@@ -174,8 +174,11 @@ ASKING: Mapping[str, list[str]] = {
 }
 """Arguments of each command that uses the admins' plane."""
 
-WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"}
-"""Commands that use no server, or use it with a tenant's key."""
+WITHOUT_ADMINS = {
+    *("init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"),
+    *("serve", "stop"),
+}
+"""Commands that use no server, use it with a tenant's key, or use one with keys that they made."""
 
 
 NO_REQUEST = "0" * 32

@@ -57,7 +57,7 @@ def test_a_push_goes_on_when_its_waiting_client_disconnects(
     monkeypatch.setattr(routes, "_MOST_WAITING", 1)
     gateway, blob = trainer.gateway, trainer.blob()
     gateway.engines.takes_pushes = False
-    waiting, wait = list[Push](), PushEndpoints._wait
+    waiting, wait = list[Push](), PushEndpoints.wait
 
     async def counted(
         endpoints: PushEndpoints, request: Request, push: Push, query: PushQuery
@@ -68,7 +68,7 @@ def test_a_push_goes_on_when_its_waiting_client_disconnects(
         finally:
             waiting.remove(push)
 
-    monkeypatch.setattr(PushEndpoints, "_wait", counted)
+    monkeypatch.setattr(PushEndpoints, "wait", counted)
     path = f"/v1/adapters/policy/versions/{digest_of(blob)}?alias=next"
     with leaving(gateway, "PUT", path, trainer.key, blob):
         assert eventually(lambda: waiting, within_s=20)

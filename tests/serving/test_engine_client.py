@@ -392,7 +392,7 @@ def test_an_answer_goes_on_at_most_twice(three_replicas):
 
 
 @pytest.mark.parametrize("items", [(), (b"begun ",)])
-def test_a_request_that_loses_two_replicas_without_progress_is_refused(three_replicas, items):
+def test_a_request_with_which_a_second_replica_dies_at_once_is_refused(three_replicas, items):
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         await lost(handle, *items, log=LONG if items else b"")
@@ -401,6 +401,21 @@ def test_a_request_that_loses_two_replicas_without_progress_is_refused(three_rep
         with pytest.raises(ReplicasLost, match="two replicas were lost"):
             await asking
         assert len(handle.calls) == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("change", [{"_AT_ONCE_S": 0.0}, {"_PROGRESS_TOKENS": 1}])
+def test_a_request_may_lose_a_second_replica_later(three_replicas, monkeypatch, change):
+    for name, value in change.items():
+        monkeypatch.setattr(engines_module, name, value)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        await lost(handle, b"one ", log=log_of(1))
+        await lost(handle, b"two ", log=log_of(2))
+        handle.deliver(replace(HEADER, replica="r3"), USAGE, b".", ended=True)
+        assert bytes_of(await asking) == b"one two ."
 
     run(scenario)
 
@@ -461,29 +476,30 @@ def test_an_answer_waits_only_for_a_while_for_another_replica(three_replicas, mo
     run(scenario)
 
 
-def test_an_answer_leaves_a_replica_that_is_being_stopped(three_replicas, monkeypatch):
+def test_an_answer_leaves_each_replica_that_is_being_stopped(three_replicas, monkeypatch):
     monkeypatch.setattr(engines_module, "_LEAVE_S", 0.05)
     monkeypatch.setattr(engines_module, "_LEAVE_CHECK_S", 0.01)
+    monkeypatch.setattr(engines_module, "_RESUMES_PER_MIN", 1)
     listed = ["r1", "r2", "r3"]
     monkeypatch.setattr(type(three_replicas), "replicas", property(lambda _: tuple(listed)))
 
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
-        stopped = handle.opened_at[-1]
-        handle.deliver(replace(HEADER, replica=stopped), b"one ", log=log_of(1))
-        listed.clear()
-        await asyncio.sleep(0.2)
-        assert len(handle.calls) == 1, "the last replica keeps its answers"
-        opened = len(handle.opened_at)
-        listed[:] = {"r1", "r2", "r3"} - {stopped}
-        await until(lambda: len(handle.calls) == 2)
-        assert handle.calls[1][0].lost == (stopped,)
-        await until(lambda: len(handle.opened_at) > opened)
-        handle.deliver(replace(HEADER, replica=listed[0]), b"two", USAGE, b".", ended=True)
+        for number in range(1, 5):  # more than there are attempts
+            stopped, opened = handle.opened_at[-1], len(handle.opened_at)
+            handle.deliver(replace(HEADER, replica=stopped), b"%d " % number, log=log_of(number))
+            listed.clear()
+            await asyncio.sleep(0.1)
+            assert len(handle.calls) == number, "the last replica keeps its answers"
+            listed[:] = ["r2" if stopped == "r1" else "r1"]
+            await until(lambda n=number: len(handle.calls) == n + 1)
+            assert handle.calls[-1][0].lost[-1] == stopped
+            await until(lambda n=opened: len(handle.opened_at) > n)
+        handle.deliver(replace(HEADER, replica=listed[0]), b"end", USAGE, b".", ended=True)
         items = await asking
-        assert bytes_of(items) == b"one two."
-        assert [i for i in items if isinstance(i, Resumed)] == [Resumed(ResumeReason.DRAINED)]
-        assert not handle.calls[0][1].cancelled, "the replica would bill a cancelled call"
+        assert bytes_of(items) == b"1 2 3 4 end."
+        assert [i for i in items if isinstance(i, Resumed)] == [Resumed(ResumeReason.DRAINED)] * 4
+        assert not any(call.cancelled for _, call in handle.calls), "a replica bills such calls"
 
     run(scenario)
 

@@ -1,6 +1,7 @@
 """Client through which a gateway calls engine replicas, by Ray Serve handles."""
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -17,6 +18,7 @@ from lorikeet.answer_stream.output_log import tokens_in
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
+from lorikeet.parity.figures import Parity
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
@@ -28,6 +30,7 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
@@ -53,6 +56,10 @@ _RESUMES_PER_MIN = 600
 """Number of calls of one tenant that a gateway sends again per minute after their replicas were
 lost; as many may come at once.
 """
+_AT_ONCE_S = 5.0
+"""Seconds after it has taken a request within which the loss of a replica may be the request's
+fault.
+"""
 _PROGRESS_TOKENS = 32
 """Number of tokens that a replica must have added to an answer before the loss of the replica
 counts as no fault of the request.
@@ -70,8 +77,8 @@ _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 
 _REPLICAS_LOST = (
-    "two replicas were lost one after the other while they answered this request, so it is sent to "
-    "no third: it may be what ends them. Change it, or give the operators its id"
+    "two replicas were lost with this request, the second just after it had taken it, so it is "
+    "sent to no third: it may be what ends them. Change it, or give the operators its id"
 )
 _CANCEL_S = 1.0
 """Seconds after which the task of a cancelled call is cancelled too, if Serve did not end it."""
@@ -105,7 +112,8 @@ class ServeEngineClient:
         serving/request_router.py for a replica. The answer comes back on the stream that
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
-        The call is sent again, up to _ATTEMPTS times in all,
+        The call is sent again, up to _ATTEMPTS times in all, not counting replicas that it has left
+        because they are being stopped,
         - if its replica is lost, is being stopped or gives the answer up, or is silent (see
           Fleet.take_silent) before the first byte of the answer: to any other replica, with the log
           of the outputs so far, so that the answer goes on where it was;
@@ -122,19 +130,21 @@ class ServeEngineClient:
         """
         run_call = self._run_call[base_model]
         fleet, sent, log = _fleet(run_call), _seeded(encoded).to_send(), bytearray()
-        begun, lost_without_progress = False, 0
-        for attempt in range(_ATTEMPTS):
+        begun, deaths, left = False, 0, _ATTEMPTS
+        for attempt in itertools.count():
             made_tokens = tokens_in(log)
             sent = replace(sent, attempt=attempt, log=bytes(log), made_tokens=made_tokens)
-            request_id, is_last = sent.attempt_id, attempt + 1 == _ATTEMPTS
+            request_id = sent.attempt_id
             fleet.on_begun(request_id)
-            sent_s, first_bytes = time.monotonic(), False
+            sent_s = taken_s = time.monotonic()
+            first_bytes = False
             try:
                 async with aclosing(self._answer(run_call, fleet, sent, log, begun=begun)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
+                            taken_s = time.monotonic()
                             yield _attempt(fleet, request_id, sent_s)
-                        if not (begun or is_last) and _another_can_load(fleet, sent, item):
+                        if not begun and left > 1 and _another_can_load(fleet, sent, item):
                             log.clear()
                             raise Unavailable("the replica could not load the adapter")
                         if not first_bytes and isinstance(item, bytes):
@@ -143,19 +153,23 @@ class ServeEngineClient:
                         yield item
             except Unavailable as error:
                 yield _attempt(fleet, request_id, sent_s, error.message)
-                if begun and (is_last or not log):
+                reason = error.reason if isinstance(error, _AnswerLost) else None
+                left -= reason is not ResumeReason.DRAINED
+                if begun and not (left and log):
                     raise
                 replica = fleet.accepted_by(request_id)
-                if isinstance(error, _AnswerLost) and replica is not None:
-                    if tokens_in(log) >= made_tokens + _PROGRESS_TOKENS:
-                        lost_without_progress = 0
-                    lost_without_progress += error.reason is ResumeReason.REPLICA_LOST
-                    if lost_without_progress == 2:
+                if reason is not None and replica is not None:
+                    deaths += reason is ResumeReason.REPLICA_LOST
+                    at_once = time.monotonic() - taken_s < _AT_ONCE_S
+                    if deaths == 2 and at_once and tokens_in(log) - made_tokens < _PROGRESS_TOKENS:
                         raise ReplicasLost(_REPLICAS_LOST) from error
-                    self._count_resume(sent.call.tenant)
+                    if reason is not ResumeReason.DRAINED:
+                        self._count_resume(sent.call.tenant)
                     sent = replace(sent, lost=(*sent.lost, replica))
-                    if log and not is_last:
-                        yield Resumed(error.reason)
+                    if log and left:
+                        yield Resumed(reason)
+                if not left:
+                    break
             except LorikeetError as error:
                 yield _attempt(fleet, request_id, sent_s, error.message)
                 raise
@@ -173,6 +187,17 @@ class ServeEngineClient:
         try:
             answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _translated(error, test.request_id) from error
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        """Prove an adapter's parity with its trainer on a replica.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
+        """
+        try:
+            answer = await self._handles[base_model].parity.remote(test)
+            return cast("Parity | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, test.request_id) from error
 

@@ -52,7 +52,7 @@ def token_routes(
                     add_special_tokens=body.add_special_tokens is not False,
                 )
             else:
-                scheduling = SchedulingParams(tenant)
+                scheduling = SchedulingParams(tenant, max_queue_s=services.max_queue_s)
                 context = CallContext(
                     request.state.request_id, int(time.time()), caller, scheduling, model
                 )
