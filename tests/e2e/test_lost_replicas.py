@@ -90,8 +90,8 @@ def test_streams_go_on_when_the_only_replicas_die(service, known):
 def test_a_request_that_ends_replicas_ends_two_and_is_refused_by_name(service, crowd):
     assert complete(service)
     before = engine_processes(service).keys()
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=crowd.base().key, timeout=60)
     with faults(requests="exit"), pytest.raises(openai.UnprocessableEntityError) as refused:
-        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=crowd.base().key, timeout=60)
         client.completions.create(model=crowd.base().model, prompt="a", max_tokens=4)
     assert refused.value.code == "replicas_lost"
     assert len(before & engine_processes(service).keys()) == REPLICAS - 2
