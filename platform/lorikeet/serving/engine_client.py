@@ -18,6 +18,7 @@ from lorikeet.answer_stream.output_log import tokens_in
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
+from lorikeet.parity.figures import Parity
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
@@ -29,6 +30,7 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
@@ -187,6 +189,17 @@ class ServeEngineClient:
         try:
             answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _translated(error, test.request_id) from error
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        """Prove an adapter's parity with its trainer on a replica.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
+        """
+        try:
+            answer = await self._handles[base_model].parity.remote(test)
+            return cast("Parity | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, test.request_id) from error
 
