@@ -1,7 +1,9 @@
 """Parity proofs of registered and pushed versions at the gateway."""
 
+import asyncio
 import hashlib
 import re
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from lorikeet.client import Client
 from lorikeet.errors import LorikeetError
+from lorikeet.gateway.body import split_parts
 from lorikeet.parity.figures import Bounds, GapCause, Parity, Verdict
 from lorikeet.parity.probes import MAX_TOKENS, Probe, Probes, parse_probes
 from lorikeet.protocol.messages import Refusal
@@ -236,3 +239,20 @@ def test_probes_are_bounded_and_errors_name_the_field() -> None:
         parse_probes('{"probes": [{"token_ids": [1, 2]}]}')
     with pytest.raises(LorikeetError, match=r"the probes: .*JSON"):
         parse_probes("nonsense")
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 100])
+def test_probes_are_split_from_a_body_however_its_parts_are_cut(size: int) -> None:
+    body = bytes(range(20))
+
+    async def split(count: int) -> tuple[bytes, bytes]:
+        async def parts() -> AsyncIterator[bytes]:
+            for begin in range(0, len(body), size):
+                yield body[begin : begin + size]
+
+        head, rest = await split_parts(parts(), count)
+        return head, b"".join([part async for part in rest])
+
+    for count in (0, 1, 7, 20):
+        assert asyncio.run(split(count)) == (body[:count], body[count:])
+    assert asyncio.run(split(25)) == (body, b"")

@@ -178,6 +178,24 @@ def test_sound_adapters_of_further_families_are_accepted(family, tmp_path):
         check_sound(world, base, save_adapter(base, tmp_path / shape, 2, **SHAPES[shape]))
 
 
+def test_activated_adapters_are_proved_behind_their_invocation(case, tmp_path):
+    lora = {"r": 8, "target_modules": ["q_proj", "v_proj"], "alora_invocation_tokens": [7, 9]}
+    adapter = save_adapter(case.base, tmp_path / "activated", 2, lora_alpha=8, **lora)
+    doubled = shutil.copytree(adapter, tmp_path / "doubled")
+    config = json.loads((doubled / "adapter_config.json").read_text())
+    (doubled / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
+    sequences = [([*prompt, 7, 9], completion) for prompt, completion in case.sequences]
+    probes = Trainer(case.base, adapter).probes(sequences)
+    sound, wrong = (
+        case.world.prove_ref(
+            replace(case.world.shelf.add(folder, "activated"), invocation_tokens=(7, 9)), probes
+        )
+        for folder in (adapter, doubled)
+    )
+    assert (sound.verdict, sound.mean < 1e-4) == (Verdict.ACCEPTED, True)
+    assert wrong.cause is GapCause.SCALING
+
+
 def check_sound(world: ParityWorld, base: Path, adapter: Path) -> None:
     requests = len(world.requests)
     parity = world.prove(adapter, Trainer(base, adapter).probes())
