@@ -53,7 +53,7 @@ def _greet(planned: Planned, keys: DemoKeys) -> None:
             "\nModels: lorikeet-demo, and the fine-tunes",
             *(f"  {each.model:<20} {each.about}{' (shared)' * each.shared}" for each in TASKS),
             "\nTry:\n",
-            curl(planned.url, key, first.model, first.example.prompt),
+            curl(planned.url, key, first.model, first.example.prompt, temperature=0),
             *for_administrators(planned, admin_file, ".venv/bin/lorikeet"),
             f"\n{HOW_TO_STOP}",
         ]

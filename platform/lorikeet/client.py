@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import httpx
 
 from lorikeet.errors import InvalidInput, LorikeetError, Unavailable
+from lorikeet.parity.peft_probes import peft_probes as peft_probes  # for trainers to import
+from lorikeet.parity.probes import Probes
 from lorikeet_engine.adapter_format import write_blob
 
 _RETRY_PAUSE_S = 0.5
@@ -48,6 +50,7 @@ class PushResult:
     version: number of the version; None until the version is durable.
     ready: whether every replica has the version.
     durable: whether the store has the version.
+    parity: parity proof of the version as JSON; None if it came without probes.
     """
 
     adapter: str
@@ -56,6 +59,7 @@ class PushResult:
     version: int | None
     ready: bool
     durable: bool
+    parity: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,9 @@ class Client:
         keep: int | None = None,
         defaults_of: str | None = None,
         timeout_s: float = 60.0,
+        probes: Probes | None = None,
+        warn_above: float | None = None,
+        refuse_above: float | None = None,
     ) -> PushResult:
         """Send a version of an adapter, and return once it has reached the state `wait`.
 
@@ -126,6 +133,10 @@ class Client:
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
         defaults_of: alias or number of the adapter's version whose own chat template, system prompt
             and other request defaults the version gets; None: the base model's.
+        probes: the trainer's log-probabilities, from `peft_probes`, with which a replica's are
+            compared before the version is accepted. A proof that warns gives a Python warning.
+        warn_above, refuse_above: mean differences, in nats, above which the proof warns and
+            refuses; None: the service's defaults.
 
         Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
         timeout_s.
@@ -146,8 +157,15 @@ class Client:
                 "alias": alias,
             }
             wanted |= {"lifetime_s": lifetime_s, "keep": keep, "defaults_of": defaults_of}
+            if probes is not None:
+                head = probes.model_dump_json(exclude_defaults=True).encode()
+                blob.write_bytes(head + blob.read_bytes())
+                wanted |= {"probes_bytes": len(head), "warn_above": warn_above}
+                wanted["refuse_above"] = refuse_above
             query = {field: str(value) for field, value in wanted.items() if value is not None}
             version = _version(self._ask("PUT", path, deadline_s, self._publishing(), query, blob))
+        if version.parity is not None and version.parity["verdict"] == "warned":
+            warnings.warn(f"{version.model}: {version.parity['reason']}", stacklevel=2)
         if wait != "none" and not getattr(version, wait):
             raise Unavailable(f"{version.model} is not {wait} yet: ask for its status later")
         return version
@@ -268,7 +286,7 @@ def _path(name: str, digest: str) -> str:
 
 
 def _version(answer: Mapping[str, Any]) -> PushResult:
-    return PushResult(**{field: answer[field] for field in PushResult.__slots__})
+    return PushResult(**{name: answer[name] for name in PushResult.__slots__ if name in answer})
 
 
 def _failure(answer: httpx.Response) -> LorikeetError | None:

@@ -300,7 +300,7 @@ class GenerationFailed(LorikeetError):
 
 
 class ReplicasLost(LorikeetError):
-    """Request with which two replicas were lost, the second at once."""
+    """Request with which two replicas were lost at once."""
 
     code = "replicas_lost"
 

@@ -21,6 +21,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
+from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, TouchedModules
 
@@ -322,8 +323,17 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
 ) -> None:
     touches = TouchedModules(("q_proj", "v_proj"), 2, 4, 1024, tokens=3)
     blob = tmp_path / "blob"
-    kinds = (None, None, ()), (touches, None, ()), (touches, "org/Demo-4bit", (7, 9))
-    for number, (known, trained_on, tokens) in enumerate(kinds):
+    proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, GapCause.QUANTIZATION, "in FP8")
+    accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
+    kinds = (
+        (None, None, (), None),
+        (touches, None, (), None),
+        (touches, "org/Demo-4bit", (7, 9), None),
+        (touches, "org/Demo-4bit", (7, 9), proof),
+        (touches, "", (), accepted),
+        (touches, None, (), accepted),
+    )
+    for number, (known, trained_on, tokens, parity) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(
@@ -331,17 +341,20 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
             touches=known,
             trained_on=trained_on,
             invocation_tokens=tokens,
+            parity=parity,
         )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
-    assert tuple((c.touches, c.trained_on, c.invocation_tokens) for c in registered) == kinds
+    found = tuple((c.touches, c.trained_on, c.invocation_tokens, c.parity) for c in registered)
+    assert found == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
     versions = again.adapters["support"].versions
-    assert tuple((v.touches, v.trained_on, v.invocation_tokens) for v in versions) == kinds
+    kept = tuple((v.touches, v.trained_on, v.invocation_tokens, v.parity) for v in versions)
+    assert kept == kinds
     assert again == tenant
     assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
 

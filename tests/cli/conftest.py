@@ -24,6 +24,7 @@ from lorikeet.cli import app
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.parity.figures import Parity, Verdict
 from lorikeet.protocol.messages import (
     Continuation,
     EncodedCall,
@@ -32,6 +33,7 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
@@ -49,6 +51,8 @@ class ReportingEngines:
     def __init__(self) -> None:
         self.said: list[ReplicaReport] = []
         self.second = 2
+        self.proofs: list[ParityTest] = []
+        self.proved: Parity | Refusal = Parity(Verdict.ACCEPTED, 3, 0.01, 0.03, 0.0002)
 
     def stream_answer(
         self, base_model: str, encoded: EncodedCall
@@ -59,6 +63,10 @@ class ReportingEngines:
         said = [Continuation((n, 1), f"said {n}") for n, _ in enumerate(test.prompts)]
         other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(test.prompts)]
         return SmokeResult("r0", Residency.REMOTE, tuple(said), tuple(other))
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        self.proofs.append(test)
+        return self.proved
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said

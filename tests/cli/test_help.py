@@ -82,7 +82,7 @@ def find(words: list[str]) -> typer.core.TyperCommand | typer.core.TyperGroup:
 
 def test_every_promised_command_exists() -> None:
     promised = """
-        init register convert smoke list show promote rollback retire pin unpin pins status
+        init register convert smoke parity list show promote rollback retire pin unpin pins status
         why usage log restore snapshot gc capacity doctor settings serve stop
         bench bench/isolation
         tenants tenants/list tenants/show tenants/create tenants/limit

@@ -58,3 +58,29 @@ def test_json_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
     assert "café" in said
     assert all(char.isprintable() or char == "\n" for char in said)
     assert said.count("\n") == 3
+
+
+def seen_by_jobs(ending: str) -> bytes:
+    """Return what a command prints of its stderr in a shell with jobs, on a terminal of its own.
+
+    ending: ends the shell's command line, such as & for the background.
+    """
+    command = f"{sys.executable} -c 'import sys; from lorikeet.cli.output import is_shown; "
+    command += "print(is_shown(sys.stderr))'"
+    process, terminal = pty.fork()
+    if not process:
+        os.execvp("bash", ["bash", "-c", f"set -m; {command} {ending}"])
+    said = b""
+    while True:
+        try:
+            said += os.read(terminal, 1024)
+        except OSError:  # Linux's end of a terminal
+            break
+    os.waitpid(process, 0)
+    os.close(terminal)
+    return said
+
+
+@pytest.mark.parametrize(("ending", "shown"), [("", b"True"), ("& wait", b"False")])
+def test_bars_are_for_a_terminals_foreground(ending: str, shown: bytes) -> None:
+    assert shown in seen_by_jobs(ending)

@@ -30,7 +30,8 @@ def faults(**channels: str) -> Iterator[None]:
 
     stats, feed, metrics: "raise" makes the channel fail, "hang" makes it wait.
     files="raise": hide the gateway's files, as on another machine.
-    requests="raise": fail every request, with an exception that quotes it.
+    requests="raise": fail every request, with an exception that quotes it. requests="exit": end the
+        process of every replica that takes one.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -71,7 +72,10 @@ class FaultyReplica(EngineReplica):
 
 def _breakable(build: Build) -> Build:
     async def build_unless_broken(encoded: EncodedCall) -> PreparedCall:
-        if (Path(os.environ[FOLDER]) / "requests").exists():
+        fault = Path(os.environ[FOLDER]) / "requests"
+        if fault.exists():
+            if fault.read_text() == "exit":
+                os._exit(1)
             raise RuntimeError(f"a test breaks {encoded}")
         return await build(encoded)
 

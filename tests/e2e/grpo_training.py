@@ -23,7 +23,7 @@ WORDS = ("river", "stone", "light", "garden", "winter", "bread", "music", "paper
 def documented() -> dict[str, Any]:
     """Run the document's code against the service; return the names that it defines."""
     text = (ROOT / "docs" / "training.md").read_text()
-    (code,) = re.findall("```python\n(.*?)```", text, re.DOTALL)
+    (code,) = re.findall("^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     address, key, publish = (os.environ[name] for name in ("SERVICE", "KEY", "PUBLISH_KEY"))
     client = f"Client({address!r}, key={key!r}, publish_key={publish!r})"
     space: dict[str, Any] = {}

@@ -5,9 +5,12 @@ import random
 import signal
 import time
 
+import openai
 import pytest
 from ray import serve
 
+from tests.e2e.conftest import REPLICAS
+from tests.e2e.faulty_replica import faults
 from tests.e2e.known_streams import Known, KnownStreams, undisturbed
 from tests.e2e.service_processes import complete, engine_processes
 from tests.e2e.test_update import changed
@@ -81,6 +84,17 @@ def test_streams_go_on_when_the_only_replicas_die(service, known):
         for process in engine_processes(service):
             os.kill(process, signal.SIGKILL)
     assert load.wrong == []
+    assert complete(service)
+
+
+def test_a_request_that_ends_replicas_ends_two_and_is_refused_by_name(service, crowd):
+    assert complete(service)
+    before = engine_processes(service).keys()
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=crowd.base().key, timeout=60)
+    with faults(requests="exit"), pytest.raises(openai.UnprocessableEntityError) as refused:
+        client.completions.create(model=crowd.base().model, prompt="a", max_tokens=4)
+    assert refused.value.code == "replicas_lost"
+    assert len(before & engine_processes(service).keys()) == REPLICAS - 2
     assert complete(service)
 
 

@@ -59,8 +59,8 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
 
 
 def invoking(ids: list[int], invocation: Sequence[int]) -> list[int]:
-    """Return a prompt with an activated LoRA's invocation tokens in its second half."""
-    at = len(ids) * 2 // 3
+    """Return a prompt with an activated LoRA's invocation tokens in its last tenth."""
+    at = len(ids) * 9 // 10
     return [*ids[:at], *invocation, *ids[at + len(invocation) :]]
 
 

@@ -28,6 +28,7 @@ from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.parity.figures import Parity, Verdict
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
@@ -41,6 +42,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
     Work,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
 from lorikeet.text.prompts import PromptEncoder
@@ -239,6 +241,8 @@ class ReplayEngines:
         self.encoded: list[EncodedCall] = []
         self.closed: list[str] = []
         self.replay: Callable[[Call], Items] = repeat
+        self.proofs: list[ParityTest] = []
+        self.proved: Parity | Refusal = Parity(Verdict.ACCEPTED, 3, 0.01, 0.03, 0.0002)
         self.smoke_tests: list[tuple[str, SmokeTest]] = []
         self.try_out: Callable[[SmokeTest], SmokeResult | Refusal] = all_differ
         self.maps: list[ReplicaReport] = []
@@ -263,6 +267,10 @@ class ReplayEngines:
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         self.smoke_tests.append((base_model, test))
         return self.try_out(test)
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        self.proofs.append(test)
+        return self.proved
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
         return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]

@@ -392,10 +392,10 @@ def test_an_answer_goes_on_at_most_twice(three_replicas):
 
 
 @pytest.mark.parametrize("items", [(), (b"begun ",)])
-def test_a_request_with_which_a_second_replica_dies_at_once_is_refused(three_replicas, items):
+def test_a_request_with_which_two_replicas_die_at_once_is_refused(three_replicas, items):
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
-        await lost(handle, *items, log=LONG if items else b"")
+        await lost(handle, *items, log=log_of(1) if items else b"")
         handle.deliver(replace(HEADER, replica="r2"), log=log_of(1))
         lose_replica(handle)
         with pytest.raises(ReplicasLost, match="two replicas were lost"):
@@ -406,7 +406,7 @@ def test_a_request_with_which_a_second_replica_dies_at_once_is_refused(three_rep
 
 
 @pytest.mark.parametrize("change", [{"_AT_ONCE_S": 0.0}, {"_PROGRESS_TOKENS": 1}])
-def test_a_request_may_lose_a_second_replica_later(three_replicas, monkeypatch, change):
+def test_a_request_may_lose_two_replicas_later(three_replicas, monkeypatch, change):
     for name, value in change.items():
         monkeypatch.setattr(engines_module, name, value)
 

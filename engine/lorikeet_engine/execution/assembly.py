@@ -214,6 +214,7 @@ def _info(
         ),
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
         tensor_parallel=settings.tensor_parallel,
+        dtype=settings.dtype,
     )
 
 

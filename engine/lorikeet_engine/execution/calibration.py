@@ -41,6 +41,9 @@ _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 _MIN_RANK_S = 1e-9
 # Noise can hide the cost of rows where attention seems to take all of a step.
 _MIN_ROWS_S = 1e-6
+# Where a chunk takes longer, as on a CPU, the largest step takes no less for each token: it is not
+# timed, which would be most of such an engine's start.
+_SLOW_S = 2.0
 
 
 def measure_step_costs(
@@ -91,9 +94,10 @@ def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
     costs = replace(costs, pieces_s=_pieces_s(steps, rows_s, costs))
     if chunk > most:
         rows_s[chunk] = chunk_s - costs.pieces_s
-    if full > max(rows_s):
+    if full > (last := max(rows_s)):
         seen_s = costs.prompts_seen_s(steps.seen(full), beside_decodes=False)
-        rows_s[full] = steps.prompts_s(full) - seen_s
+        is_slow = rows_s[last] > _SLOW_S
+        rows_s[full] = rows_s[last] * full / last if is_slow else steps.prompts_s(full) - seen_s
     # More work is never faster: measurements that say so, here and below, are noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
     costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
@@ -177,19 +181,22 @@ def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") ->
     costs: measured costs of steps without adapters.
     dummies: adapters to run the timed steps with, already in the arena.
     """
-    rank, many, full = dummies.rank, dummies.count, costs.step_tokens
+    rank, many, most = dummies.rank, dummies.count, costs.step_tokens
+    chunk = min(_CHUNK, most)
+    chunk_s = costs.step_s(chunk, 0, 0, seen=steps.seen(chunk))
+    tokens = chunk if chunk_s > _SLOW_S else most
     few = 1 if many > 1 else 0  # with a single adapter, the line starts at no adapter
     plain_s, few_s, many_s = (
         steps.shortest_s(steps.decodes(many, steps.context, count, rank))
         for count in (0, few, many)
     )
     rank_s = max(_MIN_RANK_S, (many_s - few_s) / ((many - few) * rank))
-    more_s = steps.prompts_s(full, rank) - costs.step_s(full, 0, 0, seen=steps.seen(full))
+    more_s = steps.prompts_s(tokens, rank) - costs.step_s(tokens, 0, 0, seen=steps.seen(tokens))
     return replace(
         costs,
         lora_s=max(0.0, few_s - plain_s - rank_s * few * rank),
         rank_s=rank_s,
-        lora_token_s=max(0.0, more_s / full),
+        lora_token_s=max(0.0, more_s / tokens),
     )
 
 

@@ -18,6 +18,7 @@ class EngineInfo:
         not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
+    dtype: data type of activations, such as bfloat16.
     """
 
     vocab_size: int
@@ -27,6 +28,7 @@ class EngineInfo:
     quantization: str | None = None
     fp8_kv: bool = False
     tensor_parallel: int = 1
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,6 +293,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         touches=change.touches,
         trained_on=change.trained_on,
         invocation_tokens=change.invocation_tokens,
+        parity=change.parity,
     )
 
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
+from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
@@ -117,6 +118,7 @@ class VersionRegistered(AdapterChange):
     touches: TouchedModules | None = None
     trained_on: str | None = None
     invocation_tokens: tuple[int, ...] = ()
+    parity: Parity | None = None
     type: Literal["version_registered"] = "version_registered"
 
 

@@ -24,6 +24,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
+from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency, TouchedModules
 
@@ -33,7 +34,8 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens and request defaults in schemas 2 to 4.
+3, and lack invocation tokens and request defaults in schemas 2 to 4. Releases that know no parity
+proofs ignore these, which are last.
 """
 
 Json = Any
@@ -157,9 +159,25 @@ def _version_row(v: VersionRecord) -> Json:
     if v.touches is None:
         return row
     linears, *numbers = astuple(v.touches)
-    trained_on: list[Json] = [] if v.trained_on is None else [v.trained_on]
-    invocation = [v.invocation_tokens] if v.invocation_tokens else []
-    return [*row, " ".join(linears), *numbers, *trained_on, *invocation]
+    last: list[Json] = [
+        v.trained_on,
+        v.invocation_tokens,
+        None if v.parity is None else _parity_row(v.parity),
+    ]
+    while last and last[-1] in (None, ()):
+        last.pop()
+    return [*row, " ".join(linears), *numbers, *last]
+
+
+def _parity_row(p: Parity) -> Json:
+    cause = None if p.cause is None else p.cause.value
+    return [p.verdict.value, p.tokens, p.mean, p.max, p.kl, p.base_mean, cause, p.reason]
+
+
+def _parity(row: Json) -> Parity:
+    verdict, tokens, mean, max_, kl, base_mean, cause, reason = row
+    found = None if cause is None else GapCause(cause)
+    return Parity(Verdict(verdict), tokens, mean, max_, kl, base_mean, found, reason)
 
 
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
@@ -196,7 +214,7 @@ def _adapter(
 def _version(number: int, row: Json, defaults: RequestDefaults | None) -> VersionRecord:
     digest, size, rank, base_model, created, retired, gpu, *touched = row
     touches = TouchedModules(_words(touched[0]), *touched[1:5]) if touched else None
-    trained_on = sys.intern(touched[5]) if len(touched) > 5 else None
+    trained_on = sys.intern(touched[5]) if len(touched) > 5 and touched[5] is not None else None
     invocation = tuple(touched[6]) if len(touched) > 6 else ()
     once = (digest, size, rank, base_model, gpu, number, created, bool(retired))
     return VersionRecord(
@@ -204,6 +222,7 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
         touches=touches,
         trained_on=trained_on,
         invocation_tokens=invocation,
+        parity=_parity(touched[7]) if len(touched) > 7 else None,
         defaults=defaults,
     )
 

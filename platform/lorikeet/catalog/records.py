@@ -7,6 +7,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from lorikeet.catalog.names import is_digest
+from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency, TouchedModules
 
@@ -134,6 +135,7 @@ class BlobFacts:
     touches: linears and tokens that the adapter changes; None if an older release registered it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
     invocation_tokens: see AdapterRef.
+    parity: parity proof with its trainer; None if it came without probes.
     """
 
     digest: str
@@ -143,6 +145,7 @@ class BlobFacts:
     gpu_bytes: int
     touches: TouchedModules | None = field(default=None, kw_only=True)
     trained_on: str | None = field(default=None, kw_only=True)
+    parity: Parity | None = field(default=None, kw_only=True)
     invocation_tokens: tuple[int, ...] = field(default=(), kw_only=True)
 
     def ref(self, tenant: str, name: str, version: int) -> AdapterRef:

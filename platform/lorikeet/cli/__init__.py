@@ -6,7 +6,8 @@ app.py            joins the commands, and turns failures into exit statuses
 admin_client.py   calls the admin API
 arguments.py      parses names, sizes and times
 output.py         prints tables, JSON and errors
-adapters/         register, convert, list, show, promote, rollback, retire, restore, smoke and pins
+adapters/         register, convert, list, show, promote, rollback, retire, restore, smoke,
+                  parity and pins
 tenancy/          tenants, keys, usage
 catalog/          init, snapshot, log, gc
 serve/            serve, stop

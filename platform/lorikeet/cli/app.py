@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from lorikeet.cli.adapters.convert import convert
 from lorikeet.cli.adapters.list_and_show import list_adapters, show
+from lorikeet.cli.adapters.parity import parity
 from lorikeet.cli.adapters.pins import pin, pins, unpin
 from lorikeet.cli.adapters.promote import promote, rollback
 from lorikeet.cli.adapters.register import register
@@ -91,7 +92,7 @@ def connect(
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(show, promote, rollback, retire, convert, smoke, pin, unpin, pins, status, why),
+    *(show, promote, rollback, retire, convert, smoke, parity, pin, unpin, pins, status, why),
     *(usage, log, restore, init, snapshot, gc, capacity, doctor, settings, stop),
 )
 app.command(cls=ServeCommand)(serve)

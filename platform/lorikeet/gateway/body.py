@@ -219,6 +219,23 @@ async def timed_parts(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         due_s += loop.time() - given_s
 
 
+async def split_parts(
+    parts: AsyncIterator[bytes], count: int
+) -> tuple[bytes, AsyncIterator[bytes]]:
+    """Return the first `count` bytes of a body, or all of a shorter one, and its other parts."""
+    head = b""
+    while len(head) < count and (part := await anext(parts, None)) is not None:
+        head += part
+
+    async def rest() -> AsyncIterator[bytes]:
+        if tail := head[count:]:
+            yield tail
+        async for part in parts:
+            yield part
+
+    return head[:count], rest()
+
+
 def _too_large(max_bytes: int, limit: str) -> RequestTooLarge:
     return RequestTooLarge(f"the body is larger than {max_bytes} bytes, {limit}")
 

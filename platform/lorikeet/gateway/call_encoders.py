@@ -10,7 +10,7 @@ from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.client_disconnect import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
-from lorikeet.protocol.messages import Call, EncodedCall, Refusal, TokenIds
+from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, TokenIds
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
@@ -124,6 +124,31 @@ class CallEncoders:
             return tuple(encoder.encode_turn(text, context, defaults) for text in texts)
 
         return await self._run(_NO_TENANT, base_model, defaults, encode)
+
+    async def encode_chats(
+        self,
+        base_model: str,
+        tenant: str,
+        chats: Sequence[Sequence[Mapping[str, Any]]],
+        max_context: int | None,
+        defaults: RequestDefaults | None = None,
+    ) -> tuple[TokenIds, ...]:
+        """Return the token ids of chats' prompts.
+
+        chats: messages of each chat, with texts as contents.
+        max_context: see `encode`.
+        defaults: the adapter's own request defaults.
+
+        Raises InvalidInput if the chat template refuses messages, Overloaded as `encode` does.
+        """
+        context = max_context or _UNKNOWN_CONTEXT
+        about = ("", Endpoint.CHAT, 0, tenant, base_model, None)
+        calls = [Call(*about, messages=tuple(each), defaults=defaults) for each in chats]
+
+        def encode(encoder: PromptEncoder) -> tuple[TokenIds, ...]:
+            return tuple(encoder.encode(call, context)[0] for call in calls)
+
+        return await self._run(tenant, base_model, defaults, encode)
 
     async def check(self, tenant: str, base_model: str, defaults: RequestDefaults) -> None:
         """Check an adapter's own chat template and system prompt with a few chats.

@@ -15,7 +15,9 @@ from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.parity.figures import Parity
 from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.request_defaults import RequestDefaults
@@ -59,6 +61,13 @@ class EngineClient(Protocol):
         """Have a replica generate with and without an adapter, to test the adapter (smoke test).
 
         Raises LorikeetError if no replica completes the test.
+        """
+        ...
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        """Have a replica prove an adapter's parity with its trainer.
+
+        Raises LorikeetError if no replica completes the proof.
         """
         ...
 

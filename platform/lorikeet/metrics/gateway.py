@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 
 from lorikeet.metrics.metric_builders import residency_label
 from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
+from lorikeet.parity.figures import Parity
 from lorikeet.protocol.messages import ResumeReason
 from lorikeet.request_log.record import RequestRecord
 
@@ -24,6 +25,7 @@ _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PUSH_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PARITY_NATS = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class GatewayMetrics:
@@ -54,6 +56,19 @@ class GatewayMetrics:
         self._not_stored = Counter(
             "lorikeet_responses_not_stored_total",
             "Responses that could not be stored, because the store failed or they were too large.",
+            registry=self._registry,
+        )
+        self._proofs = self._counter(
+            "lorikeet_parity_proofs_total",
+            "Parity proofs of adapters with their trainers, by verdict and cause.",
+            "verdict",
+            "cause",
+        )
+        self._parity_nats = Histogram(
+            "lorikeet_parity_mean_nats",
+            "Mean difference of log-probabilities between replica and trainer, of each proof.",
+            ["base_model"],
+            buckets=_PARITY_NATS,
             registry=self._registry,
         )
         self._first_token = self._histogram(
@@ -117,6 +132,12 @@ class GatewayMetrics:
     def count_not_stored(self) -> None:
         """Count a response that could not be stored."""
         self._not_stored.inc()
+
+    def count_parity(self, base_model: str, parity: Parity) -> None:
+        """Count a parity proof."""
+        cause = "" if parity.cause is None else parity.cause.value
+        self._proofs.labels(base_model, parity.verdict.value, cause).inc()
+        self._parity_nats.labels(base_model).observe(parity.mean)
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics with their current values."""

@@ -8,6 +8,7 @@ metering.py           billed usage
 status_feed.py        status updates for gateways
 pushed_adapters.py    adapters that training pushes to the host memory
 smoke.py              smoke tests of adapters
+parity.py             parity proofs of adapters
 base_copies.py        checks of base-model matrices that adapters carry along
 engine_process.py, engine_settings.py   the engine's construction in its own process
 

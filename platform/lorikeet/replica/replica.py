@@ -2,22 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lorikeet.answer_stream.answer import Answer, refusal_of
 from lorikeet.answer_stream.answer_sender import AnswerSender
 from lorikeet.answer_stream.output_log import outputs_of
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.logs import log_unexpected
 from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
+from lorikeet.parity.figures import Parity
 from lorikeet.placement import pressure
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -26,6 +29,7 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
@@ -34,6 +38,7 @@ from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
+from lorikeet.replica.parity import prove_parity
 from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.smoke import Completions, run_smoke_test
@@ -44,7 +49,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
-from lorikeet_engine.request import Failed, Output, Request, Tokens
+from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
@@ -79,6 +84,7 @@ class Replica:
         self.name = name
         self._base_model, self._folder = base_model, settings.base_models[base_model]
         self._response_streams = ResponseStreams()
+        self._blobs, self._explaining = settings.cache_dir, asyncio.Lock()
         self._pins: dict[str, PinTarget] = {}
         self._sole_copies: float | None = None
         self._plan_s: float | None = None
@@ -100,7 +106,8 @@ class Replica:
         self._encoder = PromptEncoder(settings.base_models[base_model])
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
-        self._metering = Metering(store.result(), self._engine, base_model, flush_s)
+        self._store = store.result()
+        self._metering = Metering(self._store, self._engine, base_model, flush_s)
 
     async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
@@ -167,6 +174,16 @@ class Replica:
         try:
             decode = self._encoder.backend.decode
             return await run_smoke_test(test, self.name, decode, self._complete)
+        except (EngineError, InvalidInput) as error:
+            return _refuse(error)
+
+    async def parity(self, test: ParityTest) -> Parity | Refusal:
+        """Prove an adapter's parity with its trainer; return a Refusal if the probes cannot be
+        scored.
+        """
+        try:
+            at = self._blobs, self._fetch_blob
+            return await prove_parity(test, self._engine.info, *at, self._explaining, self._scores)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 
@@ -304,7 +321,34 @@ class Replica:
     async def _complete(self, request: Request) -> Completions:
         """Run a request to its end; return its tokens. Raises EngineError if the request fails."""
         tokens: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
-        unfinished = len(tokens)
+
+        def take(output: Output) -> None:
+            if isinstance(output, Tokens):
+                tokens[output.choice].extend(output.token_ids)
+
+        return Completions(await self._run(request, take), tokens)
+
+    async def _scores(self, request: Request) -> list[list[float]]:
+        """Run a request to its end; return the log-probabilities of each prompt's tokens, from the
+        second to the last. Raises EngineError if the request fails.
+        """
+        scores: list[list[float]] = [[] for _ in request.prompts]
+
+        def take(output: Output) -> None:
+            if isinstance(output, PromptLogprobs):
+                scores[output.choice // request.n] += [each.logprob for each in output.logprobs]
+
+        await self._run(request, take)
+        return scores
+
+    def _fetch_blob(self, ref: AdapterRef, path: Path) -> None:
+        self._store.download(blob_key(ref.digest), path)
+
+    async def _run(self, request: Request, take: Callable[[Output], None]) -> Residency | None:
+        """Run a request to its end, and pass its outputs to `take`; return the tier at which its
+        adapter was found. Raises EngineError if the request fails.
+        """
+        unfinished = len(request.prompts) * request.n
         outputs = asyncio.Queue[Output]()
         receive, abort = outputs.put_nowait, self._engine.abort
         with self._outputs.receiving(request.request_id, receive, abort):
@@ -313,10 +357,9 @@ class Replica:
                 output = await outputs.get()
                 if isinstance(output, Failed):
                     raise output.error
-                if isinstance(output, Tokens):
-                    tokens[output.choice].extend(output.token_ids)
-                    unfinished -= output.finish is not None
-        return Completions(found, tokens)
+                take(output)
+                unfinished -= isinstance(output, Tokens) and output.finish is not None
+        return found
 
     def _status_changed(self, status: EngineStatus) -> None:
         self._event_loop.call_soon_threadsafe(self._post, status)

@@ -18,6 +18,7 @@ from lorikeet.answer_stream.output_log import tokens_in
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
+from lorikeet.parity.figures import Parity
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
@@ -29,6 +30,7 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
@@ -75,8 +77,8 @@ _SILENCE_CHECK_S = 1.0
 """Seconds between two checks for silent replicas."""
 
 _REPLICAS_LOST = (
-    "two replicas were lost with this request, the second just after it had taken it, so it is "
-    "sent to no third: it may be what ends them. Change it, or give the operators its id"
+    "two replicas were lost just after they had taken this request, so it is sent to no third: it "
+    "may be what ends them. Change it, or give the operators its id"
 )
 _CANCEL_S = 1.0
 """Seconds after which the task of a cancelled call is cancelled too, if Serve did not end it."""
@@ -128,7 +130,7 @@ class ServeEngineClient:
         """
         run_call = self._run_call[base_model]
         fleet, sent, log = _fleet(run_call), _seeded(encoded).to_send(), bytearray()
-        begun, deaths, left = False, 0, _ATTEMPTS
+        begun, left, deaths_at_once = False, _ATTEMPTS, 0
         for attempt in itertools.count():
             made_tokens = tokens_in(log)
             sent = replace(sent, attempt=attempt, log=bytes(log), made_tokens=made_tokens)
@@ -157,9 +159,11 @@ class ServeEngineClient:
                     raise
                 replica = fleet.accepted_by(request_id)
                 if reason is not None and replica is not None:
-                    deaths += reason is ResumeReason.REPLICA_LOST
-                    at_once = time.monotonic() - taken_s < _AT_ONCE_S
-                    if deaths == 2 and at_once and tokens_in(log) - made_tokens < _PROGRESS_TOKENS:
+                    if reason is ResumeReason.REPLICA_LOST:
+                        progress = tokens_in(log) - made_tokens >= _PROGRESS_TOKENS
+                        at_once = time.monotonic() - taken_s < _AT_ONCE_S
+                        deaths_at_once += at_once and not progress
+                    if deaths_at_once == 2:
                         raise ReplicasLost(_REPLICAS_LOST) from error
                     if reason is not ResumeReason.DRAINED:
                         self._count_resume(sent.call.tenant)
@@ -185,6 +189,17 @@ class ServeEngineClient:
         try:
             answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _translated(error, test.request_id) from error
+
+    async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
+        """Prove an adapter's parity with its trainer on a replica.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
+        """
+        try:
+            answer = await self._handles[base_model].parity.remote(test)
+            return cast("Parity | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, test.request_id) from error
 

@@ -139,6 +139,13 @@ def test_an_h200_is_measured_within_a_second(measure):
     assert measure.took_s[-1] < 1.0
 
 
+def test_a_slow_device_is_measured_without_its_largest_step(measure):
+    slow = replace(TRUE, rows=tuple(RowsTime(n, 10e-3 * n) for n in (1, 2, 32, 64, 512, 2048)))
+    found = measure(costs=slow)
+    assert_close(found, slow)
+    assert measure.took_s[-1] < 2048 * 10e-3 + 512 * 10e-3
+
+
 def test_a_single_adapter_gives_all_its_cost_to_the_rank(measure):
     found = measure(max_batch_adapters=1)
     assert found.lora_s == 0.0

@@ -11,7 +11,7 @@ from lorikeet_engine.adapter import Adapter
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.matrix.storages import RoundedCache, Storage
 from tests.engine.models.fp8_models import set_weights
-from tests.engine.peft_adapters import loaded, save_adapter
+from tests.engine.peft_adapters import activation, loaded, save_adapter
 from tests.engine.peft_world import composed, peft_sum
 
 COMPOSITION = "composition"
@@ -67,16 +67,20 @@ class StoredReference:
             return peft_sum(base, family.folder, family.composition)
         return peft.PeftModel.from_pretrained(base, family.folders[adapter])
 
-    def logits(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Compute the logits [tokens, vocab] behind each token."""
-        asked = adapter, tuple(tokens)
+    def logits(
+        self, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute the logits [tokens, vocab] behind each token of a prompt and its answer."""
+        asked = adapter, (*prompt, *answer)
         if asked not in self._known:  # several features show in one answer
-            self._known[asked] = self._computed(adapter, tokens)
+            self._known[asked] = self._computed(adapter, [*prompt], [*prompt, *answer])
         return self._known[asked]
 
     @torch.inference_mode()
-    def _computed(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
+    def _computed(self, adapter: str | None, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         model = self._models[adapter]
         cache = RoundedCache(model.config) if self.storage.rounds_kv else None
-        logits: torch.Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+        activated = activation(model, prompt, len(tokens))
+        asked = torch.tensor([tokens])
+        logits: torch.Tensor = model(asked, past_key_values=cache, **activated).logits[0]
         return logits

@@ -24,6 +24,7 @@ from tests.engine.conftest import (
 from tests.engine.matrix.reference import SavedFamily, StoredReference
 from tests.engine.matrix.storages import EXACT, STORAGES
 from tests.engine.matrix.traffic import (
+    ACTIVATED,
     ADAPTERS,
     ADDED,
     ALL,
@@ -249,7 +250,8 @@ def family(request, tiny_checkpoints, tmp_path_factory):
     if shape.experts or shape.recurrent or request.param in LATENT:
         of_linears = {name: adapters[name] | {"bias": "lora_only"} for name in ("dora", "biases")}
         adapters = adapters | of_linears
-    return SavedFamily(checkpoint, folder, adapters | {"added": ADDED}, WEIGHTS)
+    adapters = adapters | {"added": ADDED, "activated": ACTIVATED}
+    return SavedFamily(checkpoint, folder, adapters, WEIGHTS)
 
 
 @pytest.fixture(scope="module")

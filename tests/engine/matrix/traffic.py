@@ -13,6 +13,7 @@ from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import Answers, build, greedy, load_adapters, prompt
 from tests.engine.matrix.reference import COMPOSITION, SavedFamily, StoredReference
 from tests.engine.matrix.storages import Storage
+from tests.engine.peft_adapters import invoking
 
 # Names of linears of all families; those of delta nets are fused in Qwen3-Next.
 ALL = [
@@ -67,6 +68,16 @@ ADDED = {
     "target_modules": ["v_proj", "o_proj", "kv_b_proj"],
     "use_rslora": True,
 }
+# PEFT activates LoRA of linears alone, and takes those of MLPs for parameters of experts.
+ACTIVATED: dict[str, Any] = {
+    "r": 6,
+    "lora_alpha": 9,
+    "target_modules": [
+        *("q_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa"),
+        *("in_proj", "in_proj_z", "in_proj_qkvz"),
+    ],
+    "alora_invocation_tokens": [7, 9],
+}
 WEIGHTS = {"head": 0.75, "added": -0.5}
 GRAMMAR = "below 250, end under 1"
 TOKENS, TOKENS_ALONE = 30, 8  # of each answer
@@ -82,11 +93,13 @@ TOGETHER: tuple[tuple[str | None, int, str | None], ...] = (
     ("dora", 21, None),
     ("biases", 14, None),
     (COMPOSITION, 19, None),
+    ("activated", 22, None),
     ("all_linears", 50, None),
     ("all_linears", 33, None),
     ("some_linears", 13, GRAMMAR),
 )
 ALONE_TWICE = ("all_linears", 70, None)
+BASE_THEN_ACTIVATED = (None, 75, None), ("activated", 75, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,10 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
     "token_rows": lambda answer: answer.adapter == "rows",
     "dora": lambda answer: answer.adapter == "dora",
     "biases": lambda answer: answer.adapter == "biases",
+    "activated_lora": lambda answer: answer.adapter == "activated",
+    "pages_of_the_base_model": lambda answer: (
+        answer.adapter == "activated" and answer.timings.cached_tokens > 0
+    ),
     "composition": lambda answer: answer.adapter == COMPOSITION,
     "chunked_prefill": lambda answer: answer.timings.steps > len(answer.tokens),
     "preemption": lambda answer: answer.timings.preemptions > 0,
@@ -120,7 +137,8 @@ FEATURES: Mapping[str, Callable[[Answer], bool]] = {
 def answers_of(
     family: SavedFamily, storage: Storage, checkpoint: Path, folder: Path
 ) -> list[Answer]:
-    """Start an engine; ask all of TOGETHER at once, then ALONE_TWICE twice, each time alone.
+    """Start an engine; ask all of TOGETHER at once, then ALONE_TWICE twice and those of
+    BASE_THEN_ACTIVATED, each time alone.
 
     checkpoint: checkpoint to serve.
     folder: folder of the engine's cache.
@@ -137,7 +155,8 @@ def answers_of(
     answers = Answers(engine)
     try:
         load_adapters(answers, family.refs.values())
-        rounds = ((TOGETHER, TOKENS), *[((ALONE_TWICE,), TOKENS_ALONE)] * 2)
+        alone = ALONE_TWICE, ALONE_TWICE, *BASE_THEN_ACTIVATED
+        rounds = ((TOGETHER, TOKENS), *(((each,), TOKENS_ALONE) for each in alone))
         return [answer for asked in rounds for answer in _ask(answers, family, *asked)]
     finally:
         engine.close()
@@ -152,7 +171,7 @@ def _ask(
     for name, (adapter, length, grammar) in enumerate(asked):
         request = greedy(
             str(name),
-            prompt(length),
+            _prompt(adapter, length),
             adapter=family.refs[adapter],
             max_tokens=tokens,
             logprobs=0,
@@ -161,9 +180,14 @@ def _ask(
         answers.submit(request)
     answers.all()
     return [
-        _answer(adapter, prompt(length), grammar, answers.outputs[str(name), 0])
+        _answer(adapter, _prompt(adapter, length), grammar, answers.outputs[str(name), 0])
         for name, (adapter, length, grammar) in enumerate(asked)
     ]
+
+
+def _prompt(adapter: str | None, length: int) -> list[int]:
+    ids = prompt(length)
+    return invoking(ids, ACTIVATED["alora_invocation_tokens"]) if adapter == "activated" else ids
 
 
 def _answer(
@@ -182,7 +206,7 @@ def assert_equal(answer: Answer, reference: StoredReference) -> float:
     Returns the median error of the tokens' log probabilities, as a share of the largest logit.
     """
     ids, tokens = list(answer.prompt), list(answer.tokens)
-    logits = reference.logits(answer.adapter, ids + tokens)[len(ids) - 1 : -1]
+    logits = reference.logits(answer.adapter, ids, tokens)[len(ids) - 1 : -1]
     largest, tolerance = logits.abs().max(), reference.storage.tolerance
     want = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     errors = (torch.tensor(answer.logprobs) - want).abs() / largest

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -146,6 +147,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_compositions_by_name(shelf, 
 
 OBSTACLES = {
     "DoRA or biases": {"vectors": frozenset({(0, 0)})},
+    "matrices of experts": {"changes": {"changes_experts": True}},
     "trained tokens": {"ranks": {(SHAPE.outer_layer, SHAPE.index("embed_tokens_rows")): 3}},
 }
 
@@ -154,9 +156,9 @@ OBSTACLES = {
 def test_an_adapter_that_is_more_than_a_and_b_is_refused_by_name(shelf, bench, obstacle):
     (a,) = make(shelf, "a")
     b, ref = bench(), AdapterRef("acme", "odd", 1, "f" * 64)
-    kind = {"ranks": everywhere(4), **OBSTACLES[obstacle]}
-    layout = PackedLayout.of_ranks(kind.pop("ranks"), SHAPE, **kind)
-    put(b.tiers._gpu, ref, layout)
+    kind = {"ranks": everywhere(4), "changes": {}, **OBSTACLES[obstacle]}
+    ranks, changes = kind.pop("ranks"), kind.pop("changes")
+    put(b.tiers._gpu, ref, replace(PackedLayout.of_ranks(ranks, SHAPE, **kind), **changes))
     b.load(a)
     with pytest.raises(AdapterNotComposable, match=f"acme/odd@1 .* has {obstacle}") as refused:
         b.tiers.lease(composed(a, ref))

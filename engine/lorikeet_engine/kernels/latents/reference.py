@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms
-from lorikeet_engine.kernels.lora.reference import joined_a, joined_b, pieces
+from lorikeet_engine.kernels.lora.reference import pieces
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
 from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
@@ -87,11 +87,12 @@ def _adapters(
     """
     if step is None:
         return
-    weights, group = step.weights, weight.group
+    segments, arena, layer, group = step.segments, step.weights.arena, weight.layer, weight.group
     heads, width, kv_rank = weight.rows.shape
-    for rows, _, parts in pieces(weights, step.segments, weight.layer, group):
-        b = joined_b(weights, parts, heads * width)
-        yield rows, joined_a(weights, parts, kv_rank), b.view(-1, heads, width)
+    for rows, _, a_start, b_start, rank, _, factor in pieces(step.weights, segments, layer, group):
+        a = arena[a_start : a_start + rank * kv_rank].view(rank, kv_rank)
+        b = arena[b_start : b_start + rank * heads * width].view(rank, heads, width)
+        yield rows, factor * a.float(), b.float()
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

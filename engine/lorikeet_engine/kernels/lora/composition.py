@@ -2,8 +2,9 @@
 
 A composition's ranks are those of its adapters, one behind the other, as if they were one
 adapter's: v = A·x has a column for each, and B·v sums over all. So a composition needs no launch of
-its own and no copy of the matrices; only the place of each rank is looked up. Kernels are compiled
-once with this lookup and once without, and steps without compositions run those without.
+its own, as a pass over the tokens for each adapter would, and no copy of the matrices; only the
+place of each rank is looked up. Kernels are compiled once with this lookup and once without, and
+steps without compositions run those without.
 """
 
 import torch

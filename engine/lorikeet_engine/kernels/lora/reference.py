@@ -3,9 +3,6 @@
 These functions also serve requests on CPUs, so they loop over segments, never over tokens.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
@@ -29,8 +26,9 @@ def add_lora(
     x [tokens, d_in]
     y [tokens, sum(d_outs)]: outputs of the group's linears side by side
 
-    Sums are float32; y is rounded once, with vectors twice. Tokens outside every segment, and
-    linears of rank 0 without vectors, keep their y. Raises ShapeError.
+    Sums are float32; y is rounded once, with vectors twice, for a composition once an adapter.
+    Tokens outside every segment, and linears of rank 0 without vectors, keep their y. Raises
+    ShapeError.
     """
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
     if segments.has_vectors:
@@ -72,17 +70,12 @@ def add_embedding_lora(
     y [tokens, hidden]: the base model's embeddings
     group: the embeddings as a group of one linear
 
-    Sums are float32; y is rounded once.
+    Sums are float32; y is rounded once, for a composition once an adapter.
     """
-    for rows, _, parts in pieces(weights, segments, layer, group):
-        taken = [
-            weights.arena[part.a : part.a + part.rank * group.d_in]
-            .view(-1, part.rank)[token_ids[rows]]
-            .float()
-            * part.weight
-            for part in parts
-        ]
-        y[rows] += torch.cat(taken, 1) @ joined_b(weights, parts, group.d_outs[0])
+    for rows, _, a_start, b_start, rank, _, weight in pieces(weights, segments, layer, group):
+        a = weights.arena[a_start : a_start + rank * group.d_in].view(group.d_in, rank)
+        b = weights.arena[b_start : b_start + rank * group.d_outs[0]].view(rank, -1)
+        y[rows] += weight * a[token_ids[rows]].float() @ b.float()
 
 
 def replace_embeddings(
@@ -101,9 +94,9 @@ def replace_embeddings(
 
     y is changed in place.
     """
-    for rows, _, (part,) in pieces(weights, segments, layer, group):
-        found = token_ids[rows, None] == _ids(weights, part)  # [tokens, count]
-        values = weights.arena[part.a : part.a + part.rank * group.d_in].view(part.rank, -1)
+    for rows, _, a_start, b_start, count, *_ in pieces(weights, segments, layer, group):
+        found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
+        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
         replaced = found.any(1)
         y[rows][replaced] = values[found[replaced].int().argmax(1)].to(y.dtype)
 
@@ -126,9 +119,10 @@ def replace_logits(
 
     Sums are float32, rounded once.
     """
-    for rows, _, (part,) in pieces(weights, segments, layer, group):
-        made = x[rows].float() @ joined_a(weights, [part], group.d_in).T
-        y[rows][:, _ids(weights, part)] = made.to(y.dtype)
+    for rows, _, a_start, b_start, count, *_ in pieces(weights, segments, layer, group):
+        values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
+        made = x[rows].float() @ values.float().T
+        y[rows][:, _ids(weights, b_start, count)] = made.to(y.dtype)
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
@@ -177,17 +171,19 @@ def shrink(
     A(t, s) [rank, d_in], of the adapter whose segment holds token t
     → v [tokens, slices, segments.max_rank] float32
 
-    v is zero for tokens without an adapter, and in columns from the adapter's rank on. Raises
-    ShapeError.
+    v is zero for tokens without an adapter, and in columns from the adapter's rank on. The columns
+    of a composition's adapters follow one another, times their weights. Raises ShapeError.
     """
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
     v = x.new_zeros((x.shape[0], len(group.linears), segments.max_rank), dtype=torch.float32)
-    for rows, s, parts in pieces(weights, segments, layer, group):
-        a = joined_a(weights, parts, group.d_in)
-        if len(a) > segments.max_rank:
-            raise ShapeError(f"an adapter of rank {len(a)} with max_rank={segments.max_rank}")
-        v[rows, s, : len(a)] = x[rows].float() @ a.T
+    for rows, s, a_start, _, rank, first, weight in pieces(weights, segments, layer, group):
+        end = first + rank
+        if end > segments.max_rank:
+            raise ShapeError(f"an adapter of rank {end} with max_rank={segments.max_rank}")
+        a = weights.arena[a_start : a_start + rank * group.d_in].view(rank, group.d_in)
+        made = x[rows].float() @ a.float().T
+        v[rows, s, first:end] = made if weight == 1 else weight * made
     return v
 
 
@@ -205,85 +201,70 @@ def expand(
     B(t, s) [d_out, rank], with LoRA's scaling inside
     y [tokens, sum(d_outs)]
 
-    Sums are float32, rounded once. Tokens without an adapter keep their y. Raises ShapeError.
+    Sums are float32, rounded once, for a composition once an adapter. Tokens without an adapter
+    keep their y. Raises ShapeError.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
     if v.shape != (y.shape[0], len(group.linears), segments.max_rank):
         raise ShapeError(f"v has shape {tuple(v.shape)}, which does not fit y and the segments")
-    for rows, s, parts in pieces(weights, segments, layer, group):
+    for rows, s, _, b_start, rank, first, _ in pieces(weights, segments, layer, group):
         d_out, column = group.d_outs[s], sum(group.d_outs[:s])
-        b = joined_b(weights, parts, d_out)
-        y[rows, column : column + d_out] += v[rows, s, : len(b)] @ b
-
-
-class Part(NamedTuple):
-    """One adapter's matrices of a linear: the elements of the arena at which A and B begin, the
-    rank, and the adapter's weight.
-    """
-
-    a: int
-    b: int
-    rank: int
-    weight: float
+        b = weights.arena[b_start : b_start + rank * d_out].view(rank, d_out)
+        y[rows, column : column + d_out] += v[rows, s, first : first + rank] @ b.float()
 
 
 def pieces(
     weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
-) -> Iterator[tuple[slice, int, list[Part]]]:
-    """Yield the LoRA work of a fused linear, one entry for each segment and linear of rank above 0.
+) -> list[tuple[slice, int, int, int, int, int, float]]:
+    """List the LoRA work of a fused linear, one entry for each segment, adapter of the segment and
+    linear of rank above 0.
 
-    An entry is (the segment's tokens, index of the linear in the group, matrices of each adapter of
-    the segment that changes the linear).
+    An entry is (the segment's tokens, index of the linear in the group, element of the arena at
+    which A starts, element at which B starts, rank, rank of the adapters before it in the
+    composition, weight).
     """
-    linears, of_segments = list(group.linears), _adapters(weights, segments)
-    slots = [slot for adapters in of_segments for slot, _ in adapters]
-    entries = iter(weights.table[slots, layer][:, linears].tolist())
-    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), of_segments, strict=True)
-    for start, length, adapters in runs:
-        places = [next(entries) for _ in adapters]
-        for s in range(len(linears)):
-            entries_of = [
-                (*at[s], weight) for at, (_, weight) in zip(places, adapters, strict=True)
-            ]
-            parts = [Part(a, b, rank, weight) for a, b, rank, weight in entries_of if rank]
-            if parts:
-                yield slice(start, start + length), s, parts
+    if segments.composed:
+        return _composed_pieces(weights, segments, layer, group)
+    linears = list(group.linears)
+    table = weights.table[segments.slots.long(), layer][:, linears].tolist()
+    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)
+    return [
+        (slice(start, start + length), s, a_start, b_start, rank, 0, 1.0)
+        for start, length, linear_rows in runs
+        for s, (a_start, b_start, rank) in enumerate(linear_rows)
+        if rank > 0
+    ]
 
 
-def joined_a(weights: LoraWeights, parts: list[Part], d_in: int) -> torch.Tensor:
-    """Return A of these parts, times their weights, one behind the other → [rank, d_in] float32."""
-    each = [(weights.arena[p.a : p.a + p.rank * d_in].view(-1, d_in).float(), p) for p in parts]
-    return _joined([a if part.weight == 1 else part.weight * a for a, part in each])
-
-
-def joined_b(weights: LoraWeights, parts: list[Part], d_out: int) -> torch.Tensor:
-    """Return the transposed B of these parts, one behind the other → [rank, d_out] float32."""
-    each = [weights.arena[p.b : p.b + p.rank * d_out] for p in parts]
-    return _joined([b.view(-1, d_out).float() for b in each])
-
-
-def _joined(matrices: list[torch.Tensor]) -> torch.Tensor:
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-
-
-def _ids(weights: LoraWeights, part: Part) -> torch.Tensor:
+def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
     """Read the ids of an adapter's trained tokens from the arena → [count] int64.
 
-    part: the trained rows, whose B holds the ids, three base-256 digits each.
+    start: element of the arena at which the ids begin, three base-256 digits each.
     """
-    digits = weights.arena[part.b : part.b + 3 * part.rank].view(-1, 3).long()
+    digits = weights.arena[start : start + 3 * count].view(count, 3).long()
     return digits[:, 0] + (digits[:, 1] << 8) + (digits[:, 2] << 16)
 
 
-def _adapters(weights: LoraWeights, segments: Segments) -> list[list[tuple[int, float]]]:
-    """List the slots and weights of each segment's adapters: several in a composition."""
-    slots = segments.slots.tolist()
-    if not segments.composed:
-        return [[(slot, 1.0)] for slot in slots]
+def _composed_pieces(
+    weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+) -> list[tuple[slice, int, int, int, int, int, float]]:
+    """Return `pieces` of segments of which some may be compositions'."""
     assert weights.members is not None, "segments of compositions without their members"
     assert weights.member_weights is not None, "members without weights"
-    pairs = zip(
-        weights.members[slots].tolist(), weights.member_weights[slots].tolist(), strict=True
-    )
-    return [[(p, w) for p, w in zip(*pair, strict=True) if p >= 0] for pair in pairs]
+    members = weights.members[segments.slots.long()].tolist()
+    factors = weights.member_weights[segments.slots.long()].tolist()
+    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), members, factors, strict=True)
+    listed = []
+    for start, length, slots, each in runs:
+        before = [0] * len(group.linears)
+        for slot, weight in zip(slots, each, strict=True):
+            if slot < 0:
+                break
+            table = weights.table[slot, layer, list(group.linears)].tolist()
+            for s, (a_start, b_start, rank) in enumerate(table):
+                if rank > 0:
+                    place = a_start, b_start, rank, before[s], weight
+                    listed.append((slice(start, start + length), s, *place))
+                    before[s] += rank
+    return listed

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+from lorikeet.cli.adapters.parity import print_version_parity
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import Adapter, AsOf, Tenant
 from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
@@ -78,6 +79,8 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         if version["defaults"] is not None:
             own = show_defaults(version["defaults"])
             print_line(f"Version {version['version']} has its own {own}")
+        if version["parity"] is not None:
+            print_version_parity(version["version"], version["parity"])
     for version in reversed(answer["versions"]):
         for line in (*show_invocation(version), *_base_lines(version)):
             print_line(f"Version {version['version']} {line}")

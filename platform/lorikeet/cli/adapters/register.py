@@ -14,6 +14,7 @@ from lorikeet.cli.adapters.list_and_show import (
     show_ranks,
     show_touched,
 )
+from lorikeet.cli.adapters.parity import print_parity, read_probes
 from lorikeet.cli.adapters.request_defaults import (
     ChatTemplate,
     DefaultsOptions,
@@ -60,6 +61,23 @@ Smoke = Annotated[
         "--smoke", help="Generate with it on a replica first; if that fails, do not register."
     ),
 ]
+ProbesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--probes",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Compare a replica's log-probabilities with these, from `lorikeet parity`, first; if "
+        "they differ too much, do not register.",
+    ),
+]
+WarnAbove = Annotated[
+    float | None, typer.Option(help="Mean difference in nats above which --probes warn (0.05).")
+]
+RefuseAbove = Annotated[
+    float | None, typer.Option(help="Mean difference in nats above which they refuse (0.5).")
+]
 Revision = Annotated[str | None, typer.Option(help="The branch, tag or commit of an hf: source.")]
 
 
@@ -71,6 +89,9 @@ def register(
     shared: Shared = None,
     base_model: ForBaseModel = None,
     smoke: Smoke = False,
+    probes: ProbesFile = None,
+    warn_above: WarnAbove = None,
+    refuse_above: RefuseAbove = None,
     revision: Revision = None,
     chat_template: ChatTemplate = None,
     use_chat_template: UseChatTemplate = False,
@@ -92,6 +113,7 @@ def register(
         check_source(source, revision)
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
+    proof = {} if probes is None else _proof(probes, warn_above, refuse_above)
     options = DefaultsOptions(
         chat_template,
         use_chat_template,
@@ -112,6 +134,7 @@ def register(
         shared=shared,
         base_model=base_model,
         smoke=smoke,
+        **proof,
     )
     if as_json:
         print_json(answer)
@@ -128,7 +151,7 @@ def register_source(
     revision: str | None = None,
     quiet: bool,
     base_model: str | None,
-    **options: bool | None,
+    **options: Any,
 ) -> tuple[dict[str, Any], bool]:
     """Upload an adapter, register it, and print the server's warnings.
 
@@ -137,7 +160,7 @@ def register_source(
     defaults: options that set request defaults.
     revision, quiet: as in `open_source`.
     base_model: name of the served base model; None: the one that the adapter names.
-    options: promote, shared and smoke, as in the admin API.
+    options: promote, shared, smoke, probes and their bounds, as in the admin API.
     """
     about = {"tenant": adapter.tenant, "base_model": base_model}
     sent = _send(server, source, revision, about, defaults, quiet=quiet)
@@ -179,6 +202,12 @@ def _send(
     }
 
 
+def _proof(probes: Path, warn_above: float | None, refuse_above: float | None) -> dict[str, Any]:
+    """Return the members of a registration that ask for a parity proof."""
+    read = read_probes(probes).model_dump(mode="json", exclude_defaults=True)
+    return {"probes": read, "warn_above": warn_above, "refuse_above": refuse_above}
+
+
 def pack(folder: Path, blob: Path, warn: Callable[[str], None] = print_warning) -> str:
     """Write an adapter's folder to one file, and return its SHA-256. Raises LorikeetError.
 
@@ -211,5 +240,7 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     print_line(f"digest {answer['digest']}")
     if answer["defaults"] is not None:
         print_line(f"has its own {show_defaults(answer['defaults'])}")
+    if answer["parity"] is not None:
+        print_parity(answer["parity"])
     if "smoke" in answer:
         print_smoke(answer["smoke"])

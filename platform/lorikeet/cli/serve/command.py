@@ -42,6 +42,7 @@ _ADAPTERS, _DETACH = "--adapters", "--detach"
 _MODELS = f"{PREFIX}{MODELS.upper()}"
 _REPLICAS = f"{PREFIX}REPLICAS"
 _LOG = STATE / "serve.log"
+_TRIED_TOKENS = 64  # an untrained or slow model would go on for minutes
 
 
 class ServeCommand(TyperCommand):
@@ -212,7 +213,8 @@ class OwnService:
         for file in keys.new:
             lines.append(f"New key, kept in {file}: {file.read_text().strip()}")
         key = f"$(cat {key_file})"
-        lines += ["\nTry:\n", curl(planned.url, key, (adapters or base_models)[0], "Hello")]
+        first = (adapters or base_models)[0]
+        lines += ["\nTry:\n", curl(planned.url, key, first, "Hello", max_tokens=_TRIED_TOKENS)]
         lines += for_administrators(planned, keys.admin_file, "lorikeet")
         print_lines([*lines, f"\n{HOW_TO_STOP}"])
 

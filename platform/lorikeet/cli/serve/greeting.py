@@ -18,13 +18,14 @@ def ready_line(planned: Planned) -> str:
     return f"\nLorikeet is ready at {planned.url}, for administrators at {planned.admin_url}"
 
 
-def curl(url: str, key: str, model: str, prompt: str) -> str:
+def curl(url: str, key: str, model: str, prompt: str, **options: int) -> str:
     """Return a shell command that asks a model.
 
     key: the tenant's key, or a shell's expression of it.
+    options: further fields of the request.
     """
     message = {"role": "user", "content": prompt}
-    body = json.dumps({"model": model, "messages": [message], "temperature": 0})
+    body = json.dumps({"model": model, "messages": [message], **options})
     return (
         f'  curl {url}/v1/chat/completions -H "Authorization: Bearer {key}" \\\n'
         f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -19,6 +19,7 @@ from lorikeet.catalog.records import (
 )
 from lorikeet.catalog.rules.limits import LimitOptions
 from lorikeet.gateway.admin.adapter_defaults import defaults_json
+from lorikeet.gateway.parity import parity_json
 from lorikeet.gateway.services import ServedModel
 from lorikeet.placement.pin_dry_run import PinDryRun
 from lorikeet.placement.pin_placement import Shortfall
@@ -55,6 +56,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "base_model": version.base_model,
         "trained_on": version.trained_on,
         "invocation_tokens": list(version.invocation_tokens),
+        "parity": parity_json(version.parity),
         "created": version.created,
         "retired": version.retired,
         "aliases": list(adapter.aliases_of(version.version)),

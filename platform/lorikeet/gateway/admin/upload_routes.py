@@ -13,7 +13,7 @@ import hashlib
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -29,8 +29,10 @@ from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
+from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet.parity.probes import MAX_VALUES, Probes
 from lorikeet.tokenizer_vocabulary import MAX_ADDED, TokenizerVocabulary, vocabulary_warning
 from lorikeet_engine.adapter_format import ValueScan
 
@@ -69,7 +71,11 @@ class RegisterUpload(Body):
     promote, shared, base_model: see RegistrationRequest.
     defaults: the version's own request defaults; null: the base model's.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
+    probes: the trainer's log-probabilities; register only if a parity proof does not refuse them.
+    warn_above, refuse_above: bounds of the proof, in nats; None: the defaults.
     """
+
+    max_values: ClassVar[int] = MAX_VALUES
 
     digest: Digest
     chat_template: Digest | None = None
@@ -79,6 +85,9 @@ class RegisterUpload(Body):
     base_model: str | None = None
     smoke: bool = False
     defaults: DefaultsBody | None = None
+    probes: Probes | None = None
+    warn_above: Nats | None = None
+    refuse_above: Nats | None = None
 
 
 def upload_routes(
@@ -209,9 +218,16 @@ class UploadEndpoints:
             ref = await registration.next_ref(order, facts)
             seen = await smoke_test(services, facts.base_model, ref, request_id, defaults=defaults)
             smoke = {"smoke": seen}
+        parity: Json = {}
+        if wanted.probes is not None:
+            ref = await registration.next_ref(order, facts)
+            bounds = bounds_of(wanted.warn_above, wanted.refuse_above)
+            about = facts.base_model, ref, request_id, wanted.probes, bounds, defaults
+            facts = replace(facts, parity=await check_parity(services, *about))
+            parity = {"parity": parity_json(facts.parity)}  # also of a version that exists already
         made = await registration.record(order, blob, facts)
         return made._replace(
-            version=made.version | smoke | self._warnings(wanted, facts.base_model)
+            version=made.version | parity | smoke | self._warnings(wanted, facts.base_model)
         )
 
     def _warnings(self, wanted: RegisterUpload, base_model: str) -> Json:

@@ -179,6 +179,9 @@ def _pushing() -> dict[str, Any]:
             _query("lifetime_s", "", "seconds until it expires, never durable, 1 to 86400"),
             _query("keep", "", "with lifetime_s: number of newest expiring versions kept, 1 to 15"),
             _query("defaults_of", "", "version or alias with the request defaults that it gets"),
+            _query("probes_bytes", "", "size of the probes' JSON, which precedes the blob"),
+            _query("warn_above", "", "nats above which the parity proof warns; else 0.05"),
+            _query("refuse_above", "", "nats above which it refuses; else 0.5"),
             _query("timeout_s", "", "seconds to wait for that state, 0 to 600; else 60"),
         ],
         "requestBody": {

@@ -75,7 +75,8 @@ class PushedVersion:
         """Return this version merged with another push of the same blob.
 
         The result has the longer lifetime, with its `keep`. If the other push is later and has
-        another alias, the result has the alias and `created` of that push.
+        another alias, the result has the alias and `created` of that push. It has the other push's
+        parity proof, if any.
 
         again: version of the other push.
         """
@@ -84,6 +85,8 @@ class PushedVersion:
             version = replace(version, alias=again.alias, created=again.created)
         if self.expires is not None and (again.expires is None or again.expires > self.expires):
             version = replace(version, expires=again.expires, keep=again.keep, left_s=again.left_s)
+        if again.facts.parity is not None:
+            version = replace(version, facts=again.facts)
         return version
 
 

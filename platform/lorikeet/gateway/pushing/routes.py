@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -16,20 +17,30 @@ from starlette.requests import ClientDisconnect
 
 from lorikeet.catalog.names import check_alias, check_digest, check_name, check_selector
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
-from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound
+from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound, Unavailable
 from lorikeet.gateway.admin.blob_validation import MAX_BYTES, check_base_model
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator, check_may_push
-from lorikeet.gateway.body import bounded_parts, declared_bytes, timed_parts
+from lorikeet.gateway.body import (
+    MAX_JSON_BYTES,
+    ValueBudget,
+    bounded_parts,
+    declared_bytes,
+    split_parts,
+    timed_parts,
+)
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.client_disconnect import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
+from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder
 from lorikeet.gateway.pushing.push_pipeline import MOST_OF_TENANT, Push, PushPipeline
 from lorikeet.gateway.pushing.pushed_versions import PushedVersion
 from lorikeet.gateway.received_file import receive_file
 from lorikeet.gateway.services import Services
+from lorikeet.parity.figures import Parity
+from lorikeet.parity.probes import MAX_VALUES, parse_probes
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
@@ -47,6 +58,7 @@ store has it.
 """
 
 LONGEST_LIFE_S = 86400
+_DELIVER_AGAIN_S = 0.25
 _LARGE_BYTES = 2**22
 """Smallest size in bytes of blobs that are announced to replicas before they have arrived. An
 announcement of a smaller blob would come too late.
@@ -67,6 +79,8 @@ class PushQuery(BaseModel):
     keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     defaults_of: alias or number of the adapter's version whose own request defaults the version
         gets; None: the base model's.
+    probes_bytes: size of the probes, JSON that precedes the blob in the body; None: no probes.
+    warn_above, refuse_above: bounds of the parity proof, in nats; None: the defaults.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -77,6 +91,9 @@ class PushQuery(BaseModel):
     lifetime_s: Annotated[float, Field(ge=1, le=LONGEST_LIFE_S)] | None = None
     keep: Annotated[int, Field(ge=1, le=MOST_OF_TENANT - 1)] | None = None
     defaults_of: str | None = None
+    probes_bytes: Annotated[int, Field(ge=1, le=MAX_JSON_BYTES)] | None = None
+    warn_above: Nats | None = None
+    refuse_above: Nats | None = None
 
     def check(self) -> None:
         """Raise InvalidInput if the alias is invalid or two of the query's fields exclude each
@@ -90,6 +107,7 @@ class PushQuery(BaseModel):
             raise InvalidInput("keep: is for versions with a lifetime_s", param="keep")
         if self.wait == "durable" and self.lifetime_s is not None:
             raise InvalidInput("wait: a version with a lifetime_s is never durable", param="wait")
+        bounds_of(self.warn_above, self.refuse_above)
 
 
 class AdmittedPusher(NamedTuple):
@@ -109,8 +127,9 @@ class PushRequest(NamedTuple):
     """Request to push a version.
 
     name: name of the adapter.
-    digest: SHA-256 that the body must have.
+    digest: SHA-256 that the blob must have.
     like: version whose own request defaults the version gets; None: the base model's.
+    probes: JSON of the probes that precede the blob; empty without probes.
     """
 
     pusher: AdmittedPusher
@@ -118,6 +137,7 @@ class PushRequest(NamedTuple):
     digest: str
     query: PushQuery
     like: VersionRecord | None = None
+    probes: bytes = b""
 
     def registration(self) -> RegistrationRequest:
         """Return the RegistrationRequest used to check the pushed blob."""
@@ -222,6 +242,7 @@ def _version_json(
         "gpu_bytes": facts.gpu_bytes,
         "created": created,
         "expires": expires,
+        "parity": parity_json(facts.parity),
     }
 
 
@@ -292,7 +313,10 @@ class PushEndpoints:
             response.status_code = ACCEPTED
         else:
             response.status_code = CREATED if is_new else OK
-        return taken_json(push.version) if progress is None else progress_json(progress)
+        shown = taken_json(push.version) if progress is None else progress_json(progress)
+        if (parity := push.version.facts.parity) is not None:  # newer than a recorded version's
+            shown["parity"] = parity_json(parity)
+        return shown
 
     async def show(self, request: Request, name: str, digest: str) -> Json:
         """Show the state of a pushed version."""
@@ -335,15 +359,26 @@ class PushEndpoints:
         if push_request.query.base_model:
             check_base_model(push_request.query.base_model, self._services.base_models)
         limits = await self._registration.limits(tenant.name)
-        size_bytes = declared_bytes(request, limits.max_bytes, MAX_BYTES)
-        if size_bytes is None:
+        probes_bytes = push_request.query.probes_bytes or 0
+        max_bytes = limits.max_bytes + probes_bytes
+        body_bytes = declared_bytes(request, max_bytes, MAX_BYTES)
+        if body_bytes is None:
             raise InvalidInput("send Content-Length, the size of the body", param="content-length")
-        hold.take_bytes(size_bytes)
+        size_bytes = body_bytes - probes_bytes
+        if size_bytes < 0:
+            raise InvalidInput(
+                f"probes_bytes={probes_bytes} of a body of {body_bytes} bytes: want the probes "
+                "before the blob",
+                param="probes_bytes",
+            )
+        hold.take_bytes(body_bytes)
         folder = self._pipeline.folders.make()
         async with AsyncExitStack() as refused:
             refused.push_async_callback(asyncio.to_thread, folder.cleanup)
             blob = Path(folder.name) / BLOB
-            parts = timed_parts(bounded_parts(request, limits.max_bytes))
+            parts = timed_parts(bounded_parts(request, max_bytes))
+            probes, parts = await split_parts(parts, probes_bytes)
+            push_request = push_request._replace(probes=probes)
             scan, workers = ValueScan(size_bytes), self._registration.workers
             blob.touch()
             expecting = asyncio.create_task(self._expect(push_request, blob, size_bytes))
@@ -383,11 +418,41 @@ class PushEndpoints:
             version = push_request.version(facts)
             await self._pipeline.check_quota(version)
             pusher.trace.end_stage("check")
+            if push_request.probes:
+                parity = await self._prove(push_request, version, blob)
+                version = replace(version, facts=replace(facts, parity=parity))
+                pusher.trace.end_stage("parity")
             push = self._pipeline.begin(version, folder)
         self._count(push.version)
         if version.expires is not None:
             _note_ephemeral(version, key.id, pusher.trace.request_id)
         return push
+
+    async def _prove(self, push_request: PushRequest, version: PushedVersion, blob: Path) -> Parity:
+        """Deliver a blob to all replicas and have one of them prove its parity.
+
+        Raises InvalidAdapter if the proof is refused; replicas may then evict the adapter.
+        """
+        ValueBudget(MAX_VALUES).spend(push_request.probes)
+        probes = await self._registration.run(parse_probes, push_request.probes)
+        services, query, base_model = self._services, push_request.query, version.facts.base_model
+        ref = await self._registration.next_ref(push_request.registration(), version.facts)
+        bounds = bounds_of(query.warn_above, query.refuse_above)
+        try:
+            async with asyncio.timeout(services.first_item_timeout_s):
+                while not await services.engines.deliver(base_model, ref, blob):
+                    await asyncio.sleep(_DELIVER_AGAIN_S)
+            proof_id = push_request.pusher.trace.request_id
+            about = base_model, ref, proof_id, probes, bounds, version.defaults
+            return await check_parity(services, *about)
+        except BaseException as error:
+            await services.engines.release(base_model, ref.digest)
+            if isinstance(error, TimeoutError):
+                raise Unavailable(
+                    f"not all replicas of {base_model} took the adapter to score its probes: see "
+                    "`lorikeet status`, then push it again"
+                ) from error
+            raise
 
     def _count(self, version: PushedVersion) -> None:
         size_bytes = version.facts.size_bytes

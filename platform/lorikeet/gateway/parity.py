@@ -1,0 +1,118 @@
+"""Parity proofs at the gateway: a replica scores a trainer's probes before a version is taken."""
+
+import asyncio
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from lorikeet.errors import InvalidAdapter, InvalidInput, Unavailable
+from lorikeet.gateway.error_responses import Refused
+from lorikeet.gateway.services import Services
+from lorikeet.parity.figures import REFUSE_ABOVE, WARN_ABOVE, Bounds, GapCause, Parity, Verdict
+from lorikeet.parity.probes import Probes
+from lorikeet.protocol.messages import Refusal
+from lorikeet.protocol.parity import ParityTest
+from lorikeet.request_defaults import RequestDefaults
+from lorikeet_engine.adapter import AdapterRef
+
+Nats = Annotated[float, Field(gt=0, le=100)]
+
+
+def bounds_of(warn_above: float | None, refuse_above: float | None) -> Bounds:
+    """Return the bounds that a request states, with defaults for bounds that it leaves out.
+
+    Raises InvalidInput if a proof would be refused below the bound of warnings.
+    """
+    warn = WARN_ABOVE if warn_above is None else warn_above
+    refuse = max(REFUSE_ABOVE, warn) if refuse_above is None else refuse_above
+    if warn_above is None:
+        warn = min(warn, refuse)
+    if refuse < warn:
+        raise InvalidInput(
+            f"refuse_above={refuse:g} is below warn_above={warn:g}", param="refuse_above"
+        )
+    return Bounds(warn, refuse)
+
+
+async def check_parity(
+    services: Services,
+    base_model: str,
+    adapter: AdapterRef,
+    request_id: str,
+    probes: Probes,
+    bounds: Bounds,
+    defaults: RequestDefaults | None = None,
+) -> Parity:
+    """Have a replica prove an adapter's parity with its trainer, and compare the chat template.
+
+    A replica must be able to load the adapter; the adapter need not have a version yet.
+
+    defaults: the adapter's own request defaults.
+
+    Raises InvalidAdapter if the proof is refused, Unavailable if no replica answers, and Refused
+    for probes that the replica cannot score.
+    """
+    test = ParityTest(request_id, adapter, probes, bounds)
+    try:
+        async with asyncio.timeout(services.first_item_timeout_s):
+            parity = await services.engines.parity(base_model, test)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"no replica of {base_model} scored the probes of {adapter} within "
+            f"{services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
+        ) from error
+    if isinstance(parity, Refusal):
+        raise Refused(parity)
+    if parity.verdict is Verdict.ACCEPTED:
+        reason = await _other_prompt(services, base_model, adapter.tenant, probes, defaults)
+        if reason is not None:
+            parity = replace(parity, verdict=Verdict.WARNED, cause=GapCause.TEMPLATE, reason=reason)
+    services.metrics.count_parity(base_model, parity)
+    if parity.verdict is Verdict.REFUSED:
+        raise InvalidAdapter(
+            f"log-probabilities of {parity.tokens} tokens differ from the trainer's by "
+            f"{parity.mean:.2g} nats on average, more than {bounds.refuse_above:g}: "
+            f"{parity.reason}",
+            param="probes",
+        )
+    return parity
+
+
+def parity_json(parity: Parity | None) -> dict[str, Any] | None:
+    """Return a parity proof as JSON; null without one."""
+    if parity is None:
+        return None
+    cause = None if parity.cause is None else parity.cause.value
+    return asdict(parity) | {"verdict": parity.verdict.value, "cause": cause}
+
+
+async def _other_prompt(
+    services: Services,
+    base_model: str,
+    tenant: str,
+    probes: Probes,
+    defaults: RequestDefaults | None,
+) -> str | None:
+    """Return how the served chat template's prompts differ from the trainer's; None if they are
+    equal.
+    """
+    chats = [probe for probe in probes.probes if probe.messages]
+    if not chats:
+        return None
+    context = services.engines.max_context(base_model)
+    try:
+        made = await services.encoders.encode_chats(
+            base_model, tenant, [probe.messages for probe in chats], context, defaults
+        )
+    except InvalidInput as error:
+        return f"the served chat template refuses the probes' messages: {error.message}"
+    for probe, served in zip(chats, made, strict=True):
+        if list(served) != probe.prompt_ids:
+            equal = [a == b for a, b in zip(served, probe.prompt_ids, strict=False)]
+            at = [*equal, False].index(False)
+            return (
+                "the served chat template makes other prompts of the probes' messages, from "
+                f"token {at} on: train with that template, or register it with --use-chat-template"
+            )
+    return None
