@@ -6,33 +6,33 @@ and drops the items, which the client has, so that the next items follow without
 the borders between outputs too, since events and their numbers depend on them.
 """
 
-import pickle
+import json
 from collections.abc import Iterator
-from io import BytesIO
 
 from lorikeet_engine.request import EngineTimings, FinishReason, TokenLogprobs, Tokens
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
 
 def logged(output: Tokens) -> bytes:
-    """Return an output's record, about 25 bytes for a token; a log is any number of records."""
+    """Return an output's record, a line of JSON of about 25 bytes; a log is any number of lines."""
     finish = None if output.finish is None else output.finish.value
     cached = None if output.timings is None else output.timings.cached_tokens
     logprobs = [(each.logprob, each.top) for each in output.logprobs]
-    record = (output.choice, output.token_ids, finish, cached, logprobs or None)
-    return pickle.dumps(record, 3)  # later protocols frame each record, in 9 bytes
+    record = (output.choice, output.token_ids, finish, cached, logprobs)
+    return _ENCODER.encode(record).encode() + b"\n"
 
 
 def outputs_of(log: bytes | bytearray, request_id: str) -> Iterator[Tokens]:
     """Yield the outputs of a log as the outputs of a request. Of timings, cached tokens remain."""
-    records = BytesIO(log)
-    while records.tell() < len(log):
-        choice, token_ids, finish, cached, logprobs = pickle.load(records)
+    for line in log.splitlines():
+        choice, token_ids, finish, cached, logprobs = json.loads(line)
         yield Tokens(
             request_id,
             choice,
-            token_ids,
+            tuple(token_ids),
             None if finish is None else FinishReason(finish),
-            tuple(TokenLogprobs(logprob, top) for logprob, top in logprobs or ()),
+            tuple(TokenLogprobs(value, tuple(map(tuple, top))) for value, top in logprobs),
             None if cached is None else EngineTimings(cached_tokens=cached),
         )
 
