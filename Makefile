@@ -118,6 +118,6 @@ test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian
 loadtest: $(INSTALLED)  ## Locust against the running service
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:$(PORT)
 
-clean:  ## stop make serve's service here, and remove its catalog, caches and keys
+clean:  ## stop the service here, and remove the demo's catalog and keys, and caches
 	@! test -e .lorikeet/serve.pid || $(BIN)/lorikeet stop
-	rm -rf .lorikeet
+	rm -rf .lorikeet/demo .lorikeet/keys/demo .lorikeet/cache

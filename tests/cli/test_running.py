@@ -59,16 +59,21 @@ def test_stop_interrupts_the_service_as_ctrl_c_does(service, tmp_path):
 
 def test_files_are_removed_only_after_the_service_has_stopped(service, tmp_path):
     bin_folder = f"BIN={Path(sys.executable).parent}"
-    for said in ("Stopped.", ""):  # the second time nothing runs
+    own, demo = (tmp_path / ".lorikeet" / name for name in ("catalog", "demo"))
+    own.mkdir()
+    demo.mkdir()
+    for said in ("Stopped.", "No service of this folder runs."):  # the second time nothing runs
         done = subprocess.check_output(
             ["make", "--no-print-directory", "-f", ROOT / "Makefile", "clean", bin_folder],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             text=True,
         )
-        assert done.splitlines() == list(filter(None, [said, "rm -rf .lorikeet"]))
+        removed = "rm -rf .lorikeet/demo .lorikeet/keys/demo .lorikeet/cache"
+        assert done.splitlines() == [said, removed]
     assert service.poll() is not None
-    assert not (tmp_path / ".lorikeet").exists()
+    assert own.exists(), "a user's own catalog stays"
+    assert not demo.exists()
 
 
 def test_stop_ends_no_other_process(service, tmp_path):
