@@ -220,7 +220,7 @@ def sequences_of(answers: Series[Answer], groups: int) -> list[Sequence]:
             max_tokens=len(answer.tokens),
             stop_ids=frozenset(),
             seed=0,
-            prompt_keys=PageKeys((), PAGE),
+            prompt_keys=PageKeys((), PAGE, adapter_digest=_digest(answer) or None),
         )
         for token in answer.tokens[:-1]:
             sequence.add_pending(row=0)

@@ -176,7 +176,7 @@ ASKING: Mapping[str, list[str]] = {
 
 WITHOUT_ADMINS = {
     *("init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"),
-    *("serve", "stop"),
+    *("serve", "stop", "parity"),
 }
 """Commands that use no server, use it with a tenant's key, or use one with keys that they made."""
 

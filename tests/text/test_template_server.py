@@ -193,7 +193,7 @@ def test_a_server_that_cannot_start_is_no_fault_of_the_template(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = TemplateProcesses()
-    monkeypatch.setattr(template_server.sys, "path", [])
+    monkeypatch.setattr(template_server.sys, "executable", "/bin/false")
     with pytest.raises(ServerBusy, match="could not start"):
         rendered(own, PLAIN)
     own.close()
