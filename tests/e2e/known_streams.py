@@ -112,6 +112,19 @@ def undisturbed(url: str, target: Target, **body: Any) -> Known:
     return Known(target, body, seen.said, seen.usage)
 
 
+def has_near_tie(url: str, known: Known) -> bool:
+    """Return whether rounding might change a greedy answer: whether a token's log probability is
+    nearly that of the next likely one.
+
+    Log probabilities depend on a batch by 1e-5.
+    """
+    body = {**known.body, "model": known.target.model, "logprobs": 2}
+    headers = {"Authorization": f"Bearer {known.target.key}"}
+    answer = httpx.post(url, json=body, headers=headers, timeout=PATIENCE_S).json()
+    tops = answer["choices"][0]["logprobs"]["top_logprobs"]
+    return any(abs(float.__sub__(*top.values())) < 1e-3 for top in tops)
+
+
 class KnownStreams:
     """Clients that each send one request after the other until the `with` block ends.
 

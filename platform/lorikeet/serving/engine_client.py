@@ -60,6 +60,11 @@ _AT_ONCE_S = 5.0
 """Seconds after it has taken a request within which the loss of a replica may be the request's
 fault.
 """
+_SETTLE_S = 1.0
+"""Seconds after such a loss until the request is sent again.
+
+Other replicas that were lost at the same time, not by the request, then no longer take it.
+"""
 _PROGRESS_TOKENS = 32
 """Number of tokens that a replica must have added to an answer before the loss of the replica
 counts as no fault of the request.
@@ -162,9 +167,11 @@ class ServeEngineClient:
                     if reason is ResumeReason.REPLICA_LOST:
                         progress = tokens_in(log) - made_tokens >= _PROGRESS_TOKENS
                         at_once = time.monotonic() - taken_s < _AT_ONCE_S
-                        deaths_at_once += at_once and not progress
-                    if deaths_at_once == 2:
-                        raise ReplicasLost(_REPLICAS_LOST) from error
+                        if at_once and not progress:
+                            deaths_at_once += 1
+                            if deaths_at_once == 2:
+                                raise ReplicasLost(_REPLICAS_LOST) from error
+                            await asyncio.sleep(_SETTLE_S)
                     if reason is not ResumeReason.DRAINED:
                         self._count_resume(sent.call.tenant)
                     sent = replace(sent, lost=(*sent.lost, replica))
