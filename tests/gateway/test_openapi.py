@@ -152,7 +152,7 @@ def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[An
 def test_any_key_can_read_the_document(unchanged: Gateway) -> None:
     path = "/v1/openapi.json"
     assert unchanged.request("GET", path, None).status_code == 401
-    answer = unchanged.request("GET", path, unchanged.keys["acme"])
+    answer = unchanged.request("GET", path, unchanged.keys["globex"])
     assert answer.json() == document(with_vllm=True)
 
 
@@ -187,7 +187,7 @@ def test_answers_whole_and_streamed_are_of_openais_types(unchanged: Gateway, end
 
 
 def test_models_are_of_the_types_of_the_clients_api(unchanged: Gateway) -> None:
-    key = unchanged.keys["acme"]
+    key = unchanged.keys["globex"]  # the other tests may have used up acme's reads
     for headers in ({}, {"anthropic-version": "2023-06-01"}):
         for path in ("/v1/models", "/v1/models/tiny"):
             validate_models(unchanged.request("GET", path, key, headers).json())
