@@ -273,7 +273,7 @@ class BaseShape:
 
     @cached_property
     def _namesakes(self) -> tuple[tuple[int, ...], ...]:
-        """For each linear, the indices of the linears that have its name."""
+        """Indices of the linears that have the same name, for each linear."""
         names = [linear.module for linear in self.linears]
         return tuple(tuple(n for n, other in enumerate(names) if other == name) for name in names)
 
