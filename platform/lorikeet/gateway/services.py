@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
@@ -202,6 +203,7 @@ class Services:
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
     files: store of files; None: files are not stored, and there are no batches.
+    batches: store of batches; None if and only if there is none of files.
     uses: adapters that this gateway's requests in flight use.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
@@ -232,6 +234,7 @@ class Services:
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
     files: FileStore | None = None
+    batches: BatchStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
     load_from: Path | None = None
 

@@ -217,6 +217,11 @@ class Call:
     defaults: RequestDefaults | None = None
     own_stop: tuple[str, ...] = ()
 
+    @property
+    def service_tier(self) -> str:
+        """Tier at which the call is served, in OpenAI's terms."""
+        return "flex" if self.scheduling.background else "default"
+
 
 @dataclass(frozen=True)
 class EncodedCall:

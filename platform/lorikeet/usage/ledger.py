@@ -35,6 +35,8 @@ class UsageCounts:
     load_bytes: bytes of these loads.
     pushes: pushed versions of the adapter that a gateway has validated and accepted.
     pushed_bytes: bytes of these versions.
+    flex_prompt_tokens, flex_cached_tokens, flex_output_tokens: those of the tokens that lines of
+        batches and requests of service tier flex used.
     """
 
     requests: int = 0
@@ -46,6 +48,9 @@ class UsageCounts:
     load_bytes: int = 0
     pushes: int = 0
     pushed_bytes: int = 0
+    flex_prompt_tokens: int = 0
+    flex_cached_tokens: int = 0
+    flex_output_tokens: int = 0
 
     def __add__(self, more: "UsageCounts") -> "UsageCounts":
         return UsageCounts(
@@ -58,6 +63,9 @@ class UsageCounts:
             self.load_bytes + more.load_bytes,
             self.pushes + more.pushes,
             self.pushed_bytes + more.pushed_bytes,
+            self.flex_prompt_tokens + more.flex_prompt_tokens,
+            self.flex_cached_tokens + more.flex_cached_tokens,
+            self.flex_output_tokens + more.flex_output_tokens,
         )
 
     @property

@@ -22,8 +22,8 @@ PREFIX = "usage/"
 SCHEMA = 1
 
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
-_COLUMNS = (*UsageAccount._fields, *_NUMBERS)
-_numbers = attrgetter(*_NUMBERS)  # astuple would copy deeply
+_FLEX = attrgetter(*(name for name in _NUMBERS if name.startswith("flex_")))
+_PLAIN = tuple(name for name in _NUMBERS if not name.startswith("flex_"))
 _OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
@@ -98,9 +98,13 @@ def compacted_number(key: str) -> int | None:
 
 def to_json(content: UsageContent) -> bytes:
     """Serialize the content of a usage object."""
-    rows = [[*account, *_numbers(counts)] for account, counts in content.use.items()]
+    # earlier releases cannot read the columns of tier flex, so only its users have these columns
+    names = _NUMBERS if any(map(any, map(_FLEX, content.use.values()))) else _PLAIN
+    numbers = attrgetter(*names)  # astuple would copy deeply
+    rows = [[*account, *numbers(counts)] for account, counts in content.use.items()]
+    columns = (*UsageAccount._fields, *names)
     return json.dumps(
-        {"schema": SCHEMA, "columns": _COLUMNS, "rows": rows, "marks": dict(content.marks)},
+        {"schema": SCHEMA, "columns": columns, "rows": rows, "marks": dict(content.marks)},
         separators=(",", ":"),
     ).encode()
 
