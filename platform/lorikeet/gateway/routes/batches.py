@@ -1,19 +1,18 @@
 """Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field
 
 from lorikeet.batch_store import WINDOW_S, Batch, BatchStore
 from lorikeet.errors import InvalidInput, NotFound, RateLimited, UnsupportedParameter
 from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
-from lorikeet.gateway.apis.fields import Metadata
+from lorikeet.gateway.apis.batch_request import BatchRequest
 from lorikeet.gateway.batches.runner import BatchRunner
-from lorikeet.gateway.body import Body, read_json
+from lorikeet.gateway.body import read_json
 from lorikeet.gateway.generate import BATCH_ENDPOINTS
 from lorikeet.gateway.reads import TenantReads
-from lorikeet.gateway.routes.files import SHORTEST_S, StoredFiles, list_json
+from lorikeet.gateway.routes.files import StoredFiles, list_json
 
 Json = dict[str, Any]
 
@@ -22,29 +21,6 @@ _READS = 5
 _BATCHES_OF_READ = 4
 """Number of listed batches that cost one more read."""
 _FULL_S = 60.0
-
-
-class ExpiresAfter(Body):
-    """Lifetime of a batch's output, from its creation."""
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=SHORTEST_S, le=LIFETIME_S)]
-
-
-class BatchRequest(Body):
-    """Request of POST /v1/batches.
-
-    input_file_id: uploaded file with the requests, one a line.
-    endpoint: path that all requests ask.
-    completion_window: time after which unanswered requests expire.
-    metadata: the client's own key-value pairs, shown with the batch.
-    """
-
-    input_file_id: Annotated[str, Field(max_length=256)]
-    endpoint: Annotated[str, Field(max_length=256)]
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
 
 
 def batch_routes(
