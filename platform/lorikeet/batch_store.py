@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """Batch as its client made it.
 
     created_at: Unix seconds.
@@ -77,7 +77,7 @@ class BatchStore:
     def __init__(self, store: ObjectStore, max_open: int, clock: Callable[[], float]) -> None:
         self.store, self.max_open, self.clock = store, max_open, clock
 
-    def create(self, batch: Batch) -> None:
+    def create(self, batch: BatchRecord) -> None:
         """Save a new batch. Raises StoreError."""
         self.store.put_if_absent(_key(batch.tenant, batch.id), json.dumps(asdict(batch)).encode())
         self.store.put_if_absent(f"{OPEN}{batch.tenant}/{batch.id}", b"{}")
@@ -90,12 +90,12 @@ class BatchStore:
         prefix = f"{OPEN}{tenant}/" if tenant else OPEN
         return [(key.split("/")[1], key.split("/")[2]) for key in self.store.list(prefix)]
 
-    def batch(self, tenant: str, batch_id: str) -> Batch:
+    def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Return a tenant's batch. Raises StoreError, and NotFound without distinguishing an
         unknown id and another tenant's batch.
         """
         try:
-            return Batch(**json.loads(self.store.get(_key(tenant, batch_id))))
+            return BatchRecord(**json.loads(self.store.get(_key(tenant, batch_id))))
         except ObjectNotFound:
             raise _not_found() from None
 
@@ -139,7 +139,7 @@ class BatchStore:
             self.end(batch, "cancelled")
         return self.json(tenant, batch_id)
 
-    def mark(self, batch: Batch, name: str) -> Json | None:
+    def mark(self, batch: BatchRecord, name: str) -> Json | None:
         """Return what a mark of a batch says; None without the mark."""
         try:
             mark: Json = json.loads(self.store.get(_runs(batch.tenant, batch.id) + name))
@@ -147,7 +147,7 @@ class BatchStore:
             return None
         return mark
 
-    def set_mark(self, batch: Batch, name: str, **said: Any) -> Json:
+    def set_mark(self, batch: BatchRecord, name: str, **said: Any) -> Json:
         """Set a mark of a batch, unless it is set, and return what it says."""
         mark = {"at": int(self.clock()), "ms": int(self.clock() * 1000), **said}
         try:
@@ -179,13 +179,15 @@ class BatchStore:
             return None
         return run
 
-    def renew(self, batch: Batch, run: int) -> bool:
+    def renew(self, batch: BatchRecord, run: int) -> bool:
         """Show that a run goes on; return whether it is the batch's last run."""
         runs = _runs(batch.tenant, batch.id)
         self.store.touch(f"{runs}lease-{run:06d}")
         return self.store.first(f"{runs}lease-", f"{runs}lease-{run:06d}") is None
 
-    def put_part(self, batch: Batch, run: int, number: int, results: Sequence[Result]) -> None:
+    def put_part(
+        self, batch: BatchRecord, run: int, number: int, results: Sequence[Result]
+    ) -> None:
         """Commit results: from now on their lines are done. Raises StoreError."""
         ok = sum(result.ok for result in results)
         key = f"part-{run:06d}-{number:06d}-{ok}-{len(results) - ok}"
@@ -196,7 +198,7 @@ class BatchStore:
         except ObjectExists:  # an earlier attempt worked, but its reply was lost
             return
 
-    def results(self, batch: Batch) -> Iterator[Result]:
+    def results(self, batch: BatchRecord) -> Iterator[Result]:
         """Yield the results of all lines that are done, each line once, with one part in memory at
         a time.
         """
@@ -208,7 +210,7 @@ class BatchStore:
                     seen.add(number)
                     yield Result(number, ok, line)
 
-    def end(self, batch: Batch, status: str, **said: Any) -> None:
+    def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
         """End a batch, unless it has ended, and delete what only its runs needed.
 
         said: further members of the batch's JSON.
@@ -242,7 +244,7 @@ def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[Store
             yield one
 
 
-def _batch_json(batch: Batch, marks: Mapping[str, Json], done: tuple[int, int]) -> Json:
+def _batch_json(batch: BatchRecord, marks: Mapping[str, Json], done: tuple[int, int]) -> Json:
     """Return OpenAI's batch object.
 
     marks: what the batch's marks say, by name.

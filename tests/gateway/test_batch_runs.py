@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.batch_store import ENDED, OPEN, RUNS, WINDOW_S, Batch, BatchStore
+from lorikeet.batch_store import ENDED, OPEN, RUNS, WINDOW_S, BatchRecord, BatchStore
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.file_store import FileStore
@@ -72,7 +72,7 @@ def stores(store: ObjectStore) -> tuple[BatchStore, FileStore]:
     return BatchStore(store, 9, time.time), FileStore(store, 10**9, time.time)
 
 
-def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LINES) -> Batch:
+def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LINES) -> BatchRecord:
     batches, files = stores(store)
     path = folder / "in"
     requests = [
@@ -82,7 +82,7 @@ def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LI
     path.write_text("\n".join(map(json.dumps, requests)))
     file = files.add(tenant, path, "in.jsonl", 3600)
     now = int(time.time())
-    batch = Batch(
+    batch = BatchRecord(
         f"batch_{file.id[5:]}", tenant, "key", CHAT, file.id, now, now + WINDOW_S, None, 3600
     )
     batches.create(batch)
@@ -105,7 +105,7 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def outputs(store: ObjectStore, batch: Batch, folder: Path) -> list[str]:
+def outputs(store: ObjectStore, batch: BatchRecord, folder: Path) -> list[str]:
     batches, files = stores(store)
     shown = batches.json(batch.tenant, batch.id)
     assert shown["status"] == "completed"

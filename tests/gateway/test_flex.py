@@ -1,11 +1,14 @@
 """Requests of service tier flex: served in the background, and counted apart."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.protocol.messages import FinalUsage
+from lorikeet.request_log.record import RequestRecord
 from tests.gateway.conftest import Gateway, chat
-from tests.waiting import eventually
 
 RESPONSE = {"model": "tiny", "input": "hello there"}
 
@@ -33,19 +36,27 @@ def test_streams_name_the_tier(gateway: Gateway) -> None:
     assert {chunk.service_tier for chunk in stream} == {"flex"}
 
 
-def test_tokens_of_flex_have_a_metric_of_their_own(gateway: Gateway) -> None:
-    def shown(name: str) -> float:
-        text = gateway.request("GET", "/metrics", gateway.admin_key).text
-        lines = [line for line in text.splitlines() if line.startswith(name)]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+def test_tokens_of_flex_are_counted_apart_and_its_times_not_at_all() -> None:
+    metrics = GatewayMetrics()
 
+    def shown(name: str) -> float:
+        samples = [each for metric in metrics.collect() for each in metric.samples]
+        return sum(each.value for each in samples if each.name == name)
+
+    record = RequestRecord(
+        "r",
+        "/v1/chat/completions",
+        None,
+        0.0,
+        base_model="tiny",
+        replica="r0",
+        usage=FinalUsage(30, 10, 4),
+        ended=True,
+        until_s=1.0,
+    )
     tokens, times = "lorikeet_flex_tokens_total", "lorikeet_e2e_request_latency_seconds_count"
-    gateway.post("/v1/chat/completions", chat(service_tier="flex"))
-    assert eventually(lambda: shown(tokens) > 0)
-    flexed, timed = shown(tokens), shown(times)
-    gateway.post("/v1/chat/completions", chat())
-    assert eventually(lambda: shown(times) == timed + 1), "and flex was not among the times"
-    assert shown(tokens) == flexed
-    gateway.post("/v1/chat/completions", chat(service_tier="flex"))
-    assert eventually(lambda: shown(tokens) == flexed + 4)
-    assert shown(times) == timed + 1
+    metrics.count(record)
+    assert (shown(tokens), shown(times)) == (0, 1)
+    metrics.count(replace(record, background=True))
+    assert (shown(tokens), shown(times)) == (34, 1)
+    assert shown("lorikeet_requests_total") == 2

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from lorikeet.batch_store import Batch
+from lorikeet.batch_store import BatchRecord
 
 
 class Answered(NamedTuple):
@@ -28,7 +28,7 @@ class Answered(NamedTuple):
         return json.loads(self.body)["error"]["code"] if self.status >= 400 else None
 
 
-async def answer_line(app: ASGIApp, batch: Batch, body: bytes) -> Answered:
+async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered:
     """Return the answer to a request of a batch.
 
     app: application of the endpoints for batches (gateway/app.py), which finds in the request's

@@ -29,7 +29,7 @@ from lorikeet.batch_store import (
     ENDED,
     FINALIZING,
     VALIDATED,
-    Batch,
+    BatchRecord,
     BatchStore,
     Result,
 )
@@ -175,7 +175,7 @@ class _Run:
     folder: empty folder for the input and the output.
     """
 
-    def __init__(self, runner: BatchRunner, batch: Batch, number: int, folder: Path) -> None:
+    def __init__(self, runner: BatchRunner, batch: BatchRecord, number: int, folder: Path) -> None:
         self._runner, self._batch, self._number, self._folder = runner, batch, number, folder
         self._batches, self._files = runner._batches, runner._files
         self._in_thread = runner._in_thread
@@ -384,7 +384,7 @@ class _Run:
         yield from (line for line in read_lines(self._input) if line.number not in done)
 
 
-def _result_json(batch: Batch, line: Line, answered: Answered) -> bytes:
+def _result_json(batch: BatchRecord, line: Line, answered: Answered) -> bytes:
     """Return a line of the output or the errors, as OpenAI documents it."""
     head = json.dumps({"id": _result_id(batch, line), "custom_id": line.custom_id})
     response = json.dumps({"status_code": answered.status, "request_id": answered.request_id})
@@ -395,12 +395,12 @@ def _result_json(batch: Batch, line: Line, answered: Answered) -> bytes:
     )
 
 
-def _undone_json(batch: Batch, line: Line, status: str) -> bytes:
+def _undone_json(batch: BatchRecord, line: Line, status: str) -> bytes:
     error = {"code": f"batch_{status}", "message": _UNDONE[status]}
     result = {"id": _result_id(batch, line), "custom_id": line.custom_id}
     return json.dumps(result | {"response": None, "error": error}).encode()
 
 
-def _result_id(batch: Batch, line: Line) -> str:
+def _result_id(batch: BatchRecord, line: Line) -> str:
     digest = hashlib.sha256(f"{batch.id}:{line.number}".encode()).hexdigest()
     return f"batch_req_{digest[:24]}"

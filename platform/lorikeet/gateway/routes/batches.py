@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from lorikeet.batch_store import WINDOW_S, Batch, BatchStore
+from lorikeet.batch_store import WINDOW_S, BatchRecord, BatchStore
 from lorikeet.errors import InvalidInput, NotFound, RateLimited, UnsupportedParameter
 from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
 from lorikeet.gateway.apis.batch_request import BatchRequest
@@ -99,7 +99,7 @@ def _create(
             retry_after_s=_FULL_S,
         )
     now, after = batches.clock(), body.output_expires_after
-    batch = Batch(
+    batch = BatchRecord(
         f"batch_{sortable_id(now)}",
         tenant,
         key_id,
