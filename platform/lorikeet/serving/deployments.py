@@ -20,6 +20,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import read_encoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
@@ -233,6 +234,7 @@ class Gateway:
                 push_folder=settings.cache_dir / "pushes",
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
+                files=_files(settings, store),
                 load_from=settings.load_from,
             )
             self._trim = asyncio.create_task(trim_freed_memory())
@@ -254,6 +256,12 @@ def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:
     if settings.responses_lifetime_h is None:
         return None
     return ResponseStore(store, 3600.0 * settings.responses_lifetime_h, time.time)
+
+
+def _files(settings: Settings, store: ObjectStore) -> FileStore | None:
+    if settings.files_bytes is None:
+        return None
+    return FileStore(store, settings.files_bytes, time.time)
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
