@@ -38,6 +38,7 @@ OTHERWISE = {
     "generation_config": "none",
     "cache_dir": "/nvme/cache",
     "import_from": "s3://bucket/training",
+    "audit_log": "stdout",
     "otlp_traces_endpoint": "http://collector:4318",
     "traces_sampling_ratio": "0.25",
 }

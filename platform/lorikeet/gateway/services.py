@@ -12,6 +12,7 @@ from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
@@ -201,6 +202,7 @@ class Services:
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
     uses: adapters that this gateway's requests in flight use.
+    audit: stream of admins' changes; None: no stream.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
     """
@@ -230,6 +232,7 @@ class Services:
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
+    audit: AuditStream | None = None
     load_from: Path | None = None
 
 
