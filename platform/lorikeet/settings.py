@@ -275,6 +275,11 @@ class Settings(BaseModel):
         description="hours for which the catalog's store keeps responses, so that requests can "
         "name them as previous_response_id; not set: none is stored",
     )
+    files_bytes: Bytes | None = Field(
+        None,
+        description="bytes of files that the catalog's store keeps for each tenant, input and "
+        "output of batches; not set: there are no files and no batches",
+    )
     max_queue_s: float = Field(
         60.0,
         gt=0,

@@ -84,6 +84,17 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
 None: the route names nothing.
 """
 
+FILES: Mapping[Route, Callable[[str], dict[str, Any]]] = {
+    ("POST", "/v1/files"): lambda _: UPLOAD,
+    ("GET", "/v1/files"): lambda _: {},
+    ("GET", "/v1/files/{file_id}"): lambda _: {},
+    ("GET", "/v1/files/{file_id}/content"): lambda _: {},
+    ("DELETE", "/v1/files/{file_id}"): lambda _: {},
+}
+"""Content of a request by tenants' route of files, from the id of a file."""
+
+UPLOAD = {"files": {"file": ("lines.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+
 PUBLISHERS: set[Route] = {
     ("PUT", "/v1/adapters/{name}/versions/{digest}"),
     ("GET", "/v1/adapters/{name}/versions/{digest}"),
@@ -288,7 +299,7 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     parts = unchanged.catalog, {}, LIMITS
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    known = OPEN | TENANTS.keys() | PUBLISHERS | VLLMS | admins | SCRAPED
+    known = OPEN | TENANTS.keys() | FILES.keys() | PUBLISHERS | VLLMS | admins | SCRAPED
     assert routes_of(Services(*parts, ReplayEngines())) == known - SWITCHED
     loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder)
     assert routes_of(loading) == known
@@ -329,6 +340,34 @@ def test_the_tenants_plane_is_for_tenants(
         assert error_of(ask(method, at, key, body), 403)
     read = ask(method, at, keys.reading, body)
     assert read.status_code == (200 if method == "GET" else 403)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(FILES))
+def test_files_are_for_their_own_tenant(
+    unchanged: Gateway, keys: Keys, method: str, path: str
+) -> None:
+    uploaded = unchanged.request("POST", "/v1/files", keys.infer, **UPLOAD).json()["id"]
+
+    def ask(key: str | None, file_id: str = uploaded) -> httpx.Response:
+        at = path.format(file_id=file_id)
+        return unchanged.request(method, at, key, **FILES[method, path](file_id))
+
+    for key in keys.invalid():
+        assert error_of(ask(key), 401)["code"] == "invalid_api_key"
+    for key in (unchanged.admin_key, keys.admins_reading, keys.publishing):
+        assert error_of(ask(key), 403)["code"] == "forbidden"
+    if "{" in path:
+        absent = "file-" + "0" * 24
+        for key in (keys.others_infer, keys.others_reading):
+            seen = [appearance(ask(key, one), one) for one in (uploaded, absent)]
+            assert seen[0] == seen[1]
+            may_not = method != "GET" and key == keys.others_reading
+            assert seen[0][0] == (403 if may_not else 404)
+    elif method == "GET":
+        assert uploaded not in ask(keys.others_infer).text
+        assert uploaded in ask(keys.infer).text
+    assert ask(keys.reading).status_code == (200 if method == "GET" else 403)
+    assert ask(keys.infer).is_success
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(PUBLISHERS))

@@ -31,6 +31,7 @@ from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
@@ -95,6 +96,7 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(reads, usage),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
+        file_routes(reads, StoredFiles(services.files)),
         push_routes(pushes),
         openapi_routes(reads, with_vllm=services.load_from is not None),
         admin_routes(

@@ -11,6 +11,7 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import CallEncoders
@@ -201,6 +202,7 @@ class Services:
     kept_view: file with the catalog's last view, for starts while the store is unreachable.
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
+    files: store of files; None: files are not stored, and there are no batches.
     uses: adapters that this gateway's requests in flight use.
     audit: stream of admins' changes; None: no stream.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
@@ -231,6 +233,7 @@ class Services:
     kept_view: KeptView | None = None
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
+    files: FileStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
     audit: AuditStream | None = None
     load_from: Path | None = None

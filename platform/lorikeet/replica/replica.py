@@ -389,7 +389,7 @@ async def _replay(
 
 
 def _rest_of(request: Request, made: tuple[tuple[int, ...] | None, ...]) -> Request:
-    """Return the request for the rest of an answer, whose client no longer waits for its begin.
+    """Return the request for the rest of an answer, without limits on the wait for its beginning.
 
     made: tokens of each choice; None for a choice that has ended.
     """

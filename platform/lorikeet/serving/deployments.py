@@ -20,6 +20,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError, StoreRefused
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import read_encoders
@@ -235,6 +236,7 @@ class Gateway:
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
                 audit=_audit(settings, name),
+                files=_files(settings, store),
                 load_from=settings.load_from,
             )
             self._trim = asyncio.create_task(trim_freed_memory())
@@ -268,6 +270,12 @@ def _audit(settings: Settings, gateway: str) -> AuditStream | None:
             f"LORIKEET_AUDIT_LOG={settings.audit_log}: the file cannot be written ({error}): name "
             "one in a folder that exists, or stdout"
         ) from error
+
+
+def _files(settings: Settings, store: ObjectStore) -> FileStore | None:
+    if settings.files_bytes is None:
+        return None
+    return FileStore(store, settings.files_bytes, time.time)
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":

@@ -16,9 +16,9 @@ _JOINED_RAY = "RAY_ADDRESS"
 
 
 def service_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the service: the given one, and defaults of what Ray reads.
+    """Return the given environment with defaults for the variables that Ray reads.
 
-    A Ray that runs already is not joined: its address is left out.
+    RAY_ADDRESS is left out: the service joins no Ray that runs already.
     """
     return {
         **{each.name: each.value for each in RAY_VARIABLES},
@@ -39,7 +39,9 @@ def changed(environ: Mapping[str, str], before: Mapping[str, str]) -> dict[str, 
 
 
 def make_ray_folder(environ: Mapping[str, str]) -> None:
-    """Make the private folder in which Ray makes files that every user can open, if it is ours.
+    """Make the private folder for Ray's files, which any user could open in a public folder.
+
+    Makes nothing if RAY_TMPDIR names another folder.
 
     Raises InvalidSetting if another user has made it, or it is not a folder.
     """

@@ -147,9 +147,9 @@ def _command(environ: Mapping[str, str]) -> list[str]:
 
 
 def _wait_until_ready(service: ServiceProcess, planned: Planned, admin: AdminClient) -> bool:
-    """Wait until every base model is served; return whether that is so.
+    """Wait until every base model is served; return False if the service ends before.
 
-    There is no limit, as a large model may load for many minutes; a start that fails ends.
+    There is no time limit: a large model may load for many minutes.
     """
     while not service.ends_within(0.25):
         with (
